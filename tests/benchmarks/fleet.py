@@ -60,7 +60,10 @@ def measure(*, quick: bool) -> Result:
 
 
 async def _removals(*, quick: bool) -> list[Row]:
-    """Kill and stop servers, and measure the time until the gateway sends no requests to them."""
+    """Measure the time until the gateway sends no more requests to a failed server.
+
+    A server fails by SIGKILL, or hangs by SIGSTOP.
+    """
     killed: list[float] = []
     stopped: list[float] = []
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
@@ -192,10 +195,9 @@ async def dummy_running() -> AsyncIterator[str]:
 
 
 class SingleServerProber(HttpProber):
-    """Prober that sends the probes of all servers to one server.
+    """Prober for a large fake fleet: it sends the probes of all servers to one real server.
 
-    A probe takes as long as a probe of its own server would, because each probe opens its own
-    connection.
+    Each probe opens its own connection, so it takes as long as a probe of a separate server.
     """
 
     def __init__(self, url: str) -> None:

@@ -69,7 +69,7 @@ def _write_starts(path: Path, result: Replay) -> None:
 
 
 def _figures(result: Replay, fifo: Replay) -> list[str]:
-    """Return the lines that the command prints.
+    """Return the lines that the command prints about the simulation of a trace.
 
     Args:
         result: Replay with the policy that the user chose.

@@ -297,8 +297,8 @@ class Case:
     levels: tuple[str, ...] = LEVELS
     #: True if the fault makes the run use a lower containment level than it requested.
     drops: bool = False
-    #: True if the fault occurs before the run reaches the phase. Then `inject` is called without
-    #: waiting for the phase.
+    #: True if the fault occurs before the run reaches the phase of the test. Then `inject` is
+    #: called at once, without a wait for this phase.
     is_at_once: bool = False
     #: True if the registry entry and the cgroups of the run must be gone at the end of the run,
     #: before `muster reconcile` is used.

@@ -109,7 +109,7 @@ class StormVariant:
 
     #: Work pool with its Prefect server.
     pool: GangPool
-    #: Simulated hosts with their workers. Empty in the Ray variant.
+    #: Simulated hosts with their workers. Empty if the runs use a Ray cluster.
     hosts: Sequence[WorkingHost] = ()
     #: Random numbers for all draws.
     random: Random

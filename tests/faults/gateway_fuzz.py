@@ -83,7 +83,7 @@ class Message:
     first: bytes
     #: Names and values of the headers, in their order.
     headers: list[tuple[bytes, bytes]]
-    #: Body without the chunked framing.
+    #: Body of the message. If it was sent in chunks, the chunk sizes are removed.
     body: bytes
     #: True if the body has no length, and ends when the connection is closed.
     is_open_ended: bool = False

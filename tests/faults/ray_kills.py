@@ -267,7 +267,8 @@ def kill_at_its_moment(trial: Trial) -> None:
     becomes_true(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
-        # The moment before the submission of the Ray job is over when the job has been submitted.
+        # The phase "start" ends when the Ray job has been submitted. So the kill must not wait
+        # longer.
         is_late = trial.submission
     becomes_true(is_late, trial.share * length_s(trial))
     events = trial.events()

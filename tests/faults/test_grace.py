@@ -261,7 +261,8 @@ def by_cancel_of_direct_run(stopped_run: StoppedRun) -> None:
 TERM = signal.SIGTERM
 INT = signal.SIGINT
 HUP = signal.SIGHUP
-#: Functions that end all runs in one way, by the description of the way.
+#: Functions that end all runs, each in a way in which a person can end a run. The key describes the
+#: way.
 WAYS: dict[str, Callable[[StoppedRun], None]] = {
     "muster cancel": by_cancel_of_muster,
     "Cancel in the UI": by_cancel_in_the_ui,

@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 #: Time limit for a decision of the scheduler, in seconds.
 WITHIN_S = 60.0
-#: Setting of a server that keeps its leases in memory, as Prefect does by default.
+#: Setting of a server that keeps its concurrency leases in memory, as Prefect does by default.
 LEASES_IN_MEMORY = {
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.memory"
 }
 #: Name of the setting with the address of the database. The fixture sets the address itself.
 DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-#: Settings of a server with PostgreSQL that keeps its leases in memory.
+#: Settings of a server with PostgreSQL that keeps its concurrency leases in memory.
 WITH_POSTGRESQL = {**LEASES_IN_MEMORY, DATABASE: "postgresql"}
 
 

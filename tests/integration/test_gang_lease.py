@@ -23,8 +23,8 @@ from tests.support.schedulers import Nursery, Schedulers, overlaps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Time limits of the lease that are longer than a test. A test with these values fails if a
-#: handover of the lease waits for a limit.
+#: Time limits of the lease, in seconds, that are longer than any test. With them, a test fails if
+#: the next process gets the lease only after a time limit.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
 #: Short time limits, for tests in which an abandoned lease must pass to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}

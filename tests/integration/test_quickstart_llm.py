@@ -200,7 +200,10 @@ class Load:
 
 @pytest.fixture
 def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
-    """Yield a serving fleet; its parameter is the interval of health checks in seconds."""
+    """Yield a fleet that serves requests.
+
+    A test sets the parameter of this fixture: the interval of health checks, in seconds.
+    """
     tree.become_subreaper()
     vllm_fleet = VllmFleet(tmp_path, interval_s=getattr(request, "param", 0.5))
     try:

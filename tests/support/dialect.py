@@ -84,7 +84,7 @@ class Report:
 
     @property
     def is_plain(self) -> bool:
-        """True if the text has few findings for its length. One finding is always allowed."""
+        """True if the text has few obscure phrases for its length. One phrase is always allowed."""
         return len(self.findings) <= 1 or self.rate <= LIMIT
 
 
@@ -100,7 +100,7 @@ _CLAUSE = (
 _START = r"(?:^|(?<=[.;:!?] ))"
 
 #: Question words. A heading may begin with one, such as "Why a run waits". In other texts, a
-#: clause that begins with one is a finding, because a noun is often plainer.
+#: clause that begins with one is reported, because a noun is often plainer.
 _QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
 #: Pattern of each unclear construction, and a hint at a plainer form. The patterns have no
@@ -272,7 +272,7 @@ def find_phrases(passage: Passage) -> list[Finding]:
 
 
 def examine(passages: Iterable[Passage]) -> Report:
-    """Count the words of the passages, and find their phrases that match CONSTRUCTIONS."""
+    """Return the number of words in the passages, and their obscure phrases (CONSTRUCTIONS)."""
     words = 0
     findings: list[Finding] = []
     for passage in passages:
@@ -428,7 +428,7 @@ def _texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def main(places: list[str]) -> None:
-    """Print the findings in each folder or file, and the findings per 1,000 words by kind of text.
+    """Print the obscure phrases in each folder or file, and their number per 1,000 words.
 
     Args:
         places: Paths of the folders and files. If empty, the current directory.

@@ -127,7 +127,11 @@ def parse_granted_nodes(label: str) -> dict[str, int] | None:
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> list[ComponentProcess]:
-    """Return the component processes that wrote these lines of one run."""
+    """Return the component processes of a run.
+
+    Args:
+        lines: Lines that the component processes of the run have written to a common file.
+    """
     lines_of_process: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for line in lines:
         lines_of_process.setdefault((line["attempt"], line["pid"]), {})[line["what"]] = line

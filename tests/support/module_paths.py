@@ -75,11 +75,11 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        #: Modules on the path from the spec to the start of its program.
+        #: Modules that a spec passes through until its program starts.
         self.to_exec: dict[str, str] = {}
-        #: Modules on the path from the end of the program to the state of the flow run.
+        #: Modules that the result of a program passes through until the flow run has its state.
         self.to_state: dict[str, str] = {}
-        #: Modules on the path from a waiting flow run to the GPUs of its process.
+        #: Modules that a waiting flow run passes through until its process gets GPUs.
         self.to_gpus: dict[str, str] = {}
         #: True after the program of the traced run has started.
         self._has_started = False
@@ -131,7 +131,8 @@ class ModulePaths:
 def trace_run() -> ModulePaths:
     """Trace a failing run in a new MUSTER_HOME, and return the modules that were called.
 
-    The result has the path to the start of the program and the path to the final state.
+    The result has the modules until the start of the program, and those from its end to the final
+    state of the flow run.
     """
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession

@@ -88,7 +88,7 @@ class PseudoTerminal:
         os.close(self._master)
 
     def _read(self) -> None:
-        """Read the output until the terminal is closed. This is the main function of the thread."""
+        """Read the output of the terminal until its end. The reader thread runs this method."""
         while True:
             try:
                 data = os.read(self._master, 65536)

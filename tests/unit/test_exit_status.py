@@ -63,7 +63,7 @@ def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str
 
 
 def send_line(parent: subprocess.Popen[str], line: str) -> None:
-    """Write a line to the input of the parent."""
+    """Write a line to the input of the program `PARENT`, which has started the shell."""
     assert parent.stdin is not None
     parent.stdin.write(f"{line}\n")
     parent.stdin.flush()

@@ -216,7 +216,7 @@ def place(tmp_path: Path) -> AttemptPlace:
 def make_plans(
     spec: RunSpec, place: AttemptPlace, level: Level = Level.L2
 ) -> tuple[AttemptPlan, FleetPlan]:
-    """Return the plan for the supervisor, and the plan for the fleet's process."""
+    """Return two plans of an attempt: for its supervisor, and for the process of its fleet."""
     containment = Containment(level=level)
     fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
     plan_inputs = PlanInputs(

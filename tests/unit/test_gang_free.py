@@ -79,7 +79,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
         # rounding errors of Ray
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
-        # the run was started without a grant
+        # the run was started without a grant, so only the GPUs that it uses count
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
         # granted GPUs on a node that has disappeared still count for the limits of tags

@@ -244,7 +244,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        # no later gang may start before the first gang that does not fit
+        # too few GPUs are free for the second gang, so the third gang waits behind it
         Case(
             [waits(1, 4), waits(2, 8), waits(3, 1)],
             [held("h", a=4, b=1)],
@@ -327,7 +327,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
-        # the first gang that does not fit may wait for a gang that starts in the same pass
+        # the second gang does not fit now; it may wait for the first gang, which starts in the same
+        # scheduling pass
         Case(
             [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
             [],

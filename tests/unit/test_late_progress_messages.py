@@ -24,9 +24,10 @@ class Server:
         self.states: list[dict[str, Any]] = []
         #: Number of requests that the server still answers with 503 before it accepts a state.
         self.remaining_refusals = 0
-        #: Type of the state that the flow run gets after the last refusal, or an empty string.
+        #: Type of the state that the flow run gets when the server has answered its last 503. Empty
+        #: for no change of the state.
         self.state_after_refusals = ""
-        #: Set when the server refuses a request.
+        #: Event that is set when the server answers a request with 503.
         self.has_refused = threading.Event()
         self.set("RUNNING", "step 1")
 

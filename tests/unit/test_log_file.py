@@ -116,7 +116,7 @@ READ = ("read",)
         # the log is renamed before it is read for the first time
         ([("write", "a\n"), ("rename",), ("write", "b\n"), READ], ["a", "b"]),
         ([("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
-        # the log is copied and truncated after a read of the empty log
+        # the reader has read the log while it was empty; then the log is copied and truncated
         ([READ, ("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
         # the copy is empty or incomplete, and the log is not truncated yet
         (

@@ -117,7 +117,7 @@ def make_scene(
     A `TimeToSave` object gives the trainer time to write a checkpoint before the run ends.
 
     Args:
-        warn_s: Seconds from the warning to the end. None for no warning.
+        warn_s: Seconds from the warning of the trainer to its end. None for no warning.
         grace_s: Seconds from the stop signal to SIGKILL.
         save_grace_s: Longest wait for a checkpoint in seconds.
         is_saving: Returns True if the trainer writes a checkpoint at the given time of the clock.

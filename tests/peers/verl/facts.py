@@ -43,9 +43,9 @@ class Facts:
     """The programs and configurations of one version of verl."""
 
     version: str
-    #: Name of the configuration of each program, by the program's module.
+    #: Name of the Hydra configuration that each program of verl reads, by the program's module.
     entries: Mapping[str, str]
-    #: `configurations[name]`: the keys of a configuration, by their dotted names.
+    #: Keys of each Hydra configuration, as `configurations[name][dotted key]`.
     configurations: Mapping[str, Mapping[str, Key]]
 
 
