@@ -121,7 +121,8 @@ def _queues(count: int) -> list[Queue]:
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
     """Return waiting runs: the first needs the whole cluster, the others have different sizes.
 
-    Two runs rarely have the same demand. So a pass can rarely reuse the result for another run.
+    Two runs rarely request the same GPUs. So a scheduling pass can rarely reuse the result for one
+    run for another run.
 
     Args:
         count: Number of runs.

@@ -203,8 +203,8 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
     ),
-    # At level L4, the run has its own PID namespace. The process that cannot be reaped keeps this
-    # namespace alive, so the reported failure names the namespace and no component.
+    # At level L4, the process that cannot be reaped keeps the PID namespace of the run alive. The
+    # reported failure names no component for this survivor.
     _unkillable(
         "a process that cannot be reaped",
         _trace,

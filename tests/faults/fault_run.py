@@ -110,7 +110,7 @@ class Expected:
     survivor: str = ""
 
 
-#: Value of `Expected.survivor` that matches every component.
+#: Value of `Expected.survivor` that allows a process of any component to survive.
 ANYTHING = "*"
 CANCELLED = Expected(state="cancelled")
 #: Expected result if the flow process is killed, so that it reports no final state.

@@ -61,7 +61,8 @@ _PUSH_WITHIN_S = 2.0
 _SAME_MOMENT_S = 0.2
 #: Faults that justify a restart of the server. The server must survive all other faults.
 _GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal", "broken weights"})
-#: Comment with the weight version that the gateway sends at the end of a stream.
+#: Pattern of the comment line with the weight version, which the gateway sends at the end of a
+#: stream of server-sent events.
 _VERSION_COMMENT = re.compile(r"^: X-Muster-Version: (\d+)$", re.MULTILINE)
 _FAULTS = ("kill", "stop", "hang", "503", "garbage", "steal", "slow", "4xx")
 

@@ -67,7 +67,8 @@ _KILLS = 3
 _RESTARTS = 2
 #: Final states of a run that was cancelled before its flow started.
 _CANCELLED = frozenset({"CANCELLED"})
-#: Final states of a run that was cancelled while its flow ran and may just have completed.
+#: Allowed final states of a run that is cancelled while its flow runs. The flow may complete just
+#: before the cancellation.
 _IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
 #: Program that occupies its GPUs on a Ray cluster for a while. It records the nodes on which Ray
 #: has placed it, and the time that the placement took.

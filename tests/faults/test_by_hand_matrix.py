@@ -483,8 +483,8 @@ def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
 def is_as_expected_while_waiting(row: Row, facts: Fact) -> bool:
     """Return True if the change had the documented effect on a run that was waiting.
 
-    After a change in `ENDING`, the run has ended, and has not started again before. After every
-    other change, the run still waits.
+    After a change in `ENDING`, the run must end without a further start. After every other change,
+    the run must still wait.
     """
     assert row.before is not None
     if row.change in ENDING:

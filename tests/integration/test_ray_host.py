@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A `RayHost`, which runs servers of a fleet as Ray actors, and the deaths that it reports."""
+    """A `RayHost`, which runs inference servers as Ray actors, and a list of their deaths."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host

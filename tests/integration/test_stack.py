@@ -440,7 +440,7 @@ def test_metrics_of_ray_are_readable_without_a_token(home: Home) -> None:
 
 
 def has_readable_metrics(port: int) -> bool:
-    """Return True if the port answers a request without a token with metrics of Ray."""
+    """Return True if anyone can read Ray's metrics at this port without a token."""
     with suppress(httpx.HTTPError):
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=5)
         return answer.status_code == 200 and "# TYPE ray_" in answer.text

@@ -196,8 +196,8 @@ def judge(
 def list_holds(run: History) -> Iterator[Hold]:
     """Yield the periods in which a run held its GPUs, the earliest first.
 
-    A period starts with the state Pending, or when a wait in the run's own process ends. It ends
-    when the run waits again, or with its final state.
+    A period starts when the flow run becomes Pending, or when its waiting process gets GPUs. The
+    period ends when the run waits again, or has its final state.
     """
     periods: list[tuple[float, float]] = []
     since: float | None = None
@@ -319,7 +319,7 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
 ) -> Iterator[_Usage]:
-    """Yield the GPUs by node that each component of the runs used."""
+    """Yield, for each component of the runs, how many GPUs of each node it used and when."""
     for run in runs:
         for part in run.parts:
             ends = (hold.until for hold in holds[run.name] if hold.until >= part.began)

@@ -53,9 +53,9 @@ def read_offline_runs(folder: Path) -> list[WandbRun]:
 
 
 def merge_history(runs: Iterable[WandbRun], step: str = "_step") -> list[dict[str, Any]]:
-    """Return one history of several attempts.
+    """Return the metrics history of a run, merged from the W&B runs of its attempts.
 
-    If several attempts have a row for the same step, the row of the last attempt is used.
+    If several attempts have logged the same step, the values of the last attempt are used.
 
     Args:
         runs: The runs, in the order of their start.

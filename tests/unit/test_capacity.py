@@ -210,7 +210,8 @@ async def test_silent_cluster_delays_a_caller_only_once(
     reader.answers.set()
     cluster = await _answer(capacity)
 
-    # There were two reads while the cluster was silent: by the first caller, and in the background.
+    # While the cluster did not answer, there were only two attempts to read it: by the first caller
+    # and in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 

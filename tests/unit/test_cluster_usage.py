@@ -89,7 +89,8 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # One bundle has CPUs and no GPUs. Its CPUs count as used by programs outside the queue.
+    # One bundle of the placement group has CPUs and no GPUs. Its CPUs count as used by programs
+    # outside the queue.
     assert use.nodes[0].others_cpus == 2
 
 

@@ -187,7 +187,10 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
 def test_files_of_another_tree_with_the_same_size_are_replaced(
     project: Path, tmp_path: Path, is_touched: bool
 ) -> None:
-    """All checked-out files have the same modification time, so only the content shows a change."""
+    """A changed file has the same size, and all checked-out files have the same modification time.
+
+    So only the content of a file shows that it has changed.
+    """
     place = tmp_path / "out"
     check_out(read_code(store_project(project)), place)
     if is_touched:

@@ -58,7 +58,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         # the last failure decides between the results "silent" (no answer) and "sick" (bad answer)
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
-        # a successful probe resets the number of failures
+        # a successful probe (`y`) resets the number of failures after bad answers (`n`)
         ("nnyn", 3, "suspect"),
         # the threshold is 1, so the first failed probe decides
         ("n", 1, "sick"),
@@ -67,19 +67,19 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # failed requests alone never reach the threshold
+        # failed requests (`r`) alone never reach the threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # if a request gets tokens during a probe, a missing answer to the probe is no failure
+        # a missing answer to a probe is no failure if a request gets tokens meanwhile (`x`)
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # if a request gets tokens during a probe, a bad answer to the probe is still a failure
+        # a bad answer to a probe is a failure even if a request gets tokens meanwhile (`b`)
         ("bbb", 3, "sick"),
-        # a token resets the number of missing answers
+        # a token (`t`) resets the number of missing answers (`s`)
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # a token does not reset the number of failures after a bad answer
+        # a token (`t`) does not reset the number of failures after a bad answer (`n`)
         ("nntn", 3, "sick"),
     ],
 )

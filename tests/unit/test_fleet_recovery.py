@@ -27,7 +27,14 @@ RETIRED = GroupState.RETIRED
 async def die_repeatedly(
     harness: FleetHarness, rank: int, times: int, every_s: float = 10.0
 ) -> None:
-    """Let a server die and recover several times, with pauses between."""
+    """Let a server die and recover several times.
+
+    Args:
+        harness: The fleet.
+        rank: Rank of the server.
+        times: Number of deaths.
+        every_s: Pause between two deaths, in seconds.
+    """
     for _ in range(times):
         harness.host.die(rank)
         await harness.wait_until_active()

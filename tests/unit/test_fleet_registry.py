@@ -114,8 +114,8 @@ def test_second_failure_of_a_group_changes_nothing() -> None:
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # A recovery has claimed the group, but has not started it yet. So the group still has the epoch
-    # that has already failed.
+    # A recovery is about to restart the group, which still has its failed epoch. A second failure
+    # in this epoch is ignored.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups

@@ -362,9 +362,9 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
         {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
         # the newer option for data-parallel (DP) attention
         {**SGLANG, "tensor_parallel": 8, "args": ["--attn-dp-size", "8"], "gpus_per_node": 8},
-        # an escaped placeholder, and a placeholder of the run
+        # arguments may contain an escaped placeholder (`$$`) and placeholders of the run
         {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},
-        # no periodic health checks
+        # `misses: 0` turns the periodic health checks off
         {**COMMAND, "health": {"misses": 0}},
         {**COMMAND, "stop": {"signal": "SIGINT", "grace_s": 0}},
         {**COMMAND, "engines": 2, "recovery": {"min_active": 2, "backoff_s": 1}},

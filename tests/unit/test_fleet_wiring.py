@@ -560,7 +560,7 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
     [
         ("local", 1, "its 3 engines need 12 GPUs, but the gang has 8", "fewer engines"),
         ("ray", 1, "its 3 engines need 12 GPUs, but the gang has 8", "a larger gang"),
-        # The third engine would be on the second node.
+        # Only two engines fit on one node, so the third engine would need a second machine.
         (
             "local",
             2,

@@ -268,8 +268,8 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
-        # the flow run is scheduled, pending or finished, or the server does not have it: its state
-        # is not changed
+        # if the flow run is scheduled, pending or finished, or does not exist on the server, the
+        # server's state is not changed
         (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
         (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
         (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),

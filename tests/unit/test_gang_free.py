@@ -203,9 +203,10 @@ ENDING, NEXT = grant("ending", {"n1": 6}), grant("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
-    """The first run has not ended, but its GPUs are free in Ray, which now runs the second run.
+    """The GPUs of an ending run and of the run that follows it count as held at the same time.
 
-    The first run ends only when its processes have ended.
+    Ray already runs the second run on GPUs of the first. But the first run still has processes, so
+    it has not ended.
     """
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 

@@ -358,7 +358,7 @@ def cancel_flow_run(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: 
         grace_s: Grace periods of the run, in seconds.
 
     Returns:
-        The pids of the processes whose grace periods were read.
+        The pids of the processes whose grace periods the worker has read.
     """
     read_pids: list[int] = []
 

@@ -142,7 +142,7 @@ READ = ("read",)
             ],
             ["a", "b", "c", "e", "d"],
         ),
-        # a line continues in the same file, not in the new file
+        # a line that begins before the rename ends in the renamed file, not in the new file
         (
             [
                 ("write", "a-"),
@@ -257,7 +257,7 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
                 operations = [("write", text), READ, ("rename",)]
                 is_renamed = True
             case "copy":
-                # The last line before the copy has not been read yet.
+                # The line is written twice, and only the first one is read before the copy.
                 operations = [("write", text), READ, ("write", text), ("copy",)]
                 text += text
             case "on":

@@ -99,7 +99,7 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
             StateType.FAILED,
             "stage b: NODE_LOST: n1 (flow run 7)",
         ),
-        # the process of the run was lost
+        # the flow process of the stage's run was lost
         (
             ended("Crashed", RunState.FAILED, "its process is gone"),
             StateType.FAILED,

@@ -37,11 +37,12 @@ class FakeRuns:
     """
 
     runs: list[StageRun] = field(default_factory=list)
-    #: Run spec of each created run, by the name of its stage or matrix point.
+    #: Run spec of each created run, by the name of its stage or matrix point. A matrix point is one
+    #: combination of the values in a matrix.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     #: Tags of each created run, by the name of its stage or matrix point.
     tags: dict[str, list[str]] = field(default_factory=dict)
-    #: Earlier runs whose results replace runs of stages or matrix points.
+    #: Earlier runs with the same inputs. Their results are reused instead of new runs.
     cached: list[StageRun] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, Any] = field(default_factory=dict)

@@ -21,9 +21,9 @@ HOUR_S = 3600.0
 
 
 class CountedSilence(Silence):
-    """A `Silence`, which notices that a run makes no progress, with a counter of its checks.
+    """A `Silence` that counts its checks, and uses the clock of the event loop.
 
-    The clock is the clock of the event loop.
+    `Silence` measures how long a run has made no progress.
     """
 
     def __init__(self, *logs: Path) -> None:

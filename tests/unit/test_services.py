@@ -44,7 +44,7 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
         # the service was ready again in this time, so it is restarted
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
-        # the service was never ready, so it is not restarted after 100 s
+        # the service was never ready; 100 s after its first death, it is no longer restarted
         ([(0, None), (101, None)], [1, None]),
     ],
 )

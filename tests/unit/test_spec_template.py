@@ -227,7 +227,7 @@ def test_unknown_name_is_a_fault_in_each_place(
         ("${}", "unknown name `${}`", ""),
         ("${trainer.port", "a `${` has no closing `}`", "`$${` for a literal `${`"),
         ("${a${run.id}}", "a `${` has no closing `}`", ""),
-        # the spec does not set `progress.total`
+        # the placeholder has no value, because the spec does not set `progress.total`
         (
             "${progress.total}",
             "`${progress.total}` has no value",

@@ -57,7 +57,7 @@ class Trainer:
     exit: object = None
     #: Times of the warning signals.
     warned_at: list[float] = field(default_factory=list)
-    #: Times at which a delay of SIGKILL was requested, with the requested seconds.
+    #: Requests to delay SIGKILL: the time of each request, and the requested delay in seconds.
     delays: list[tuple[float, float]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
@@ -164,8 +164,8 @@ async def announce_end(scene: Scene, in_s: float) -> None:
     [
         (3600.0, 3000.0),
         (600.0, 0.0),
-        # The run ends sooner than the spec wants the trainer to be warned, so the warning is sent
-        # at once.
+        # Only 30 s remain until the end, less than the warning time of the spec. So the warning is
+        # sent at once.
         (30.0, 0.0),
     ],
 )

@@ -29,7 +29,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each fault, and a summary line for each spec. Return the exit status."""
+    """Check run specs against the configuration of verl, and print each fault and a summary.
+
+    Returns:
+        Exit status of the program.
+    """
     options = _parser().parse_args(argv)
     paths = options.specs or sorted((ROOT / "deployments" / "runs").glob("verl-*.yaml"))
     try:
