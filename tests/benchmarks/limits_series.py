@@ -27,10 +27,10 @@ class By:
         """Return the row of the results for a quantity that was measured at this load.
 
         Args:
-            figure: Name of the figure, for example "gateway, RSS".
-            values: Value or values of the figure.
+            figure: Name of the quantity, for example "gateway, RSS".
+            values: Measured value or values.
             unit: Unit of the values.
-            note: Text that a reader needs to understand the figure.
+            note: Explanation that a reader needs to understand the values.
         """
         group = f"{figure}, by {self.what}"
         return Row(

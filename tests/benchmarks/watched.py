@@ -23,7 +23,8 @@ from tests.benchmarks.harness import sleepers, supervisor_of
 #: Seconds between two polls of the components, for the ways `psutil` and `poll`.
 _POLL_EVERY_S = 1.0
 
-#: Type of the event that tells a function that watches components to return.
+#: Type of the event with which a benchmark ends a watch of components: the watching function
+#: returns when the event is set.
 Ended = threading.Event
 
 

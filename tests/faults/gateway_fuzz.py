@@ -110,7 +110,7 @@ class Message:
         return int(self.first.split(b" ")[1])
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers, without those that concern only one connection."""
+        """Return the headers that a proxy must pass on, without those for a single connection."""
         connection_options = _joined(self, b"connection")
         dropped = _HOP | {option.strip().lower() for option in connection_options.split(b",")}
         return [(key, value) for key, value in self.headers if key.lower() not in dropped]

@@ -74,7 +74,11 @@ async def capacity() -> AsyncIterator[Capacity]:
 async def read_until(
     capacity: Capacity, cluster: RayCluster, meets_condition: Callable[[Cluster], object]
 ) -> Cluster:
-    """Read the capacity of a Ray cluster repeatedly; return the first reading with a condition."""
+    """Read the capacity of a Ray cluster again and again, until it meets a condition.
+
+    Returns:
+        The capacity that meets the condition.
+    """
     deadline = time.monotonic() + WITHIN_S
     while True:
         reading = await capacity.read_cluster(cluster.address, {})

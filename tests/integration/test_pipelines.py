@@ -56,7 +56,7 @@ class Pipelines:
     """A pool with a worker, and pipelines that run on the pool."""
 
     pool: GangPool
-    #: File that waiting stages wait for: they end when the file exists.
+    #: File for which waiting stages wait. They end when this file exists.
     go: Path
 
     @property

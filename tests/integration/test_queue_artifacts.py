@@ -190,7 +190,7 @@ def test_table_of_a_long_queue_is_cut_and_names_the_full_length(api: str) -> Non
         ("gang", "gang-queue"),
         ("", "gang-queue"),
         ("team-a", "team-a-gang-queue"),
-        # Names with characters that a key cannot contain.
+        # These names contain characters that the key of a Prefect artifact cannot contain.
         ("Team A", "team-a-e18d32-gang-queue"),
         ("组", "76acfb-gang-queue"),
     ],

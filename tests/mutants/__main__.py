@@ -148,8 +148,8 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
 def environment_of(copy: Path) -> dict[str, str]:
     """Return the environment variables for tests that run in a copy of the project.
 
-    Python must not store compiled code: it compares the size and the second of the change of a
-    source file, and both may be equal for a mutant and the original.
+    Python must not store compiled code. It would run stored code of the original instead of a
+    mutant, if both source files have the same size and the same second of change.
     """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 

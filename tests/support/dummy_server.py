@@ -307,7 +307,7 @@ class DummyServer:
         return {"rank": self.rank, "version": self.version, **vars(self.counts)}
 
     def _echo(self, request: Request) -> dict[str, Any]:
-        """Return a description of a request, as the answer to the request."""
+        """Return the answer to a request: a JSON description of the request itself."""
         return {
             "rank": self.rank,
             "method": request.method,

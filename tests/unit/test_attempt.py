@@ -524,9 +524,9 @@ async def test_pending_component_is_not_silent(begin: MakeAttempt) -> None:
 async def test_readiness_is_asked_once_more_at_the_deadline(
     begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supervisor was stopped by a signal, and continues after the deadline of a probe.
+    """A supervisor was suspended by a signal, and continues after the readiness deadline.
 
-    Meanwhile, the component has become ready.
+    Meanwhile, the component has become ready. So the supervisor must probe it once more.
     """
     attempt = await begin(start=False, trainer="complete")
     component = attempt.components["trainer"]

@@ -25,7 +25,7 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """Return the stored options of a layout's backend, and the command of the last server.
+    """Return the known options of a layout's backend, and the planned command of its last server.
 
     `Facts` are the options of a backend's command line, as read from tests/peers/backends. A
     layout is a fleet with a backend, sizes and nodes.

@@ -292,8 +292,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # a later gang may start first if the first waiting gang still fits beside it, even if the
-        # later gang runs long
+        # a later gang may start first, even for a long time, if the first waiting gang will have
+        # enough GPUs besides
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],

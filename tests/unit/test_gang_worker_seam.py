@@ -143,10 +143,11 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """Check that the worker overrides no private method of Prefect without another test.
+    """Check the list of Prefect's methods that the gang worker overrides.
 
-    The method `run` is public, so every worker class may define it. `__aenter__` only chooses the
-    folder for temporary files, and then calls Prefect's method.
+    Other tests check the private method. The method `run` is public, so every worker class may
+    define it. `__aenter__` only chooses the folder for temporary files, and then calls Prefect's
+    method.
     """
     overridden = {
         name

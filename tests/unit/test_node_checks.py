@@ -339,7 +339,8 @@ def test_planned_removals_are_not_reported_as_lost(
             entry("cc", 10, "Terminated due to idle (no Ray activity)"),
             entry("dd", 10, "Terminated due to preemption"),
             entry("ee", 10, None),
-            # this node had left the cluster before the job was submitted
+            # this node had left the cluster before the job was submitted, so it has no processes of
+            # the job
             entry("ff", 9, None),
         ]
 

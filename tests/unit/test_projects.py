@@ -123,7 +123,7 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
         # An activated environment that was deleted since is ignored.
         ({"VIRTUAL_ENV": "gone"}, {}, False, {}),
         ({"VIRTUAL_ENV": "gone", "CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
-        # Muster's own environment is the default already.
+        # Muster's own environment is the default, so no variable is set.
         ({"VIRTUAL_ENV": "own", "CONDA_PREFIX": "conda"}, {}, False, {}),
         ({"VIRTUAL_ENV": "venv"}, {}, True, {}),
         ({"VIRTUAL_ENV": "venv"}, {"PATH": "/usr/bin"}, False, {}),

@@ -94,12 +94,12 @@ def test_gradient_agrees_with_finite_differences(name: str) -> None:
         (1.0, +1.0, False),
         (1.0 + CLIP_RANGE - 0.01, +1.0, False),
         (1.0 + CLIP_RANGE + 0.01, +1.0, True),
-        # If the probability of such a token has fallen, its gradient is never set to 0.
+        # If the advantage is positive and the probability has fallen, the gradient is not set to 0.
         (0.1, +1.0, False),
         # The probability of a token with a negative advantage may fall by CLIP_RANGE.
         (1.0 - CLIP_RANGE + 0.01, -1.0, False),
         (1.0 - CLIP_RANGE - 0.01, -1.0, True),
-        # If the probability of this token has risen, its gradient is never set to 0.
+        # If the advantage is negative and the probability has risen, the gradient is not set to 0.
         (3.0, -1.0, False),
     ],
 )

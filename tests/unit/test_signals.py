@@ -75,7 +75,7 @@ def requests_of_session(
     has_worker: bool,
     may_be_left: bool = False,
 ) -> ForwardedRequests:
-    """Return the object that turns signals and cancellations into calls of a session."""
+    """Return the object that reacts to signals and cancellations by calls of a run's session."""
     started_by = SimpleNamespace() if has_worker else None
     monkeypatch.setattr(interruption, "find_worker_flow_run", lambda: started_by)
     return ForwardedRequests(session, uuid4(), may_be_left=may_be_left)

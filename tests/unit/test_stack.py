@@ -324,7 +324,7 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
     ("change", "is_alive"),
     [
         ({}, True),
-        # the recorded process had the same pid, but started earlier
+        # the record is about an earlier process that had the same pid
         ({"start_ticks": 1}, False),
         # a process had the same pid and start time before a restart of the machine
         ({"boot_id": "another"}, False),

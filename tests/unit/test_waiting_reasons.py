@@ -99,7 +99,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
-        # the run would not fit on the drained nodes either
+        # even if the drained nodes were used again, the run would not fit
         (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
         # programs outside the queue use the GPUs
         (first(others=5), "programs outside this queue use 5 GPUs"),
