@@ -148,8 +148,8 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
 def environment_of(copy: Path) -> dict[str, str]:
     """Return the environment variables for tests that run in a copy of the project.
 
-    Python must not store compiled code. It would run stored code of the original instead of a
-    mutant, if both source files have the same size and the same second of change.
+    Python must not store compiled code. Otherwise it could run the stored code of the original
+    instead of a mutant: it compares only the sizes of the source files and the second of change.
     """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 

@@ -228,8 +228,8 @@ def check(case: Case, policy: Policy) -> None:
         # a gang avoids the nodes of an earlier failure, if there are enough other nodes
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
-        # only node d need not be avoided, and the gang needs two nodes. So it also uses one of the
-        # nodes a, b and c, but not more
+        # without enough other nodes, a gang also uses nodes that it should avoid, but as few as
+        # possible
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
         # GPUs that are held on a node that has disappeared do not count as used
