@@ -173,8 +173,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a process with another pid, or of another program, cannot belong to the flow run
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
-        # another host, which is lost, had the flow run. So processes of this host do not belong to
-        # it, and the state becomes Crashed
+        # the flow run was on another host, which is lost. So no process of this host belongs to the
+        # flow run, and the state becomes Crashed
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
         # the host of the flow run is lost: even a new state is changed, because the host has been
