@@ -146,7 +146,7 @@ def kill(training: Training) -> None:
 
 
 def check(home: Path, end: Callable[[Training], None]) -> list[str]:
-    """Run a training, end it, and return the broken promises.
+    """Run a training, end it, and return the violated requirements.
 
     Args:
         home: MUSTER_HOME of the run, which does not exist yet.

@@ -28,9 +28,9 @@ from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 _ANSWERS, _QUICK_ANSWERS = 200, 5
 #: Sizes of the measured Ray clusters, in nodes.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
-#: Time limit on the process that measures one client, in seconds.
+#: Time limit on the process that measures one client of a Ray cluster, in seconds.
 _LIMIT_S = 120.0
-#: Time limit on one reading, in seconds.
+#: Time limit on one reading of a cluster's free resources, in seconds.
 _WITHIN_S = 30.0
 _WAYS = ("Muster", "a driver", "state API", "GcsClient")
 _NOTES = {

@@ -232,6 +232,6 @@ def _find_sleepers(mark: str) -> list[int]:
 
 
 def _time_of_last_line(log: str) -> float:
-    """Return the time that the short job printed in its last line."""
+    """Return the time that the measured Ray job printed in its last line."""
     lines = [line.split() for line in log.splitlines()]
     return next(float(words[1]) for words in reversed(lines) if words[:1] == ["last"])

@@ -36,9 +36,10 @@ def is_alive_loop(
 
 
 def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 1.0) -> None:
-    """Wait for each process in a thread that queues a failure, and check the queue every second.
+    """Wait until all processes have ended; if one fails, stop the others.
 
-    If there is a failure, stop the other processes.
+    One thread waits for each process, and puts a failure into a list. The list is checked every
+    `every_s` seconds.
 
     Source: prime-rl, `monitor_process` and the end of `rl` in src/prime_rl/rl.py.
     """

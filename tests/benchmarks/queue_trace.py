@@ -22,7 +22,7 @@ _SHAPE = ("gpus", "nodes", "gpus_per_node")
 
 
 class BadTrace(Exception):
-    """The file is not a trace. The message names the line and the error."""
+    """The file does not contain a valid trace of jobs. The message names the line and the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

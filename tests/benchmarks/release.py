@@ -60,7 +60,7 @@ _AT_ITS_BEST = "no server, no flow"
 class _Way:
     """Kind of worker that starts the runs."""
 
-    #: Title of the worker's rows.
+    #: Name of this kind of worker in the printed results.
     name: str
     #: Type of the work pool, "gang" or "process".
     type: str

@@ -231,7 +231,7 @@ def rows_as_json(result: Result) -> list[dict[str, Any]]:
 def with_unit(figure: float, unit: str) -> str:
     """Return a measured value with its unit as text.
 
-    A count is not rounded: it is a whole number. Only a median of counts may end with .5.
+    Counts are not rounded, because they are whole numbers. Only a median of counts may end with .5.
     """
     is_count = unit in _COUNTED or unit.startswith("of ")
     text = f"{figure:,g}" if is_count and figure < 1e5 else shown_figure(figure)

@@ -120,10 +120,10 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
 
 
 def _model_of(schema: Schema, root: Schema) -> str | None:
-    """Return the name of a mapping's pydantic model, or None if the value is no such mapping.
+    """Return the name of the pydantic model that validates a value, or None if there is no model.
 
     Args:
-        schema: JSON schema of a value.
+        schema: JSON schema of the value.
         root: JSON schema of the spec.
     """
     value_schema = _without_null(schema)

@@ -145,9 +145,10 @@ def _prepare_segment_leak(fault_run: FaultRun) -> None:
 
 
 def _leak_segment_of_other_process(fault_run: FaultRun) -> None:
-    """Leak a segment of an unrelated process during the run, and wait for the run's own segment.
+    """Leak a shared-memory segment in another program; wait until the run's segment is registered.
 
-    The unrelated process ends before the run. Muster must have registered only the run's segment.
+    The other program does not belong to the run, and ends before the run does. Muster must have
+    registered only the segment that the run itself leaked.
     """
     own_segment, foreign_segment = _segment_paths(fault_run)
     with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=fault_run.directory):
@@ -156,7 +157,7 @@ def _leak_segment_of_other_process(fault_run: FaultRun) -> None:
 
 
 def _read_owner_entry(fault_run: FaultRun) -> str:
-    """Return the text of the flow process's file in the registry."""
+    """Return the text of the file `owner.json` in which the flow process registers its resources."""
     [owner] = fault_run.observed_flow.home.glob("live/*/owner.json")
     return owner.read_text()
 

@@ -718,7 +718,8 @@ async def client(world: World, port: int, seed: str) -> None:
     for request in requests:
         world.sent.setdefault(request.id, []).append(request)
         script = _script(dice, request.id, request.first.partition(b" ")[0])
-        # All requests without an id share one script, so the answer in that script must be valid.
+        # `script` is the answer of the fake upstream server to this request. All requests without
+        # an id get the same answer, so this answer must be valid.
         world.scripts.setdefault(request.id, script if request.id else _plain(b"", b"default"))
     if hangs:
         id = requests[-1].id

@@ -38,7 +38,7 @@ GANG = {"nodes": 1, "gpus_per_node": 1}
 
 @dataclass(kw_only=True)
 class StoppedRun:
-    """A test with a work pool and runs. The runs' components save their state when they end."""
+    """Test in which runs on a work pool are stopped while their components save their state."""
 
     #: Work pool with its Prefect server.
     pool: GangPool

@@ -279,7 +279,7 @@ def test_check_reports_failed_ranks_after_their_processes_have_ended(
         await real_fleet.until_serving([2, 1])
         assert real_fleet.fleet.registry.view.training["mesh"] == [[0, 1], [2, 3]]
 
-    # `misses=0` switches the regular probes off. Only the request `check` then probes the servers.
+    # `misses=0` switches the regular probes off, so only the request `check` probes the servers.
     play(scenario, misses=0)
 
 

@@ -159,7 +159,7 @@ def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     wait_for_message(second, run.name)
 
     pool.cancel(run)
-    # When this message appears, the scheduler has made two more decisions.
+    # The scheduler writes this message only in a scheduling pass after the cancellation.
     wait_for_message(second, "holder")
     pool.cancel(second)
     wait_for_message(last, "holder")

@@ -60,7 +60,7 @@ def greedy(lasts_s: float) -> tuple[str, ...]:
 def pids_cgroup() -> Iterator[Path]:
     """Move this process into a new cgroup, and yield the cgroup's directory.
 
-    The cgroup allows 60 more processes and threads than now.
+    The limit of the cgroup is 60 processes and threads more than it has at first.
     """
     cgroup = PIDS / f"muster-test-{os.getpid()}"
     line = next(

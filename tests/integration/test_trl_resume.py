@@ -146,7 +146,8 @@ def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
         trained = steps_of(session.place.attempt(number).directory)
         shown = [row["train/global_step"] for row in run.history if "train/loss" in row]
         assert shown == trained[: len(shown)]
-        # The trainer may be interrupted between the end of a step and its report to W&B.
+        # The last step may be missing in W&B, because the trainer was interrupted between the end
+        # of the step and its report.
         complete += len(shown) >= len(trained) - 1
     # Attempts that ended without SIGKILL have reported all their steps to W&B.
     assert complete >= 2

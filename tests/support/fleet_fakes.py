@@ -154,7 +154,7 @@ class FakeHost:
         self.faults: list[str] = []
         #: Ports on which a program that is no server of the fleet listens.
         self.foreign_ports: set[int] = set()
-        #: Time that a stop takes, in seconds.
+        #: Time that the stop of a server takes, in seconds.
         self.stop_takes_s = 0.0001
 
     def __getitem__(self, rank: int) -> FakeServer:

@@ -88,7 +88,7 @@ def make_history(
     lines: Sequence[Mapping[str, Any]],
     asked: SubmittedDemand,
 ) -> History:
-    """Return the history of a run, for the judgement by `gang_referee`.
+    """Return the history of a run, in which `gang_referee` looks for violated requirements.
 
     Args:
         run: The flow run, as the Prefect server returns it.

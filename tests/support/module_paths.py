@@ -87,7 +87,7 @@ class ModulePaths:
         self._traces_wait = False
 
     def observe(self, frame: FrameType, event: str, argument: object) -> None:
-        """Add the module of a called function to its path. This is a profile function.
+        """Record the module of a called function. This is a profile function for `sys.setprofile`.
 
         Source: documentation of `sys.setprofile`.
         """
@@ -163,7 +163,7 @@ def trace_run() -> ModulePaths:
 
 
 def trace_wait(ways: ModulePaths) -> None:
-    """Trace a run that waits for the end of another run, and add the called modules to `ways`."""
+    """Trace a run that waits for the end of another run; add the called Muster modules to `ways`."""
     from tasks.queue import admission, worker
     from tasks.queue import scheduler as scheduler_module
     from tasks.queue.nodes import Capacity
@@ -209,7 +209,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the modules on each of the three paths through Muster."""
+    """Print the Muster modules that start a program, report a death, and let a run wait for GPUs."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (

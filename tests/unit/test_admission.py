@@ -51,10 +51,9 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
     [
         # nothing has changed
         ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
-        # another run has joined the queue behind the run
+        # another run has joined the queue behind this run, so nothing is printed
         ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
-        # the run's position has changed: it is printed, but the message of the state is not
-        # replaced
+        # the new position of the run is printed, but the state on the server keeps its message
         (
             {"place": 2, "length": 2, "reason": "waits"},
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],

@@ -234,7 +234,8 @@ def test_degraded_and_restored_are_sent_once(tell: Tell) -> None:
     ]
     assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
     assert group(tell, 2, "inactive", "recovering") == []
-    # The engine stays inactive because its recovery failed. This is not a new failure.
+    # The engine is inactive again because its recovery failed. This is no new failure, so no event
+    # is reported.
     assert group(tell, 2, "recovering", "inactive") == []
     assert group(tell, 1, "recovering", "active") == []
     assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]

@@ -171,7 +171,8 @@ async def reports_arrive() -> None:
 @pytest.mark.parametrize(
     ("api", "trainer", "cause"),
     [
-        # two failures: the earlier failure decides
+        # two components fail: the failure that happened first is the cause, even if it is reported
+        # later
         ((2.0, 1), (1.0, 1), "trainer"),
         # the trainer completes after, or before, the failure of another component
         ((2.0, 1), (1.0, 0), None),

@@ -47,7 +47,8 @@ def decide_without_jitter(
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
         (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
-        # the spec limits the attempts for missing resources, so these attempts count
+        # the spec limits the attempts that end because of missing resources, so these attempts
+        # count
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),

@@ -66,7 +66,7 @@ SHAPES = list_shapes()
 
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, Any]:
-    """Generate valid fleets of the backends whose options are known."""
+    """Generate valid specs of inference fleets, for the backends whose options are known."""
     fleet = {
         **draw(st.sampled_from(SHAPES)),
         "engines": draw(st.integers(1, 3)),

@@ -193,9 +193,9 @@ def test_attempt_that_used_up_its_time_counts_as_a_try() -> None:
 @pytest.mark.parametrize(
     ("steps", "counted"),
     [
-        ([24, 20], 1),  # an evaluation at the resumed step
-        ([24, 24], 1),  # a metrics file that was copied
-        ([24, 12, 12], 2),  # a counter that starts at zero in each attempt
+        ([24, 20], 1),  # the last attempt reached fewer steps, so its failure counts
+        ([24, 24], 1),  # the last attempt only reached the same step
+        ([24, 12, 12], 2),  # the last two attempts reached fewer steps
         ([24, 25], 0),
         ([24, 25, 25], 1),
     ],

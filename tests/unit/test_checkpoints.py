@@ -418,7 +418,7 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
-        # a file that is no checkpoint
+        # the folder also contains files that are no checkpoints (`.cfg`), which are always kept
         (
             ["a1.cfg", "b2.cfg", "step-3.pt", "step-4.pt", "step-5.pt"],
             "step-5.pt",

@@ -113,7 +113,8 @@ def test_spec_is_read_from_the_arguments(
         ["--resume", "some-pipeline"],
         ["spec.yaml", "--help"],
         ["spec.yaml", "other.yaml"],
-        # standard input can be read only once, and so can a pipe
+        # standard input and a pipe can be read only once, so the check before the command must not
+        # read them
         ["-"],
         ["pipe"],
     ],

@@ -126,7 +126,7 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
         # the first characters win over a part in the middle
         ("b", "big-trainer-sft-20260102-000000-cccccccc"),
         ("big", "big-trainer-sft-20260102-000000-cccccccc"),
-        # the beginning, the middle and the end of a name
+        # a part at the beginning, in the middle or at the end of the name in the spec
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         # the name is the end of a run id, or the beginning of the id's random part

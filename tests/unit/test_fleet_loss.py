@@ -56,9 +56,9 @@ def judge(
     signal: int | None = None,
     component: str = "rollout",
 ) -> Failure:
-    """Return the failure of an attempt.
+    """Return the failure of an attempt in which one component ended.
 
-    The arguments give the end of the failed component, and its log.
+    The arguments give the component, its exit code or signal, and the text of its log.
     """
     place.log(component).write_text(log)
     place.fleet_events.write_text("".join(f"{event.as_line()}\n" for event in LIFE))

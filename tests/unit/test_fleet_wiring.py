@@ -232,7 +232,7 @@ def make_plans(
     [
         (None, False, True),
         # The trainer resumes from a checkpoint, but the servers of the fleet load the original
-        # model.
+        # model, so they must not serve requests.
         (None, True, False),
         ("stale", False, False),
         ("loaded", True, True),
@@ -526,10 +526,10 @@ def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPl
     [
         (Level.L2, "local", True),
         (Level.L3, "local", True),
-        # In a PID namespace, the kernel ends all servers together with the first process, and the
-        # servers' pids have no meaning outside.
+        # Level.L4 puts all servers into a PID namespace. The kernel ends them together, and their
+        # pids have no meaning outside the namespace, so the servers are not registered.
         (Level.L4, "local", False),
-        # The servers run on other machines.
+        # The servers run on other machines, so this machine does not register them.
         (Level.L2, "ray", False),
     ],
 )

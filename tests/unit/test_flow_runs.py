@@ -212,7 +212,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # a worker of this host that has another name than the host
+        # the worker on this host has the name "there", which is not the name of the host
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
         # the flow run is a Kubernetes job and not a process of a host, so no worker is named

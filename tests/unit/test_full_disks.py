@@ -55,13 +55,13 @@ def test_full_file_system_is_named_as_the_cause(
     ("failure", "file_system"),
     [
         (make_failure(exit_code=1), FREE_DISK),
-        # The log shows another cause.
+        # The log shows another cause than a full disk.
         (make_failure("value-error", "USER_ERROR", exit_code=1), FULL_DISK),
         # SIGKILL, exit code 143 (SIGTERM) and exit code 0 are not consequences of a failed write.
         (make_failure(signal="SIGKILL"), FULL_DISK),
         (make_failure(exit_code=143), FULL_DISK),
         (make_failure(exit_code=0), FULL_DISK),
-        # Shared memory does not explain a usual exit.
+        # Full shared memory ends a program with SIGBUS, and does not explain an exit code of 1.
         (make_failure(exit_code=1), FULL_MEMORY),
     ],
 )

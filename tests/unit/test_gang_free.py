@@ -172,7 +172,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
     [
         # a second node with the granted address has appeared, and each can be the granted node
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
-        # the other node has disappeared
+        # the second node with the same address has disappeared, so the name has no node id any more
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),

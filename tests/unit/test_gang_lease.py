@@ -627,7 +627,7 @@ async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def leads_to(link: Path, path: Path) -> bool:
     try:
         return link.readlink() == path
-    except FileNotFoundError:  # the directory listing itself had this file descriptor
+    except FileNotFoundError:  # the descriptor of the directory listing, which is closed now
         return False
 
 

@@ -179,7 +179,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(GPUS, "large", in_s=100)},
             nodes=cluster(8, 4),
         ),
-        # a start is never expected in the past
+        # the gang `outrun` holds its GPUs longer than expected, so `w1` is expected to start now,
+        # and not at a time in the past
         Case(
             [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
         ),

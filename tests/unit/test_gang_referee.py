@@ -152,7 +152,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",
         ),
-        # a later run starts first, also after a requeue
+        # a run starts before an earlier run of the queue that also needs its GPUs
         (
             [run(1, 1, 9), run(2, 9.1, 12, on=BOTH), run(3, 2, 5, 2, on=["n2"])],
             "r3 passed r2, for which there was no room",
@@ -161,7 +161,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [requeued(5, 9.5, 12), run(2, 5.5, 9), run(3, 1, 20, on=["n2"], place=(0, 0))],
             "r2 passed r1, for which there was no room",
         ),
-        # the first run was not started for a long time, although its GPUs were free
+        # the first run of the queue was not started for a long time, although its GPUs were free
         ([run(1, 30, 35), run(2, 1, 5, on=["n2"])], "r1 was admitted 29.00 s after r2"),
         # a run has no final state, or another final state than expected
         ([replace(ONE, states=ONE.states[:5])], "r1 never ended: it is RUNNING Running"),
@@ -174,7 +174,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [run(1, 1, 5, 1, seen="3"), run(2, 2, 6, 1, seen="3")],
             "by what they saw: 2 of 1 device 3 of n1 at 3.000: r1, r2",
         ),
-        # other numbers of nodes and GPUs than requested
+        # the granted numbers of nodes and of GPUs per node differ from the requested numbers
         ([replace(ONE, nodes=2, gpus=4)], "r1 asks for 2 x 4 GPUs and was given {'n1': 8}"),
     ],
 )

@@ -15,8 +15,8 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ("hours", "expected_s"),
     [
         (0.01, 10 * MINUTE),
-        # an estimate of exactly one duration class (10 minutes), and an estimate that is a little
-        # longer, so that the next class counts
+        # an estimated duration of exactly 10 minutes, the shortest duration class, and a slightly
+        # longer estimate, which belongs to the next class
         (1 / 6, 10 * MINUTE),
         (0.17, HOUR),
         (1, HOUR),

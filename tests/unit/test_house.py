@@ -45,7 +45,7 @@ def test_standalone_programs_exist(path: str) -> None:
         ("tasks/train/a.py", "from tasks.command import main"),
         # an import from a folder of the same layer
         ("tasks/show/a.py", "from tasks.processes import tree"),
-        # a folder without a layer
+        # a folder of `tasks/` that the list of layers does not contain
         ("tasks/extra/a.py", ""),
         # imports of packages that the module's folder must not use
         ("tasks/spec/a.py", "import psutil"),

@@ -63,7 +63,7 @@ def test_log_of_a_local_run_is_printed_without_slow_imports_and_without_server(
         f"print([name for name in {SLOW_PACKAGES} if name in sys.modules], file=sys.stderr)\n"
         "sys.exit(code)"
     )
-    # Nothing listens at this address. A request would end with a warning on standard error.
+    # Nothing listens at this address, so any request to the Prefect server would print a warning.
     server = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
 
     done = subprocess.run(

@@ -105,7 +105,7 @@ A = {"name": "a", "spec": spec()}
                 "(did you mean `${trainer.port}`?)"
             ],
         ),
-        # placeholders of other stages
+        # names of other stages in placeholders, which are checked like all other names
         (
             pipeline(A, {"name": "b", "spec": spec("${stage.aa.checkpoint}")}),
             [

@@ -118,7 +118,7 @@ def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -
         # by default, files are deleted 60 days after the end of the run
         ("", 59.9, False),
         ("", 60.1, True),
-        # a number of days that an operator has set
+        # an operator has set another number of days, or `inf` to keep the files forever
         ("7", 7.1, True),
         ("inf", 1000.0, False),
     ],

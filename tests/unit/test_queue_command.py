@@ -329,8 +329,8 @@ def test_unknown_node_is_refused_with_the_known_names(
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
         (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
-        # only the largest number of nodes changes, and the HTTP headers of the cluster stay the
-        # same
+        # only the largest number of nodes of this cluster changes, and the HTTP headers of the
+        # cluster stay
         (
             ("set", "cluster.http://known:8265=4"),
             {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},

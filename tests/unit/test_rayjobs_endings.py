@@ -71,7 +71,8 @@ def test_lost_node_is_named_first() -> None:
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         # the node's clock is fast: its time of the end is in the future, so the end is now
         (2000.0, 99.0, 100.0),
-        # no request has found the job running, so only the time that Ray reports is known
+        # no request has found the job running, so the result depends only on the end time that Ray
+        # reports
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # Ray reports no end time
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),

@@ -169,7 +169,7 @@ def lost_with_its_host(path: Path) -> None:
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
-    """Write the record of a run that moves to this host, which adopts its Ray jobs."""
+    """Write the record of a run that another host started, and whose Ray jobs this host adopts."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 

@@ -101,7 +101,8 @@ def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
         for setting in ("filter.evil.clean", "core.fsmonitor", "diff.external"):
             attack("git", "config", "--file", shared / ".git" / "config", setting, str(program))
         attack("sh", "-c", f"echo '* filter=evil' > {shared}/.gitattributes")
-    # The victim's file is tracked and changed, so that git would compare its content.
+    # git tracks the file `victim`, and the file has changed. So git must compare its content, and
+    # would run the attacker's filter.
     environment = {
         "GIT_DIR": str(shared / ".git"),
         "GIT_WORK_TREE": str(shared),

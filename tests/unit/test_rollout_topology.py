@@ -446,7 +446,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
             "engine 0: no entrypoint among its servers 0, 1",
         ),
-        # Faults of weight updates.
+        # wrong `weight_ranks`: the ranks whose weights a server receives in a weight update
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
             "engine 0, server 0: this server updates the weights of ranks that belong to another "

@@ -34,7 +34,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # a pair is the time of a death, and the seconds that the service was ready before it
+        # each pair has the time of a death in seconds, and for how many seconds the service was
+        # ready before. None: it did not become ready.
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
         # the service was ready for at least 30 s before its death, so the delays start again
@@ -42,7 +43,7 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # the service is not ready again within 100 s after its first death, so it is not restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # the service was ready again in this time, so it is restarted
+        # the service was ready for 1 s at 100 s, so it is restarted after the death at 160 s
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready; 100 s after its first death, it is no longer restarted
         ([(0, None), (101, None)], [1, None]),

@@ -286,7 +286,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("progress", {"http": HTTP, "step": "current_step", "total": 60}),
         ("stall_after_s", 1800),
         ("retry", {"NODE_LOST": {"attempts": 1, "delay_s": 0.1, "max_delay_s": 0.1}}),
-        ("env", None),  # `env:` and nothing more is as good as left out
+        ("env", None),  # a key without a value, as in `env:`, counts as left out
         ("trainer.env", None),
         ("trainer.ready", None),
         ("components", {"rollout": FLEET}),

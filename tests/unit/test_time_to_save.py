@@ -46,7 +46,7 @@ class Trainer:
 
     clock: Clock
     plan: ComponentPlan
-    #: Returns the processes that handle the warning signal now.
+    #: Returns the processes of the trainer that have a handler for the warning signal.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
     #: Returns the time at which the machine plans to end the trainer, as known at the given time of
     #: the clock. None if no end is planned.

@@ -74,9 +74,9 @@ def test_specs_start_an_adoptable_ray_job_on_a_worker_node(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "override", "fault"),
     [
-        # a misspelt key, with the nearest key
+        # a misspelt key: the message suggests the nearest key
         ("verl-grpo", "trainer.nnode=2", "no such key (did you mean `trainer.nnodes`?)"),
-        # a key of verl's other program
+        # a key of verl's program for PPO, which the program for SFT does not have
         ("verl-sft", "algorithm.adv_estimator=grpo", "no such key"),
         # a key of verl 0.3
         ("verl-ppo", "critic.model.fsdp_config.param_offload=True", "no such key"),

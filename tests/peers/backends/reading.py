@@ -288,7 +288,7 @@ def _get_keywords(call: ast.Call) -> dict[str, ast.expr]:
 
 
 def _read_constants(path: Path) -> dict[str, Any]:
-    """Return the constants of a file whose value is a literal, by name."""
+    """Return the module-level constants of a Python file whose values are literals, by name."""
     constants = {}
     for node in _parse_file(path).body:
         if isinstance(node, ast.Assign) and (value := _evaluate_literal(node.value)) is not None:
