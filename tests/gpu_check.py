@@ -180,7 +180,7 @@ def check(home: Path, end: Callable[[Training], None]) -> list[str]:
 
 
 def main() -> int:
-    """Run all checks, print the broken promises, and return the exit code."""
+    """Run all checks on a GPU, print the violated requirements, and return the exit code."""
     if not read_gpus()["gpus"]:
         print("no GPU here")
         return 0

@@ -242,7 +242,7 @@ def carried(limit: Limit, line: Line) -> str:
 
 
 def _limits(records: Records) -> str:
-    """Return the table of all limits."""
+    """Return the table of all limits: the largest load at which Muster stays within a bound."""
     series = _series(records, "limits")
     lines = ["| quantity | maximum | bound | measured range | line |"]
     lines.append("| --- | ---: | --- | ---: | --- |")

@@ -55,7 +55,14 @@ def wait(name: str, folder: str) -> None:
 
 
 def mapped(processes: int, mappings: int, name: str, folder: str) -> None:
-    """Wait for SIGTERM, with several processes that have many memory mappings."""
+    """Fork processes with many memory mappings each, and wait for SIGTERM.
+
+    Args:
+        processes: Number of processes, with this one.
+        mappings: Number of memory mappings of each process.
+        name: Name of the component.
+        folder: Folder for the files of the component.
+    """
     memory_maps = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(mappings)]
     for _ in range(processes - 1):
         if os.fork() == 0:

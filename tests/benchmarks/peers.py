@@ -99,7 +99,7 @@ class Peer:
 
 
 def find_installed() -> tuple[list[Peer], list[Missing]]:
-    """Return the installed supervisors, and the reasons why the others are missing."""
+    """Return the installed supervisors of other projects, and why the others cannot be measured."""
     installed: list[Peer] = []
     missing: list[Missing] = []
     for peer in PEERS:

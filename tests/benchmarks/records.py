@@ -74,7 +74,7 @@ class Record:
     question: str = ""
     #: Measured values, one object for each row of the result.
     figures: Sequence[Figure] = ()
-    #: Compared programs that could not be measured, each with the reason.
+    #: Other programs that could not be measured for the comparison, each with the reason.
     missing: Sequence[Missing] = ()
     #: Reason why the benchmark did not run, or an empty string.
     not_run: str = ""

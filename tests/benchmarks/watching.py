@@ -21,8 +21,8 @@ from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_m
 from tests.benchmarks.harness import await_sleepers, folder, sleepers
 from tests.benchmarks.report import Missing, Result, Row, say
 
-#: Names of the ways to watch processes that `watched.py` implements: Muster's, and two models of
-#: other programs with their row titles.
+#: Names of the ways to watch processes that `watched.py` implements: Muster's way, and models of
+#: two other supervisors. The models have their titles in the printed table as values.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
 #: Seconds between the start of all components and the first time window.

@@ -43,7 +43,8 @@ def _prepare_shape(shape: str, fault_run: FaultRun) -> None:
 def _kill_leader_while_stopping(fault_run: FaultRun) -> None:
     """Kill the trainer's first process while the environment component is in its grace period.
 
-    This fault is possible only while the run stops. In the other phases, the run is only stopped.
+    Only in the phase STOPPING, the run has such a moment. In the other phases, no fault is
+    injected.
     """
     if fault_run.phase is Phase.STOPPING:
         fault_run.signal("trainer")

@@ -828,7 +828,7 @@ def _judge(
     seed: str,
     data: bytes,
 ) -> None:
-    """Compare the answers that a client received with the scripts of its requests.
+    """Compare the answers that a client received with the answers that the fake engines sent.
 
     Args:
         world: Shared state of the round, which records violated requirements.

@@ -384,7 +384,7 @@ def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) 
 def _is_stopped_early(way: str, moment: str) -> bool:
     """Return True if `muster reconcile` usually stops the run's job before the job's end.
 
-    The job of such a run can have many training steps, and the test does not take longer.
+    Such a job may have many training steps, because the test does not wait for its last step.
     """
     return way != "adopt" and moment not in ("end", "teardown")
 

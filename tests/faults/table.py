@@ -19,7 +19,10 @@ _HEAD = ("case", "phase", "level", "verdict", "time to empty (s)", "oracles", "o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the result table: the result of one case in one phase at one level."""
+    """Row of the result table: the result of one fault test.
+
+    A fault test injects the fault of a case in a phase of the run, at a containment level.
+    """
 
     #: Number and title of the case.
     case: str

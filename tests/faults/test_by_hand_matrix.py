@@ -141,7 +141,7 @@ class Fact:
 
     @property
     def waits(self) -> bool:
-        """True if the run has no process, and its records say that it waits."""
+        """True if the run has no process and waits for GPUs, as its record and its flow run say."""
         is_waiting = self.record in ("", "pending_resources")
         return not self.pids and self.state in ("SCHEDULED", "PAUSED") and is_waiting
 

@@ -81,9 +81,9 @@ def read_report(harness: ComponentHarness, name: str) -> str:
 
 
 def read_log_end(harness: ComponentHarness, name: str) -> str:
-    """Return the last part of the report: the output of the component after the hang was noticed.
+    """Return the output that the component printed after Muster noticed that it hangs.
 
-    Muster makes a hanging component print its stacks.
+    Muster makes a hanging component print its stacks, and appends this output to its report.
     """
     _, _, log_end = read_report(harness, name).partition(f"New output in {name}.log:")
     return log_end

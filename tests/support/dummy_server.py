@@ -185,7 +185,7 @@ class DummyServer:
             self._steps.release()
 
     async def answer(self, request: Request, connection: _Connection) -> None:
-        """Answer a request on its connection, or misbehave as the current fault says."""
+        """Answer a request, or misbehave with the fault that the test has set for this server."""
         path = request.path
         if path in _CONTROL_PATHS:
             is_broken = path == "/weights" and self.rank in request.json().get("broken_for", ())

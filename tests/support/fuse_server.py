@@ -66,7 +66,7 @@ class Server:
         self._nodes = {1: Node(1, stat.S_IFDIR | 0o755)}
 
     def serve(self) -> None:
-        """Answer requests until the file system is unmounted."""
+        """Answer the kernel's FUSE requests until the file system is unmounted."""
         while True:
             try:
                 request = os.read(self._device, 1 << 20)

@@ -32,7 +32,7 @@ class HangingFolder:
         self._server.send_signal(signal.SIGSTOP)
 
     def answer(self) -> None:
-        """Let the file system answer again."""
+        """Let the hanging file system answer again."""
         self._server.send_signal(signal.SIGCONT)
 
 

@@ -56,7 +56,7 @@ def make_helper(directory: Path) -> Path:
 
 
 def find_child_of_root(guardian: int) -> int:
-    """Return the pid of the component's child that belongs to root; 0 if there is none yet."""
+    """Return the pid of the component's child process that runs as root; 0 if there is none yet."""
     for pid in tree.descendants(guardian):
         if tree.read_real_user(pid) == 0 and "613" in tree.read_command_line(pid):
             return pid

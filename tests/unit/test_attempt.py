@@ -174,7 +174,7 @@ async def reports_arrive() -> None:
         # two components fail: the failure that happened first is the cause, even if it is reported
         # later
         ((2.0, 1), (1.0, 1), "trainer"),
-        # the trainer completes after, or before, the failure of another component
+        # the trainer completes and `api` fails: the run fails only if `api` failed first
         ((2.0, 1), (1.0, 0), None),
         ((1.0, 1), (2.0, 0), "api"),
     ],

@@ -443,7 +443,8 @@ def test_progress_bar_counts_as_training_steps() -> None:
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
         ),
-        # A restarted run counts from the beginning and prints the loaded step.
+        # A restarted run counts its epochs from the beginning, and prints the step that it has
+        # loaded.
         pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
     ],
 )

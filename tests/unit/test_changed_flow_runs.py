@@ -173,9 +173,9 @@ def test_run_with_a_deleted_flow_run_ends(server: ScriptedServer) -> None:
 @pytest.mark.parametrize(
     ("refusal", "times"),
     [
-        # One answer may come from a server that is being restored.
+        # A Prefect server whose database is being restored may give this answer a few times.
         ("Flow run not found", 3),
-        # A proxy, or another program at the server's address, answers.
+        # The answer comes from a proxy or from another program, not from the Prefect server.
         ("Not Found", 20),
     ],
 )

@@ -50,7 +50,7 @@ BUCKET = "checkpoints"
 
 
 class Store:
-    """A folder in a store. A test writes checkpoints to a local folder, and then uploads them."""
+    """A folder of checkpoints on a disk or in S3. A test uploads the files from a local folder."""
 
     def __init__(self, kind: str, scratch: Path, s3: S3Server | None) -> None:
         self.kind = kind

@@ -372,7 +372,8 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        # the rule that matched the log already shows that a checkpoint could not be loaded
+        # the log itself shows that the checkpoint could not be loaded, so this attempt is not
+        # counted
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         # only the first failure with a checkpoint is blamed on the checkpoint

@@ -46,7 +46,7 @@ class Server:
     After the last answer, the test's run ends.
     """
 
-    #: Error of each renewal, or None for a renewal that succeeds.
+    #: Error for each request to renew the lease, or None if the renewal succeeds.
     answers: Sequence[Exception | None]
     #: Set after the last answer.
     is_over: threading.Event = field(default_factory=threading.Event)

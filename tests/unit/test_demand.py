@@ -21,11 +21,11 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
     ("requested", "nodes"),
     [
         (demand(1, 8), [node(8)]),
-        # the cluster has more nodes than the gang needs
+        # a gang fits: the cluster has more nodes than the gang needs
         (demand(2, 4), [node(8), node(8), node(0)]),
         # the node has exactly the number of CPUs that the gang needs
         (demand(1, 8), [node(8, cpus=24)]),
-        # the number of CPUs of the node is unknown
+        # the number of CPUs of the node is unknown, so it is not checked
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )

@@ -75,7 +75,8 @@ def judge(
     [
         ({"signal": 9}, "INFO gateway on http://127.0.0.1:8000\n"),
         ({"signal": 11}, "Fatal Python error: Segmentation fault\n"),
-        # an uncaught exception, even if its text would otherwise mean USER_ERROR
+        # an uncaught exception of the fleet's process. In another component, its text would mean
+        # USER_ERROR.
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
         # a process outside the run has stopped the fleet with a signal

@@ -294,7 +294,7 @@ def test_engine_size_follows_from_parallelism(
             "61 is above start_within_s, which is 60",
             "write 60 or less",
         ),
-        # a timeout shorter than the backend's own
+        # the user sets the backend's own variable for the time limit of a health check
         (
             {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "15"}},
             "env.SGLANG_HEALTH_CHECK_TIMEOUT",

@@ -55,7 +55,7 @@ def host(
     waiting: tuple[str, ...] = (),
     is_lost: bool = False,
 ) -> Host:
-    """Return the host `here` as `muster reconcile` finds it.
+    """Return the host `here`, in the state in which `muster reconcile` finds it.
 
     Args:
         alive: Ids of living processes, by the flow run id in their environment.
@@ -114,8 +114,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # the worker of another host has the flow run; its pid may also exist on this host
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # started without a worker: only the process registry shows whether the flow run has a
-        # process
+        # a run that was started without a worker: only the process registry shows whether the flow
+        # run has a process, so the state stays unchanged
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
         # the flow run was started without a worker, and is not in the host's list of runs yet: a

@@ -197,7 +197,7 @@ async def test_last_decision_stays_until_another_scheduler_decides(make_lease: M
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This holder of the lease begins no decision, so the last decision stays the same.
+        # This scheduler has the lease, but decides nothing, so the last decision stays the same.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first
@@ -284,7 +284,7 @@ async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease)
     assert sorted(holders) == [("a",), ("b",), ("c",), ("d",)]
 
 
-# Tests of a holder that does not give the lease back.
+# Tests in which the holder of the scheduler lease does not give the lease back.
 
 
 @pytest.mark.parametrize(

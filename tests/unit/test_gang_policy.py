@@ -139,7 +139,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": GPUS},
             free={"a": 4, "b": 4},
         ),
-        # a node without enough CPUs is not used; unknown CPUs are not counted
+        # the run needs two CPUs per GPU: a node without enough free CPUs is not used, and a node
+        # whose number of CPUs is unknown is used
         Case(
             [waits(1, 4, cpus=2)],
             [held("h", b=1, cpus=1)],
@@ -186,7 +187,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a requeued gang starts after its delay
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # a requeued gang may wait longer for its GPUs than for its delay
+        # a requeued gang starts when its delay is over
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],
@@ -282,11 +283,11 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 @pytest.mark.parametrize(
     "case",
     [
-        # a later gang may start first if it ends before the first waiting gang can start, or
-        # exactly then
+        # a later gang may start before HEAD if it ends before HEAD can start (in 100 s), or exactly
+        # then
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
-        # a run that would end after the expected start of the first run may not start before it
+        # a later gang that would still run when HEAD can start must wait until HEAD has started
         Case(
             [HEAD, waits(2, 8, for_s=101)],
             [OTHER],

@@ -47,7 +47,10 @@ print(json.dumps(examine(**given)))
 
 @pytest.fixture
 def hanging() -> Iterator[subprocess.Popen[str]]:
-    """Start a program with the environment of a Ray job, and a program of another Ray job."""
+    """Start a hanging program with the environment variables of a Ray job of Muster.
+
+    A second program has the variables of another run. Yield the process of the first program.
+    """
     with (
         subprocess.Popen(
             [sys.executable, "-c", HANGS],

@@ -237,12 +237,12 @@ def pace() -> Iterator[Callable[..., Pace]]:
 @pytest.mark.parametrize(
     ("steps", "now", "expected"),
     [
-        # one step gives no rate
+        # the rate (steps per second) is unknown after a single step
         ([(0, 5)], 1, None),
         ([(0, 5), (10, 25)], 10, 2.0),
-        # the next step is late, so the rate falls
+        # the next step is late, so the rate falls until it comes
         ([(0, 5), (10, 15)], 110, 0.1),
-        # the last step is reached, so the rate stays
+        # the last step of the run is reached, so the rate does not fall any more
         ([(0, 80), (10, 100)], 500, 2.0),
         # after the return to a checkpoint, only the later steps count
         ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),

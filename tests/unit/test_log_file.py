@@ -118,7 +118,7 @@ READ = ("read",)
         ([("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
         # the reader has read the log while it was empty; then the log is copied and truncated
         ([READ, ("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
-        # the copy is empty or incomplete, and the log is not truncated yet
+        # logrotate's `copytruncate` has begun its copy of the log, and has not truncated the log
         (
             [("write", "a\nb\n"), ("copy_begun", "0"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
@@ -353,8 +353,8 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # The hole is as long as the long line, but begins with the line `first`. So the last six bytes
-    # of the long line remain.
+    # Bytes 0 to 1 MiB are a hole, which the reader skips. They contained the line `first` and all
+    # but the last six characters of the long line.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

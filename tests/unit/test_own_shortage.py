@@ -153,7 +153,8 @@ def test_recovery_without_free_files_waits() -> None:
 
     harness = played(story, budget=1)
 
-    # The engine recovered once, although its first 30 starts found no free file.
+    # The first 30 starts failed, because Muster had no free file descriptor. They do not count as
+    # tries to recover the engine, and the next start succeeded.
     assert harness.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
         fields["outcome"]

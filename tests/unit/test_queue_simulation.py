@@ -99,8 +99,8 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # backfill uses the duration class of a job: with the class of `half`, `head` starts after
-        # 3600 s
+        # the policy `backfill` assumes that `half` takes 3600 s, its duration class, and not 3000
+        # s. So `head` is expected to start after 3600 s, and `fits` may start before it
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),

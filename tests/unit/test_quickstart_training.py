@@ -64,12 +64,12 @@ def test_response_without_a_batch_raises_an_error(answer: object) -> None:
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        # The answer is correct; after its end there is no token, or a further token.
+        # The answer is correct. Tokens after the end token EOS do not matter.
         ([7, 0, 4, 2, EOS], 1.0),
         ([7, 0, 4, 2, EOS, 7], 1.0),
-        # The answer ends too early.
+        # The answer ends too early, so missing tokens lower the reward.
         ([7, 0, EOS], 0.4),
-        # The answer does not end.
+        # The answer has a wrong token in place of the end token EOS.
         ([7, 0, 4, 2, 2], 0.8),
         # No token is at its right position, so the reward is 0.
         ([0, 4, 2, EOS], 0.0),

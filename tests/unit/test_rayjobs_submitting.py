@@ -138,7 +138,8 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
         (b"", [b"abc"], b"abc"),
         (b"ab", [b"abc"], b"abc"),
         (b"abc", [b"abc"], b"abc"),
-        # the local copy of the log ends within the second chunk
+        # the local copy `known` already has the first chunk from the server and a part of the last
+        # chunk
         (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
     ],
 )

@@ -349,11 +349,11 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # the attempt has no final state yet
+        # the attempt has no final state yet, so the next flow process can adopt the job
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),
-        # the attempt is in its teardown; the job has ended by itself, or still runs
+        # the teardown has begun, but Muster has not requested the stop of the job
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
         # Muster has requested the stop of the job
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),

@@ -577,7 +577,7 @@ async def test_scheduler_reads_only_new_and_changed_runs() -> None:
     first, second = (entry.id for entry in (await run_pass_after(server, scheduler)).queue[:2])
     before = server.requests
     assert len((await run_pass_after(server, scheduler)).queue) == 450
-    # Without changes, a pass sends no request.
+    # Without changed flow runs, a scheduling pass sends no request to the server.
     assert server.requests == before
     new_run = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
     before = server.asked.count("read_flow_runs")
@@ -667,7 +667,7 @@ async def test_scheduler_reads_its_own_changes(server: ScriptedPrefect) -> None:
     last_pass, started = await scheduler.decide(lambda entry, nodes: True, changed=[holder])
 
     assert [entry.id for entry in started] == [run, behind]
-    # The two runs do not wait any more, and are not granted twice.
+    # The two started runs are no longer in the queue, and the next pass does not start them again.
     last_pass, started = await scheduler.decide(
         lambda entry, nodes: True, in_flight=[run, behind], changed=()
     )

@@ -76,7 +76,10 @@ def test_file_made_just_before_the_end_is_reported(
 def test_file_that_another_process_made_again_is_not_kept_as_a_file_of_the_run(
     scan: SharedMemoryScan, notes: Notes, tmp_path: Path
 ) -> None:
-    """The end of the run must not remove the file of another process with the same name."""
+    """Another process may replace a shared-memory file of the run with a file of the same name.
+
+    The end of the run must not remove this new file.
+    """
     segment = tmp_path / "segment"
     with segment.open("w"):
         scan.hurry()

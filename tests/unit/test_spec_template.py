@@ -269,14 +269,14 @@ def test_placeholders_in_other_places_are_plain_text() -> None:
 
 def test_used_and_listed_ports_are_reserved() -> None:
     components = {
-        # the component uses its own port
+        # this component uses its own port
         "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},
         # no component uses the port of this component, so no port is reserved for it
         "judge": {
             "command": ["b"],
             "env": {"PEER": "${trainer.port}"},
         },
-        # the component `judge` uses this port; the spec lists two further ports
+        # the component `judge` uses the port of this component, which also has two named ports
         "trainer": {
             "command": ["c"],
             "ports": ["metrics", "dash"],

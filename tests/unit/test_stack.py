@@ -467,7 +467,7 @@ def test_programs_of_the_stack_get_no_address_of_another_server(
         ("2x8", 2, 8, 32),
         # the text has only a number of GPUs, so the stack has one node
         ("8", 1, 8, 32),
-        # each node gets at least 24 CPUs, which verl needs on a node
+        # a run of verl needs 24 CPUs on each node, so each node gets at least 24 CPUs
         ("4x2", 4, 2, 24),
         ("16x16", 16, 16, 64),
     ],

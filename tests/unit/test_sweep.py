@@ -82,7 +82,7 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
         {"MUSTER_RUN_ID": "swept"},
         # the id of the run is in another variable
         {"MY_MUSTER_RUN_ID": "{run_id}"},
-        # the process belongs to another attempt, to another component, or to neither
+        # the process belongs to another attempt, or to another component, or has only the run id
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "api"},
         {"MUSTER_RUN_ID": "{run_id}"},

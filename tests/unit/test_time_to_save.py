@@ -154,7 +154,7 @@ def make_scene(
 
 
 async def announce_end(scene: Scene, in_s: float) -> None:
-    """Announce an end `in_s` seconds from now, and wait until this end."""
+    """Announce that the machine ends in `in_s` seconds, and wait until this time."""
     async with asyncio.timeout(TEST_WITHIN_S):
         await scene.time_to_save.announce_end(scene.clock.now + in_s, "the time is over")
 

@@ -184,7 +184,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
         (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),
-        # only a port or a memory address in the error is different
+        # only a port or a memory address in the error is different, so the state is not rewritten
         (
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
