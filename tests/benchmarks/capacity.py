@@ -24,7 +24,8 @@ from typing import Any
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
-#: Number of further readings after the first, which is slower because of its imports.
+#: Number of measured readings of the free resources. A first reading, which is slower because of
+#: its imports, is not counted.
 _ANSWERS, _QUICK_ANSWERS = 200, 5
 #: Sizes of the measured Ray clusters, in nodes.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)

@@ -157,7 +157,10 @@ def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _ways() -> Iterator[dict[str, _Way]]:
-    """Start the servers and the gateways, and yield the ways to the servers by their name."""
+    """Start the inference servers and the gateways; yield each way to reach a server, by its name.
+
+    A way is either a direct connection to a server, or a connection through a gateway.
+    """
     with folder() as place, contextlib.ExitStack() as stack:
 
         def start(name: str, *argv: str) -> subprocess.Popen[bytes]:

@@ -104,7 +104,7 @@ async def _requests(url: str, count: int) -> AsyncIterator[int]:
 
 
 async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
-    """Measure health sweeps for each number of servers."""
+    """Measure how long a check of the health of all servers takes, for each number of servers."""
     measured: list[Row] = []
     async with dummy_running() as url:
         prober = SingleServerProber(url)

@@ -231,8 +231,8 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 def carried(limit: Limit, line: Line) -> str:
     """Return, as text, the load at which the line of a series reaches the bound of a limit.
 
-    The count is rounded down to two digits. The text is "over N" if the count is larger than ten
-    times the largest measured count.
+    The load, for example a number of runs, is rounded down to two digits. The text is "over N" if
+    the load is larger than ten times the largest measured load.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:
@@ -267,7 +267,11 @@ def _rates(records: Records) -> str:
 
 
 def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
-    """Yield the cells of each rate: its name, its value, and its source."""
+    """Yield the table cells of each measured rate, such as requests per second.
+
+    Yields:
+        Name of the rate, its value with the unit, and its source.
+    """
     gateway = _by_way(records, "gateway")
     limits = _series(records, "limits")
     for kind in ("plain", "stream of 20"):

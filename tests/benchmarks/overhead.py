@@ -35,7 +35,10 @@ _TASKS = ("admit", *(f"start-{name}" for name in NAMES), "monitor", "teardown")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure `train` and the flow of six tasks, each with and without Prefect's heartbeats."""
+    """Measure how long the flow `train`, and a Prefect flow with the same six tasks, take.
+
+    Both flows are measured with and without Prefect's heartbeats.
+    """
     rounds = 2 if quick else 20
     _quieten()
     with prefect_server():

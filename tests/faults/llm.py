@@ -186,8 +186,7 @@ def kill_core(run: LlmRun) -> str:
 
 
 def stop_core(run: LlmRun) -> str:
-    """Stop the engine core process of engine 1.
-
+    """Stop the engine core process of engine 1 with SIGSTOP, and wait for its recovery.
     The next request of a weight update to this engine hangs, and the update continues without the
     engine.
     """

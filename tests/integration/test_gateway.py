@@ -953,7 +953,7 @@ async def test_stopping_gateway_finishes_requests_until_the_limit_and_cuts_the_r
 
 async def test_idle_client_connections_do_not_delay_the_stop_of_the_gateway() -> None:
     async with gateway_setup(1) as setup:
-        assert await setup.request_rank() == 0  # The client keeps its connection open.
+        assert await setup.request_rank() == 0  # Afterwards, the client's connection stays open.
         reader, writer = await connected(setup.gateway)
 
         await asyncio.wait_for(setup.gateway.stop(600), 10)

@@ -51,7 +51,8 @@ def test_log_is_read_to_its_end_after_its_file_was(
 
 
 def test_output_into_a_moved_log_is_no_stall(harness: ComponentHarness) -> None:
-    # Without the moved log, nothing shows that the component works, and the run would be ended.
+    # The trainer moves its log and continues to write to it. If Muster read only the new file, the
+    # run would look stalled and be ended.
     program = (
         "import os, time\n"
         "os.rename('trainer.log', 'trainer.log.1')\n"

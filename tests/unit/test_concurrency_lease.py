@@ -148,7 +148,10 @@ def test_run_goes_on_after_its_lease_is_lost() -> None:
 
 
 def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release of Prefect may call another function. Then a lost lease would end a run again."""
+    """Check that Prefect's engine still calls the function that Muster replaces.
+
+    Another release of Prefect may call another function. Then a lost lease would end a run again.
+    """
     engine_globals = vars(flow_engine)
     name = "maintain_concurrency_lease"
     monkeypatch.setitem(engine_globals, name, engine_globals[name])

@@ -222,7 +222,8 @@ class HistoryChecker:
         await asyncio.sleep(dice.uniform(0, 40))
         successes = [answer for answer in answers if answer["status"] == 200]
         named = {answer["engine"]: answer["epoch"] for answer in successes if dice.random() < 0.9}
-        # A faulty trainer names engines that it should not name.
+        # A faulty trainer names engines that did not receive the new weights, with a probability of
+        # 10 %.
         named |= {answer["engine"]: answer["epoch"] for answer in answers if dice.random() < 0.1}
         end = dice.choice(["commit", "commit", "commit", "give up", "die"])
         if end == "give up":

@@ -172,7 +172,8 @@ def check(case: Case, policy: Policy) -> None:
             {},
             {"w1": reason(GPUS, "early", "late", in_s=300)},
         ),
-        # the first gang does not wait for a gang on a node that is too small, which ends earlier
+        # `w1` needs 8 GPUs and waits for the gang `large`. The gang `small` ends earlier, but node
+        # b has only 4 GPUs
         Case(
             [waits(1, 8)],
             [held("small", 50, b=2), held("large", 100, a=8)],
@@ -185,9 +186,9 @@ def check(case: Case, policy: Policy) -> None:
         Case(
             [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
         ),
-        # a requeued gang starts after its delay
-        Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
         # a requeued gang starts when its delay is over
+        Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
+        # a requeued gang may wait longer for its GPUs than for its delay
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],

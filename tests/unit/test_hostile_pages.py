@@ -185,7 +185,7 @@ def test_pages_of_a_run_contain_no_foreign_markup(
 
 
 def assert_harmless(shown: Shown) -> None:
-    """Check the headline of an artifact, and its Markdown page or its table."""
+    """Check that an artifact of Prefect shows hostile text only as text, not as markup."""
     assert dangers_in(shown.headline) == []
     if shown.type == "markdown":
         assert dangers_in(str(shown.data)) == []

@@ -238,11 +238,12 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
 @pytest.mark.parametrize(
     ("states", "requested_at"),
     [
-        # scheduled, pending, running
+        # each pair has the time of a state, and True if the state is final. Here the run was
+        # submitted at 0 s, became pending at 1 s, and ran from 2 s
         ([(0, False), (1, False), (2, False)], 0),
-        # failed and retried
+        # the pipeline failed at 9 s, and a user retried it at 20 s
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
-        # failed and retried twice
+        # the pipeline failed twice, and a user retried it each time
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
         # `muster reconcile` has scheduled the lost pipeline again, which is no new start by a user
         ([(0, False), (2, False), (30, False), (31, False)], 0),

@@ -148,7 +148,7 @@ A = {"name": "a", "spec": spec()}
                 "FOLDER in the component, or checkpoint: PATTERN in the stage)"
             ],
         ),
-        # the checkpoint of a stage
+        # an unknown name in the key `checkpoint` of a stage
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [

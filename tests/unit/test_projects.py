@@ -116,7 +116,7 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
 @pytest.mark.parametrize(
     ("shell", "env", "has_venv", "expected"),
     [
-        # An activated virtual environment within conda's is the inner one.
+        # If both are activated, the virtual environment takes precedence over conda's environment.
         ({"VIRTUAL_ENV": "venv", "CONDA_PREFIX": "conda"}, {}, False, {"VIRTUAL_ENV": "venv"}),
         ({"CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         ({}, {}, False, {}),

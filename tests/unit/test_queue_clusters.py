@@ -209,7 +209,8 @@ def test_autoscaler_gets_the_demand_until_no_run_waits() -> None:
         "PendingResources: needs 3 nodes with 8 GPUs each; waits for missing nodes"
     )
     assert name.startswith("trial-grpo-")
-    # A node stays in the demand until its run has ended.
+    # The demand is the list of nodes that the scheduler requests from the autoscaler. A node stays
+    # in it until the run on the node has ended.
     assert cluster.demands == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
 
 

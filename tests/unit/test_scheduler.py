@@ -330,7 +330,8 @@ def find_final_state(
     with suppress(Killed):
         run_passes(server, 2)
     server.before.clear()
-    # The scheduler may send fewer requests than `cancelled`. Then the run is cancelled afterwards.
+    # If the scheduler sent fewer than `cancelled` requests, the run was not cancelled yet. Cancel
+    # it now.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     run_passes(server, 2)

@@ -629,7 +629,7 @@ def test_written_spec_loads_to_an_equal_spec(data: dict[str, Any]) -> None:
     spec = parse_spec(data)
 
     text = dump_spec(spec)
-    assume(MASK not in text)  # Text that looks secret is masked.
+    assume(MASK not in text)  # A masked secret cannot be loaded.
 
     read = parse_yaml(text, "it")
     again = parse_spec(read)

@@ -246,7 +246,7 @@ async def test_wait_for_a_save_is_limited(
 
     waits = [await scene.seconds_until_saved() for _ in range(2)]
 
-    # The second wait for the same component has no time left.
+    # The first wait for the save has used up the whole time limit, so the second wait ends at once.
     assert waits == [waited_s, 0]
 
 

@@ -47,7 +47,9 @@ class Cluster:
         }
 
     def synchronise(self, script: str) -> list[str]:
-        """Let workers synchronise with the server, and return which other worker each one detects.
+        """Let workers synchronise with the Prefect server, one after the other.
+
+        A worker detects another living worker that has the same name.
 
         Args:
             script: Letters of the workers, in the order in which they synchronise.
