@@ -55,7 +55,7 @@ class _Outcome:
 
     #: Name of the benchmark.
     name: str
-    #: Figures of the benchmark, or the reason why it cannot run here. None if it failed.
+    #: Measured values, or the reason why the benchmark cannot run here. None if it failed.
     result: Result | str | None
     #: Machine and time of the measurement.
     machine: Machine

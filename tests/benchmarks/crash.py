@@ -281,10 +281,11 @@ def _victim_in(place: Path) -> int:
 
 
 def _by_slow_polls(triples: int) -> list[Row]:
-    """Measure the models of launchers that check the components once in 30 or 60 s.
+    """Measure how late launchers that check their components every 30 or 60 s notice a crash.
 
-    A sample takes up to a minute, so all samples run at the same time. The component of a sample
-    is killed at a random time within the polling period.
+    The launchers are modelled by a polling loop. A sample takes up to a minute, so all samples run
+    at the same time. The component of a sample is killed at a random time within the polling
+    period.
 
     Args:
         triples: Number of samples of each model. Each sample has its own three components.

@@ -251,7 +251,7 @@ def _answers(port: int) -> bool:
 
 
 def _decisions(batches: int) -> Iterator[Row]:
-    """Measure the router's choice of a server for a request.
+    """Measure how long the router takes to choose a server for a request.
 
     After each choice, another request ends, so that the number of running requests stays the same.
     """

@@ -50,7 +50,11 @@ _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
 
 def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
-    """Measure the queue at different loads; return the rows, and the reason for missing rows."""
+    """Measure the queue at different loads.
+
+    Returns:
+        Rows for the table of results; rows that could not be measured, each with the reason.
+    """
     measured = [*_on(_SQLITE, quick=quick), *_runs_behind_blocked_runs(quick=quick)]
     missing = []
     if reason := explain_missing_postgres():
@@ -245,7 +249,7 @@ async def time_passes(
 
 
 def _worker(stage: _Stage, by: By) -> Iterator[Row]:
-    """Measure the memory of a worker that has read all waiting runs from the server."""
+    """Start a worker that reads all waiting runs from the server; measure the memory of the worker."""
     worker = stage.pool.start_worker(f"worker-{by.count}@{_SERVED}")
     try:
         time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)

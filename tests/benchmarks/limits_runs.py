@@ -85,7 +85,10 @@ def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
 
 
 def _at_once(server: Server, home: Path, count: int) -> Iterator[Row]:
-    """Start `count` runs at the same moment, each with three components, and measure them."""
+    """Start `count` runs at the same moment, each with three components.
+
+    Measure the time until all components run, the memory, and the growth of the database.
+    """
     by = By(what="runs at once", count=count)
     before_mb = database_mb(home)
     with ExitStack() as stack:

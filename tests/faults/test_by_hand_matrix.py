@@ -361,10 +361,9 @@ class Matrix:
         return not pids.isdisjoint(processes_with("MUSTER_RUN_ID", row.name))
 
     def wait_until_settled(self, expected: Callable[[Row, Fact], bool]) -> list[str]:
-        """Wait until all runs are as expected, and return a text for each fault.
+        """Wait until all runs are as expected, and return a description of each run that is not.
 
-        Faults are runs that do not become as expected in time, and living runs that `muster queue`
-        does not list.
+        The result also describes living runs that `muster queue` does not list.
 
         Args:
             expected: Returns True if the facts about the run of a row are as expected.

@@ -429,7 +429,10 @@ def report(judged: list[tuple[Mutant, Verdict]], copy: Path) -> None:
 
 
 def main() -> None:
-    """Run the unit tests on a sample of mutants, and print how many of them the tests notice."""
+    """Run the unit tests on a sample of mutants, and print how many of them make a test fail.
+
+    A mutant is the code with one random change.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--count", type=int, default=160, help="how many mutants (default 160)")

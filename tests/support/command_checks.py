@@ -23,7 +23,8 @@ from cyclopts import App, CoercionError, CycloptsError, ValidationError
 
 from tests.support.documents import ROOT
 
-#: Packages of the project, whose programs parse the arguments of a command.
+#: Packages of the project. Programs in them parse their own arguments, so the test checks their
+#: arguments by a start of the program.
 _PROJECT_PACKAGES = ("flows", "tasks", "deployments", "tests")
 #: Beginnings of paths in the project.
 _PROJECT_FOLDERS = tuple(f"{name}/" for name in (*_PROJECT_PACKAGES, "docs"))

@@ -106,7 +106,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Result of judging the runs of a gang queue."""
+    """Broken rules and statistics of the runs of a gang queue."""
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]

@@ -30,7 +30,11 @@ _REAP_EVERY_S = 0.05
 
 
 def main() -> int:
-    """Start the programs of a test, kill them when stdin is closed, and return the exit code."""
+    """Start the programs of a test, and kill them when stdin is closed.
+
+    Returns:
+        Exit code 0, or 1 if a process is still alive.
+    """
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

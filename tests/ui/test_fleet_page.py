@@ -55,6 +55,6 @@ def find_servers(run_id: str) -> list[psutil.Process]:
 
 
 def find_recovery(stack: UiStack, run: str) -> dict[str, Any] | None:
-    """Return the task run of a recovery, or None if the flow run has no recovery."""
+    """Return the Prefect task run that recovers an inference engine, or None if there is none."""
     tasks = stack.ask("POST", "/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
     return next((task_run for task_run in tasks if task_run["name"].startswith("recover-")), None)

@@ -94,7 +94,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 60), host(), "Scheduled"),
         (flow_run(RUNNING, 60), host(), "Crashed"),
         (flow_run(CANCELLING, 60), host(), "Cancelled"),
-        # the flow run has a process
+        # the flow run has a process, so its state stays unchanged
         (flow_run(PENDING, 60), ALIVE, None),
         (flow_run(RUNNING, 60), ALIVE, None),
         (flow_run(CANCELLING, 60), ALIVE, None),
@@ -111,7 +111,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
         (flow_run(StateType.CRASHED, 9000), host(), None),
-        # the worker of another host has the flow run; its pid may also exist on this host
+        # a worker of another host executes the flow run, even if a process here has the same pid
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
         # a run that was started without a worker: only the process registry shows whether the flow
@@ -129,7 +129,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a worker took the flow run from a work pool, and was killed before it wrote its label
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
-        # a user has set the state of a waiting flow run, which never had a process
+        # a user has set the state of a waiting flow run, which never had a process, to Running
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(RUNNING, 59, labels={}, work_pool_name="gang"), host(), None),
         (
@@ -147,7 +147,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # flow runs of the flow `reconcile`, which has no worker: of this host, and of another host
+        # the flow `reconcile`, which needs no worker, runs on this host or on another host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
         # a pipeline with a deployment: a worker can start another process that continues it

@@ -129,7 +129,7 @@ def check(case: Case, policy: Policy) -> None:
         # the nodes of a gang are named in the order of the cluster
         Case([waits(1, 3, 2)], [], {"w1": "bd"}, nodes=cluster(8, 4, 2, 4)),
         Case([waits(1, 3, 2)], [], {"w1": "ac"}, nodes=cluster(8, 8, 4, 1)),
-        # all GPUs of the cluster
+        # a gang may get all GPUs of the cluster
         Case([waits(1, 3, 3)], [], {"w1": "abc"}, nodes=cluster(3, 3, 3)),
         # free GPUs of two nodes are not added up
         Case(
@@ -228,7 +228,7 @@ def check(case: Case, policy: Policy) -> None:
             nodes=cluster(0, 8),
             free={"a": 0, "b": 4},
         ),
-        # a gang avoids the nodes of an earlier failure, if there are enough other nodes
+        # a gang avoids the nodes on which its run failed before, if there are enough other nodes
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
         # without enough other nodes, a gang also uses nodes that it should avoid, but as few as
@@ -318,8 +318,9 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w2 would get two of the three free GPUs on node a, which w1 needs. After w3 has taken one
-        # of these GPUs for a while, w4, which has the same demand as w2, gets node b
+        # w2 needs two GPUs and fits best on node a, where it would delay w1. w3 ends before w1 can
+        # start, so w3 gets two of the three free GPUs of node a. Then w4, which also needs two
+        # GPUs, only fits on node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],

@@ -106,9 +106,9 @@ def with_part(attempt: int, began: float, ended: float) -> History:
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return the history `ONE` with other devices that its component saw.
+    """Return the history of the correct run `ONE`, but its component reports other GPUs.
 
-    None stands for a component that got no list of devices.
+    The argument None stands for a component without a list of GPUs.
     """
     devices_seen = None if None in devices else devices
     return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])
@@ -118,11 +118,11 @@ def seeing(*devices: str | None, host: str = "n1") -> History:
     ("runs", "nodes"),
     [
         ([ONE, run(2, 1.2, 9, on=["n2"]), run(3, 9.1, 12, on=BOTH), run(4, 12.1, 14, 3)], PAIR),
-        # GPUs that one run releases and another run gets at the same time
+        # run 1 releases its GPUs, and run 2 gets them at the same moment
         ([ONE, run(2, 5, 9)], ALONE),
-        # a queue with a higher priority goes first
+        # run 3 starts before run 2, because its work queue has a higher priority
         ([ONE, run(3, 5.1, 9, rank=0), run(2, 9.1, 12)], ALONE),
-        # a requeued run keeps its position, and holds no GPUs while it waits
+        # run 1 is requeued, keeps its position before run 2, and holds no GPUs while it waits
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),
     ],
 )

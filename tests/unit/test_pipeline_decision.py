@@ -129,7 +129,10 @@ def test_run_that_fails_while_it_is_stopped_early_is_a_failure() -> None:
 
 
 def only_step(decision: PipelineDecision) -> Begin | StageRun | None:
-    """Return the only new run, active run or failed run of a decision, or None if there is none."""
+    """Return the run that a decision begins, keeps active or names as failed, or else None.
+
+    A decision may have at most one of these runs.
+    """
     steps = [*decision.begins, *decision.active]
     if decision.ended_by is not None:
         steps.append(decision.ended_by)

@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass
 class Trainer:
-    """Fake of a `RunningComponent`: a trainer whose saves follow a script."""
+    """Fake of a `RunningComponent`: a trainer that saves at the times that the test has planned."""
 
     clock: Clock
     plan: ComponentPlan

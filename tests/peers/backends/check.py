@@ -52,7 +52,11 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each fault, and a summary line for each backend. Return the exit status."""
+    """Print each fault in the recorded command-line arguments, and a summary of each backend.
+
+    Returns:
+        Exit code 0 without faults, 1 with faults, or 3 if a backend could not be downloaded.
+    """
     options = _parser().parse_args(argv)
     is_wrong = False
     for backend, version in facts.VERSIONS.items():
