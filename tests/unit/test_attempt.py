@@ -401,7 +401,7 @@ async def test_bug_in_a_watcher_fails_the_run(
         (PermissionError(13, "Permission denied: x"), FailureKind.USER_ERROR),
         (OSError(8, "Exec format error: x"), FailureKind.USER_ERROR),
         (OSError(7, "Argument list too long: x"), FailureKind.USER_ERROR),
-        # Python itself rejects the command.
+        # Python rejects the command before it starts a process, so the user made an error.
         (OSError(0, "ValueError('embedded null byte')"), FailureKind.USER_ERROR),
         (OSError(28, "No space left on device: x.log"), FailureKind.STORAGE),
         # The machine has too few resources, so the user made no error.

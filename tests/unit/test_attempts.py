@@ -206,7 +206,7 @@ def test_record_without_decisions_has_empty_cells() -> None:
     ("kind", "line", "nodes"),
     [
         (FailureKind.GPU_HARDWARE, "(Actor pid=7, ip=10.0.0.2) NVRM: Xid 79", ["10.0.0.2"]),
-        # the log names no node, so all nodes of the attempt count as its possible cause
+        # the log names no node, so each node of the attempt may be the cause of the failure
         (FailureKind.NODE_LOST, "a node died", ["10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d"]),
         (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
         (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),

@@ -21,7 +21,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
     [
         # Without a notification block, the automation has no action.
         ((), ["do-nothing"]),
-        # Two notification blocks of different types have the same name.
+        # Two notification blocks of different types have the same name, so both get the message.
         ((UUID(int=1), UUID(int=2)), ["send-notification", "send-notification"]),
     ],
 )
@@ -49,11 +49,11 @@ def test_digest_depends_on_the_content_but_not_on_the_enabled_state() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        # invalid YAML
+        # the file is invalid YAML
         "name: [",
-        # an empty file
+        # the file is empty
         "",
-        # no notification
+        # the file has no notification
         "name: a\ntrigger: {type: event}\n",
         # an unknown type of trigger
         "name: a\ntrigger: {type: dance}\nnotification: {subject: s, body: b}\n",

@@ -101,9 +101,9 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[st
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
         ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),
-        # a value that is not a number
+        # an option for a number gets a text
         ("SGLang TP16 over 2x8", "16", "many", "invalid int value: 'many'"),
-        # another program
+        # the command starts another program than the inference server
         ("LMDeploy TP16", "api_server", "gradio", "does not start a server"),
     ],
 )

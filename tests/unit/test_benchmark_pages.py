@@ -29,7 +29,7 @@ def limit(bound: float) -> Limit:
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
         # even without runs, the line through the durations is above the bound
         ((10.0, 55.0, 505.0), 1, "0"),
-        # small limits are not rounded
+        # limits of two digits are not rounded
         ((10.0, 55.0, 505.0), 12, "14"),
     ],
 )

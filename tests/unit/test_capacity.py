@@ -134,7 +134,7 @@ async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
     [
         (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
         (Denied("401; Ray's token is read from ..."), "token"),
-        # not a Ray cluster
+        # the program at the address is not the dashboard of a Ray cluster
         (KeyError("summary"), "http://ray:8265 does not answer like a Ray cluster"),
     ],
 )

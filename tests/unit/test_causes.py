@@ -249,7 +249,7 @@ def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
         ("RuntimeError: CUDA error: no CUDA-capable device is detected", "RUNTIME_ERROR"),
         ("RuntimeError: CUDA error: invalid device ordinal", "RUNTIME_ERROR"),
         ("ConnectionError: Couldn't reach 'a/b' on the Hub (LocalEntryNotFoundError)", "NETWORK"),
-        # Messages of shells and launchers about a program that was killed.
+        # Messages of shells and launchers about a program that could not start or was killed.
         ("bash: torchrun: command not found", "USER_ERROR"),
         ("/bin/sh: 1: ./train.sh: Permission denied", "USER_ERROR"),
         ("Error: No such option: --lr", "USER_ERROR"),
@@ -266,7 +266,7 @@ def test_documented_messages_have_the_right_kind(text: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        # PyTorch for AMD GPUs, and JAX
+        # messages of PyTorch for AMD GPUs, and of JAX
         ("RuntimeError: No HIP GPUs are available", "no-gpu-visible"),
         (
             "RuntimeError: Unable to initialize backend 'cuda': No visible GPU devices",
@@ -488,7 +488,7 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "Volatile Uncorr. ECC |   0 |   N/A",
         "srun: error: node7: task 0: Exited with exit code 1",
         "Error: see above",
-        # Successful retries.
+        # Lines about an error after which the program tries again.
         "ERROR client: Connection refused, retrying in 2 s",
         "Port 29500 is already in use, trying port 29501 instead.",
         "retrying after timeout: read timed out (3/10)",

@@ -46,7 +46,7 @@ def create_files(root: Path, *paths: str) -> None:
             ["checkpoint-500/", "checkpoint-1000/"],
             "checkpoint-1000",
         ),
-        # of several numbers in a file name, the last is the step
+        # a file name has several numbers: the last number is the step
         (
             ["model-7b-step-20.pt", "model-7b-step-3.pt"],
             "model-7b-step-20.pt",
@@ -111,7 +111,8 @@ def test_last_complete_checkpoint_of_a_folder(
         ),
         ("latest", "", ["step-000020.npz"], None),  # the disk was full
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
-        # the named checkpoint was deleted; checkpoints with lower steps are complete, too
+        # the checkpoint that the pointer file names was deleted. Checkpoints with lower steps are
+        # complete, so the newest of them is used
         ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         # the pointer file is damaged, so the newest checkpoint may be incomplete and is not used
         ("latest", "", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
@@ -415,7 +416,7 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
             "",
             ["a-1"],
         ),
-        # the newest checkpoint is incomplete
+        # the newest checkpoint is incomplete, so it does not count for `keep`
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),

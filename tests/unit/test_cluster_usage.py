@@ -149,7 +149,7 @@ def test_nodes_with_equal_names_get_a_suffix() -> None:
     ("has", "accelerator"),
     [
         (({"NPU": 8.0},), "NPU"),
-        # if one node has GPUs, the whole cluster counts as a cluster with GPUs
+        # a cluster with NPUs and GPUs counts as a cluster with GPUs
         (({"NPU": 8.0}, {"GPU": 1.0}), "GPU"),
         (({"HPU": 8.0}, {"TPU": 4.0}), "HPU"),
         (({"TPU": 4.0},), "TPU"),
@@ -173,7 +173,7 @@ def test_accelerator_is_that_of_the_nodes(
         (f"{RUN}--a01", RUN),
         (f"{RUN}--a123", RUN),
         (f"{RUN}--a01-trainer", RUN),
-        # a run's name may look like the end of a submission id
+        # the name of a run may contain `--a01`, which otherwise separates the id of the run
         (f"x--a01-{RUN}--a02-reward--a03", f"x--a01-{RUN}"),
         ("raysubmit_AbCdEfGh12345678", ""),
         (RUN, ""),

@@ -36,11 +36,11 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
 @pytest.mark.parametrize(
     ("requested", "nodes"),
     [
-        # one GPU more than the largest node has, though the total suffices
+        # the gang needs more GPUs on a node than the largest node has
         (demand(1, 9), [node(8), node(8)]),
-        # one node too few
+        # the cluster has one node too few
         (demand(3, 8), [node(8), node(8)]),
-        # one CPU too few: verl's placement group would wait forever
+        # the node has one CPU too few, so verl's placement group would wait forever
         (demand(1, 8), [node(8, cpus=23)]),
         # the only node of the cluster is a head node without GPUs
         (demand(1, 1), [node(0)]),

@@ -60,7 +60,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("ssn", 3, "sick"),
         # a successful probe (`y`) resets the number of failures after bad answers (`n`)
         ("nnyn", 3, "suspect"),
-        # the threshold is 1, so the first failed probe decides
+        # the threshold is 1, so a single failed probe is enough
         ("n", 1, "sick"),
         ("s", 1, "silent"),
         # failed requests and failed probes are counted together

@@ -179,7 +179,7 @@ async def test_hanging_server_is_stopped_after_a_probe_from_its_own_machine() ->
 @pytest.mark.parametrize(
     ("first_after_s", "first_s"),
     [
-        # default: one interval
+        # by default, the first probe comes one interval after the start
         (None, 30.0),
         (5.0, 5.0),
         (300.0, 300.0),
@@ -295,7 +295,7 @@ async def test_responses_without_tokens_do_not_excuse_a_hanging_engine(
         ("GET", "/v1/models", (), False),
         ("POST", "/update_weights_from_disk", (), False),
         ("POST", "/generate/more", (), False),
-        # paths that the spec names
+        # the spec names further paths whose requests generate tokens
         ("POST", "/act", ("/act",), True),
         ("POST", "/act", ("*",), True),
         ("GET", "/act", ("/act",), False),

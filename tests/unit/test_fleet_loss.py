@@ -104,12 +104,12 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         ({"code": 1}, "FleetError: 1 of 2 engines remain, 2 are needed\n", "RUNTIME_ERROR"),
         ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
-        # the fleet's process was killed while it was already ending because of an error
+        # the fleet's process was killed after its log had named an error: this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # the fleet ran out of memory, which would happen again in the next attempt
+        # the fleet ran out of memory, which would happen again, so it does not count as lost
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
-        # another component failed
+        # another component than the fleet failed
         ({"signal": 9, "component": "trainer"}, "step 8\n", "UNKNOWN"),
     ],
 )

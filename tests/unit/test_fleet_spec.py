@@ -58,7 +58,7 @@ def test_fleet_is_written_unchanged() -> None:
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
-        # one server with all of a node's GPUs
+        # without parallelism, one server gets all GPUs of a node
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
         # the number of GPUs is calculated from the parallelism
@@ -88,7 +88,7 @@ def test_engine_size_follows_from_parallelism(
 @pytest.mark.parametrize(
     ("fleet", "path", "problem", "remedy"),
     [
-        # backend and model
+        # the backend or the model is missing or unknown
         ({}, "backend", "missing: a fleet needs a backend", "for your own program"),
         ({"backend": "sglang"}, "model", "missing: SGLang needs a model", "model: PATH_OR_NAME"),
         ({"backend": "vllm"}, "model", "missing: vLLM needs a model", ""),
@@ -99,14 +99,14 @@ def test_engine_size_follows_from_parallelism(
             "command: [",
         ),
         ({**VLLM, "command": ["a"]}, "command", "only for the backend `command`", "into args"),
-        # placeholders
+        # placeholders are missing or unknown
         (
             {"backend": "command", "command": ["serve"]},
             "command",
             "must contain ${server.port}",
             "set a variable in env",
         ),
-        # parallelism with the backend command
+        # the backend `command` has no keys for the parallelism of a model
         (
             {**COMMAND, "tensor_parallel": 2},
             "tensor_parallel",
@@ -131,7 +131,7 @@ def test_engine_size_follows_from_parallelism(
             "2 does not divide the number of GPUs of an engine, which is 3",
             "multiple of 2",
         ),
-        # SGLang
+        # sizes that SGLang cannot have
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
@@ -191,7 +191,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide tensor_parallel, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # LMDeploy
+        # sizes that LMDeploy cannot have
         (
             {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
             "expert_parallel",
@@ -222,7 +222,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide the number of GPUs of an engine, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # vLLM
+        # sizes that vLLM cannot have
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
@@ -241,7 +241,7 @@ def test_engine_size_follows_from_parallelism(
             "2 does not divide the number of GPUs of an engine, which is 3",
             "",
         ),
-        # GPUs that do not match the parallelism
+        # numbers of GPUs that do not match the numbers of parallel ranks
         (
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
@@ -254,7 +254,7 @@ def test_engine_size_follows_from_parallelism(
             "an engine would have 8 GPUs, 8 on each node, but its parallelism needs 4",
             "write 4",
         ),
-        # min_active and back-off
+        # invalid values of `recovery`
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
@@ -274,7 +274,7 @@ def test_engine_size_follows_from_parallelism(
             "leave it out",
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
-        # health checks
+        # invalid values of `health`
         (
             {**COMMAND, "health": {"path": "health"}},
             "health.path",
@@ -338,7 +338,7 @@ def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy
             "write data_parallel: N instead",
         ),
         (VLLM, "--headless", "leave it out"),
-        # no key sets these arguments
+        # arguments that Muster sets itself, and that no key of the spec replaces
         (SGLANG, "--api-key", "leave it out"),
         (LMDEPLOY, "--api-keys", "leave it out"),
     ],
@@ -360,7 +360,7 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
         # the server gets its port in an environment variable or in an argument
         {"backend": "command", "command": ["serve"], "env": {"PORT": "${server.port}"}},
         {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
-        # the newer option for data-parallel (DP) attention
+        # SGLang's newer option for data-parallel (DP) attention is allowed in `args`
         {**SGLANG, "tensor_parallel": 8, "args": ["--attn-dp-size", "8"], "gpus_per_node": 8},
         # arguments may contain an escaped placeholder (`$$`) and placeholders of the run
         {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},

@@ -328,7 +328,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "listens only on localhost",
             "or an address of this machine",
         ),
-        # Every component gets the variables of the section env.
+        # Every component gets the variables of the section `env`, also the trainer on Ray.
         (
             {},
             {**JOB, "command": ["train"]},
@@ -600,7 +600,7 @@ ONE_MACHINE = "a local fleet runs only on this machine, but an engine spans 2"
 @pytest.mark.parametrize(
     ("fleet", "placement", "problem", "remedy"),
     [
-        # A single server of this backend spans several nodes.
+        # A single server of LMDeploy would span several nodes, so the fleet is rejected.
         (LMDEPLOY_TP16, "ray", "requests the GPUs of the other nodes from Ray", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
         # The nodes of an engine cannot be on a single machine.

@@ -64,11 +64,11 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
 @pytest.mark.parametrize(
     ("granted", "used", "held"),
     [
-        # the run uses no GPUs yet
+        # the run uses no GPUs yet, so the granted GPUs count
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
         # the run uses the granted GPUs
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
-        # Ray placed the run on other nodes
+        # Ray placed the run on other nodes than granted, so only the used GPUs count
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
         # the run uses only a part of its GPUs, on other nodes than granted, so both count
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
@@ -77,7 +77,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
         # a run that uses a part of a GPU holds the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
-        # rounding errors of Ray
+        # Ray reports numbers of GPUs with rounding errors, which do not matter
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
         # the run was started without a grant, so only the GPUs that it uses count
         ({}, {"c": 4}, {"c": 4}),
@@ -102,7 +102,7 @@ def test_run_holds_used_and_granted_gpus(
         (ClusterNode(name="a", gpus=8, others_gpus=3), 5),
         # half of a GPU is in use, so no gang can get that GPU
         (ClusterNode(name="a", gpus=8, others_gpus=0.5), 7),
-        # rounding errors of Ray
+        # Ray reports numbers of GPUs with rounding errors, which do not matter
         (ClusterNode(name="a", gpus=8, others_gpus=3.00001), 5),
         (ClusterNode(name="a", gpus=8, others_gpus=8), 0),
         (ClusterNode(name="a", gpus=0), 0),
@@ -176,6 +176,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
+        # the granted node is present under the granted name
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )

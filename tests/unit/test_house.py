@@ -36,7 +36,7 @@ def test_standalone_programs_exist(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        # imports from a higher layer, in each form
+        # imports from a higher layer, in each form of Python's import statements and functions
         ("tasks/spec/a.py", "from tasks.record.events import Event"),
         ("tasks/record/a.py", "import tasks.show.page"),
         ("tasks/record/a.py", "def f():\n    from ..show import page"),

@@ -107,7 +107,7 @@ READ = ("read",)
         ([("write", "a\n\nb")], ["a", "", "b"]),
         ([("write", "a\r\nb\r\n")], ["a", "b"]),
         ([READ], []),
-        # the log is renamed: after all lines were read, and with unread lines
+        # the log is renamed by a rotation, after all lines were read or while lines are unread
         ([("write", "a\n"), READ, ("rename",), ("write", "b\n")], ["a", "b"]),
         (
             [READ, ("write", "a\n"), READ, ("write", "b\n"), ("rename",), ("write", "c\n"), READ],
@@ -159,7 +159,7 @@ READ = ("read",)
             [("write", "a"), READ, ("rename",), ("write", "b\n"), READ],
             ["b", "a"],
         ),
-        # copied and truncated after all lines were read
+        # the log is copied and truncated after all lines were read
         ([("write", "a\nb\n"), READ, ("copy",), READ, ("write", "c\n")], ["a", "b", "c"]),
         # the log is truncated before all bytes were read: the unread bytes are only in the copy
         (
@@ -200,7 +200,7 @@ READ = ("read",)
             ],
             ["a", "b", "c", "dd"],
         ),
-        # truncated without a copy: only new lines are returned
+        # the log is truncated without a copy: unread lines are lost, and new lines are returned
         ([("write", "a\nb\n"), READ, ("cut",), ("write", "c\n"), READ], ["a", "b", "c"]),
         (
             [("write", "a\n"), READ, ("cut",), ("write", "c\nd\ne\n"), READ],

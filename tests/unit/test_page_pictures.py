@@ -142,13 +142,13 @@ def test_picture_becomes_one_line_of_markdown() -> None:
 @pytest.mark.parametrize(
     "points",
     [
-        # a single point
+        # the curve has only a single point
         [(1.0, 0.5)],
         # all values are equal, so the axis needs a range around the value
         [(1.0, 0.5), (2.0, 0.5)],
         [(0.0, 0.0), (1.0, 0.0)],
         [(1.0, -3.0), (2.0, 8e9)],
-        # more points than pixels
+        # the curve has more points than the picture has pixels
         [(float(step), step % 7) for step in range(5000)],
     ],
 )
@@ -218,9 +218,9 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        # metrics of the quickstart's trainer
+        # metrics of the quickstart's trainer: the reward is drawn, not the loss
         ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
-        # metrics that verl's file logger writes
+        # metrics that verl's file logger writes, below the key `data`
         (
             {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
             "critic/rewards/mean",

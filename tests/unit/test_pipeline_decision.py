@@ -66,7 +66,7 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     ("runs", "requested_at", "step"),
     [
         ([], 0, Begin(stage="a", number=1)),
-        # the run of stage a is waiting or running
+        # the run of stage a is waiting or running, so it stays
         ([A_OPEN], 0, A_OPEN),
         # the run of stage a is waiting or running, and a user has started the pipeline again
         ([A_OPEN], 99, A_OPEN),

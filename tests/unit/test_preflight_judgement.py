@@ -76,7 +76,7 @@ def test_healthy_node_has_no_finding() -> None:
         (node(carriers=[carrier("ended")]), "leftovers"),
         # Ray has eight GPUs, but the driver finds only seven
         (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
-        # the driver does not answer
+        # the GPU driver does not answer
         (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
         # a process that has ended still holds GPU memory
         (
@@ -92,7 +92,7 @@ def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
 @pytest.mark.parametrize(
     "checked_node",
     [
-        # the free space is exactly as large as required
+        # the free disk space is exactly as large as required
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
         # the clock may be correct, because the skew was measured with a large error
         node(skew_s=4.0, skew_error_s=2.5),
@@ -100,7 +100,7 @@ def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
         # a living process holds the GPU memory, or the holder of the memory is unknown
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
-        # the driver itself uses this GPU memory
+        # the GPU driver itself may use this amount of memory, without a process
         node(facts=node().facts | {"gpus": gpus(8, 1024)}),
     ],
 )

@@ -24,7 +24,7 @@ from tasks.spec.run import RunSpec
         # in a linked work tree of git, `.git` is a file
         (["outer/.git"], "outer"),
         (["outer/pyproject.toml"], "outer"),
-        # two files mark a root: the nearest root is used
+        # two folders have a file that marks a root: the nearest folder is used
         (["outer/.git/", "outer/inner/pyproject.toml"], "outer/inner"),
         (["outer/pyproject.toml", "outer/inner/.git/"], "outer/inner"),
         (["outer/.git/", "outer/inner/runs/pyproject.toml"], "outer/inner/runs"),

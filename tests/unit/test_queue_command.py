@@ -200,7 +200,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
     [
         (StateType.RUNNING, {}, "running-run is Running since 2026-01-02 13:00 UTC."),
         (StateType.COMPLETED, {}, "running-run is Completed since 2026-01-02 13:00 UTC."),
-        # the run is scheduled for later
+        # the run is scheduled for a later time, so it does not wait for GPUs yet
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
@@ -329,8 +329,7 @@ def test_unknown_node_is_refused_with_the_known_names(
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
         (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
-        # only the largest number of nodes of this cluster changes, and the HTTP headers of the
-        # cluster stay
+        # only the largest number of nodes of this cluster changes; its HTTP headers stay the same
         (
             ("set", "cluster.http://known:8265=4"),
             {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},

@@ -172,9 +172,9 @@ def test_answers_use_one_version_of_weights_during_a_change(server: InferenceSer
     [
         b"",
         b"not an archive",
-        # A truncated file.
+        # The file of weights is truncated.
         Weights(policy=make_constant_policy(1), step=7).as_bytes()[:-100],
-        # Weights of a policy with another size.
+        # The weights belong to a policy of another size.
         Weights(
             policy=Policy(
                 hidden_weight=np.zeros((2, 2)),

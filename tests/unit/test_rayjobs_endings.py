@@ -74,7 +74,7 @@ def test_lost_node_is_named_first() -> None:
         # no request has found the job running, so the result depends only on the end time that Ray
         # reports
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # Ray reports no end time
+        # Ray reports no end time: the job ended after the last request that found it running
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         (None, None, 100.0),
     ],

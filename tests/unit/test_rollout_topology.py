@@ -196,7 +196,7 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
 @pytest.mark.parametrize(
     ("sizes", "entrypoints", "weights"),
     [
-        # Each data-parallel replica of an engine updates its own weights.
+        # Each data-parallel replica of an engine is a server that updates its own weights.
         ({"data_parallel": 2}, [0, 1], [(0,), (1,)]),
         # An engine is one program on several nodes: its first server updates the weights of all
         # ranks.
@@ -281,7 +281,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
 @pytest.mark.parametrize(
     ("kind", "devices", "expected"),
     [
-        # The granted GPUs are in the environment variable for their kind of GPU.
+        # AMD GPUs are selected by the variable HIP_VISIBLE_DEVICES.
         (
             "amd",
             ("4", "5"),
@@ -434,13 +434,13 @@ def plan(*engines: Engine) -> TopologyPlan:
     ("engines", "fault"),
     [
         ((), "no engines"),
-        # Faults of ranks.
+        # Plans whose ranks are wrong.
         ((engine(slot(0, ranks=(0, 0))),), "engine 0, server 0: a rank is listed twice: 0"),
         (
             (engine(slot(0)), engine(slot(1, engine=1, ranks=(1, 0)))),
             "engine 1, server 1: a rank is listed twice: 0",
         ),
-        # Faults of servers.
+        # Engines without a server, or without a server that accepts requests.
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
@@ -460,7 +460,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, ranks=(0, 1, 2))),),
             "engine 0: no server updates the weights of ranks 1, 2",
         ),
-        # Faults of addresses.
+        # Servers with wrong addresses.
         (
             (engine(slot(0), slot(1, port=30000)),),
             "engine 0, server 1: an address is used twice: http://n0:30000",

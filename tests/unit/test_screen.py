@@ -46,7 +46,7 @@ def region(*texts: str) -> Text:
     ("text", "shown"),
     [
         ("plain, with Umlauts: äöü ━", "plain, with Umlauts: äöü ━"),
-        # colours
+        # control sequences for colours
         ("\x1b[1;31mred\x1b[0m", "red"),
         # sequences that move the cursor and erase a line are removed
         ("up\x1b[2A\x1b[K", "up"),
@@ -54,13 +54,13 @@ def region(*texts: str) -> Text:
         ("\x1b]0;title\x07after \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "after link"),
         # sequences that choose a character set and reset the terminal are removed
         ("\x1b(Bwords\x1bc", "words"),
-        # a progress bar
+        # a progress bar overwrites its line, so only the last text remains
         ("10 %\r50 %\r100 %", "100 %"),
         ("100 %\r", "100 %"),
         ("one\r\ntwo\r\n", "one\ntwo\n"),
         ("bell\x07, backspace\x08, null\x00, C1 \x9b31m", "bell, backspace, null, C1 31m"),
         ("a\tb", "a   b"),
-        # an incomplete control sequence at the end
+        # the text ends with an incomplete control sequence
         ("end \x1b", "end "),
     ],
 )

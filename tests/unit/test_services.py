@@ -216,7 +216,7 @@ def test_dead_service_is_restarted_and_reports_the_reason(stages: list[ServiceHa
     assert report.reason.startswith("server (pid 1000) was killed by SIGKILL")
     assert report.died_at is not None
     assert harness.slept == [1.0]
-    # The other services continue.
+    # The service `worker` was not restarted, because only another service died.
     assert len(harness.processes["worker"]) == 1
     assert harness.reports["worker"].deaths == 0
 

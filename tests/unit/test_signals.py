@@ -84,10 +84,10 @@ def requests_of_session(
 @pytest.mark.parametrize(
     ("has_worker", "arrivals"),
     [
-        # The worker sends a signal for a cancellation that the server also reports.
+        # A run is cancelled: the worker sends SIGTERM, and the server reports the cancellation.
         (True, [TERM, Change.CANCELLED, Change.CANCELLED]),
         (True, [Change.CANCELLED, TERM]),
-        # The signal goes to the worker and to its process group, or a stack stops after a cancel.
+        # A stop sends SIGTERM several times: to the process itself and to its process group.
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),

@@ -75,7 +75,7 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {"timeperf/rollout": 6.0, "timeperf/train_step": 2.0},
             {"rollout": 0.75, "training": 0.25, "other": 0.0},
         ),
-        # The metrics have only the duration of the whole step.
+        # The metrics have only the duration of the whole step, so there are no shares.
         ({"step_time": 10.0}, {}),
     ],
 )

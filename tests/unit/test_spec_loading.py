@@ -122,7 +122,7 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
     [
         # a Ray job needs a Ray cluster
         ({"ray": None}, "ray", "missing: trainer is a Ray job"),
-        # a Ray job runs on another machine
+        # a Ray job runs on another machine, so Muster cannot check its processes
         (
             {"components": {"trainer": {**JOB, "live": {"processes": "x"}}}},
             "components.trainer.live.processes",

@@ -325,7 +325,7 @@ def test_value_is_valid(path: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "problem", "remedy"),
     [
-        # names
+        # invalid names of runs and workloads
         ("name", "", "must be text that matches the pattern ", ""),
         ("name", "Quick", "must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$", ""),
         ("name", "1st", "must be text that matches the pattern ^[a-z]", ""),
@@ -357,7 +357,7 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("cwd", "", "must not be empty", ""),
         ("on_lost_flow", "keep", "must be stop or adopt", ""),
         ("containment", "none", "must be auto or namespace", ""),
-        # components
+        # invalid values of `components`
         ("components", {}, "must not be empty", "write at least one"),
         ("components", [], "must be a mapping, found a list", ""),
         ("components", None, "must be a mapping, found nothing", ""),
@@ -368,16 +368,16 @@ def test_value_is_valid(path: str, value: object) -> None:
             "write KEY: VALUE below it",
         ),
         ("trainer.launcher", "slurm", "must be process or ray_job", ""),
-        # commands
+        # invalid commands of a component
         ("trainer.command", "a b", "must be a list", '[sh, -c, "a b"]'),
         ("trainer.command", [], "must not be empty", "[python, train.py]"),
         ("trainer.command", [""], "must be a program, found an empty text", ""),
         ("trainer.command", None, "must be a list, found nothing", ""),
         ("trainer.command", {"a": 1}, "must be a list, found a mapping", ""),
-        # checkpoints
+        # invalid values of `checkpoints`
         ("trainer.checkpoints", ["a"], "must be text, found a list", ""),
         ("trainer.checkpoints", "", "must not be empty", ""),
-        # stop
+        # invalid values of `stop`
         ("trainer.stop.signal", "TERM", "must be the name of a signal, found 'TERM'", "`SIGTERM`"),
         (
             "trainer.stop.signal",
@@ -398,7 +398,7 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("trainer.stop.warn", "SIGKILL", "must be a signal that a program can handle", "SIGUSR1"),
         ("trainer.stop.warn_s", 60, "needs `warn`", "write warn: SIGUSR1"),
         ("trainer.stop.save_grace_s", 60, "needs `checkpoints`", "write checkpoints: FOLDER"),
-        # durations
+        # invalid durations
         ("stall_after_s", 0, "must be more than 0, found 0", ""),
         ("stall_after_s", -1.5, "must be more than 0, found -1.5", ""),
         ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
@@ -412,7 +412,7 @@ def test_value_is_valid(path: str, value: object) -> None:
             "write 0.001",
         ),
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
-        # probes
+        # invalid probes of a component
         (
             "trainer.ready",
             {},
@@ -444,7 +444,7 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("trainer.ready.alive_s", 0, "must be more than 0", ""),
         ("trainer.live.misses", 0, "must be at least 1, found 0", ""),
         ("trainer.live.misses", 1.5, "must be a whole number, found 1.5", ""),
-        # progress and success
+        # invalid values of `progress` and `success`
         (
             "progress",
             {"step": "s"},
@@ -461,17 +461,17 @@ def test_value_is_valid(path: str, value: object) -> None:
             "progress:",
         ),
         ("success.step", 0, "must be at least 1", ""),
-        # gang and ray
+        # invalid values of `gang` and `ray`
         ("gang.gpus_per_node", 0, "must be at least 1", ""),
         ("gang.nodes", "2", "must be a whole number, found the text '2'", "without quotes"),
         ("gang.hours", math.nan, "must be a finite number", ""),
         ("ray.address", "auto", "must be an http address, found 'auto'", ""),
         ("ray.entrypoint_resources", ["a"], "must be a mapping, found a list", ""),
-        # retry
+        # invalid values of `retry`
         ("retry.OOM", {"attempts": 1}, "must be INSUFFICIENT_RESOURCES, START_TIMEOUT", ""),
         ("retry.NODE_LOST", {"attempts": 0}, "must be at least 1", ""),
         ("retry.NODE_LOST", {}, "missing: this kind needs a number of attempts", "attempts"),
-        # rollout
+        # invalid values of the inference fleet `rollout`
         ("components.rollout", {"backend": "trt"}, "must be sglang, lmdeploy, vllm or command", ""),
         ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
     ],
@@ -660,7 +660,7 @@ def test_constructor_validates_like_a_file() -> None:
     [
         ({"size": {"not": -1}}, {"size": 32}, ""),
         ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
-        # if the key is missing in the answer, the condition is not met
+        # the key is missing in the answer of the HTTP server, so the condition is not met
         (
             {"size": {"not": -1}},
             {},

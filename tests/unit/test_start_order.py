@@ -104,7 +104,7 @@ def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> Non
     ("fields", "order"),
     [
         ({}, NAMES),
-        # a key without a value
+        # the key has no value, so the components start in the order in which they are written
         ({"start_order": None}, NAMES),
         # an empty list, which the form in Prefect's UI sends, means the order in the spec
         ({"start_order": []}, NAMES),

@@ -77,7 +77,7 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
 @pytest.mark.parametrize(
     "variables",
     [
-        # the id of another run begins with the id of this run, or is the beginning of it
+        # the process belongs to another run, whose id is longer or shorter than the id of this run
         {"MUSTER_RUN_ID": "{run_id}-2"},
         {"MUSTER_RUN_ID": "swept"},
         # the id of the run is in another variable

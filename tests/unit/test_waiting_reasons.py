@@ -88,7 +88,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        # the run would fit on the drained nodes
+        # the run would fit on the drained nodes, so the message names them
         (first(drained={"n3": 8}), "would fit on drained nodes: n3; free now: 8 on"),
         (
             first("1", drained={"n3": 8}),
@@ -101,7 +101,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
         ),
         # even if the drained nodes were used again, the run would not fit
         (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
-        # programs outside the queue use the GPUs
+        # programs outside the queue use the GPUs that the run needs
         (first(others=5), "programs outside this queue use 5 GPUs"),
         # enough GPUs are free, but too few CPUs
         (
@@ -160,7 +160,7 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str)
             "waits for its Ray cluster, http://ray:8265, which does not answer "
             "(no answer within 5 s)",
         ),
-        # a run without a cluster
+        # a run whose spec names no Ray cluster
         (
             no_answer_message(SMALL, "", "the pool lists none"),
             "waits for nodes: the pool lists none",
