@@ -31,7 +31,8 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("docs/notifications.md", ".venv/bin/python -c"): "needs the address of a webhook",
     ("README.md", "make test"): "would run this test again",
 }
-#: Expected exit codes of commands that do not exit with 0, by the beginning of the command.
+#: Expected exit codes of documented commands that do not exit with 0, by the beginning of the
+#: command.
 EXITS: dict[str, int] = {}
 #: Time limit of a command in seconds. It suffices on a busy machine.
 WITHIN_S = 400.0

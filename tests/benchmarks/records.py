@@ -40,9 +40,9 @@ class Figure:
     #: Unit of the values.
     unit: str
     median: float
-    #: 99th percentile.
+    #: 99th percentile of the measured values.
     p99: float
-    #: Largest value.
+    #: Largest measured value.
     max: float
     #: Number of samples. 0 if the values were computed and nothing was measured.
     samples: int
@@ -60,7 +60,7 @@ class Figure:
     #: Load during the measurement, for example the number of components. None if the benchmark did
     #: not vary the load.
     at: int | None
-    #: All samples. Empty if there were too many.
+    #: All measured values. Empty if there were too many to record them.
     values: Sequence[float] = ()
 
 

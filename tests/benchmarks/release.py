@@ -76,9 +76,9 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Title of the rows with a cold start, and environment variables of their runs. The gang worker
-#: starts a new program for a run with a variable PYTHON*, instead of a fork, because Python reads
-#: these variables only when it starts.
+#: Title of the results for runs that start as a new program, and environment variables of these
+#: runs. The gang worker usually forks a process for a run. It starts a new program if the run has
+#: a variable PYTHON*, because Python reads these variables only when it starts.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 

@@ -78,7 +78,7 @@ class Missing:
 
     #: Title that the program's row would have in the table of results.
     way: str
-    #: The missing thing, and how to install it.
+    #: The missing program or package, and how to install it.
     why: str
 
 

@@ -96,7 +96,7 @@ class Chaos:
 
     #: Port of the gateway.
     port: int
-    #: Random numbers for all draws.
+    #: Random generator for all random decisions of the test.
     random: Random
     #: Directory with the files of the fleet.
     directory: Path

@@ -112,7 +112,7 @@ class StormVariant:
     pool: GangPool
     #: Simulated hosts with their workers. Empty if the runs use a Ray cluster.
     hosts: Sequence[WorkingHost] = ()
-    #: Random numbers for all draws.
+    #: Random generator for all random decisions of the test.
     random: Random
     #: Number of runs.
     runs: int

@@ -43,7 +43,7 @@ from tests.support.fleet_fakes import make_settings
 from tests.support.help import HelpFormatter
 
 _ENGINES, _CLIENTS = 2, 8
-#: Time limit on all answers of one client connection.
+#: Time limit on all answers of one client connection, in seconds.
 _ANSWER_WITHIN_S = 60.0
 #: Seconds after the last request within which the gateway must have closed all connections.
 _LEFT_WITHIN_S = 20.0
@@ -449,7 +449,7 @@ class Script:
 class World:
     """Shared state of the clients and engines of one round."""
 
-    #: Random numbers for all draws.
+    #: Random generator for all random decisions of the test.
     dice: Random
     #: Behaviour of the engines by request id.
     scripts: dict[bytes, Script] = field(default_factory=dict)

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _BEGIN_WITHIN_S = 120.0
 #: Seconds after the end of a run within which its record must be correct.
 _TRUE_WITHIN_S = 120.0
-#: Pause between two checks of a running run.
+#: Pause between two checks of a running run, in seconds.
 _CHECK_EVERY_S = 0.1
 #: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
@@ -75,7 +75,7 @@ class Trial:
     lasts_s: float
     #: Time of the fault, in seconds after the start of the first component.
     after_s: float
-    #: Errors of the run.
+    #: Errors that the test has found in the run.
     faults: list[str] = field(default_factory=list)
     #: State in `run.json` at the end, or a text if the run has no record.
     outcome: str = "never begun"

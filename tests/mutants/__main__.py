@@ -97,7 +97,7 @@ class Mutant:
 class Verdict:
     """Result of the unit tests for one mutant."""
 
-    #: `key` of the mutant.
+    #: Key of the mutant, as its property `key` returns it.
     key: str
     #: "killed" (a test failed), "survived" (no test failed), "timeout", or "not reached" (no unit
     #: test executes the changed lines).

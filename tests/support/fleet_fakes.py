@@ -133,7 +133,8 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Epochs of the server that are being probed now. Each start of the server is a new epoch.
+    #: Epochs of the server for which a probe is running now. Each start of the server is a new
+    #: epoch.
     asked: set[int] = field(default_factory=set)
 
 

@@ -61,10 +61,10 @@ def host(name: str, home: Path, api: str) -> Host:
 class GangPool:
     """A work pool on a Prefect server, with the host of its worker and the submitted runs."""
 
-    #: Host of the worker.
+    #: Simulated host on which the worker of the pool runs.
     host_env: HostEnvironment
     server: Server
-    #: Number of GPUs by node.
+    #: Number of GPUs of each node of the pool, by the name of the node.
     nodes: Mapping[str, int] = field(default_factory=lambda: dict(NODES))
     #: Type of the work pool: `gang`, or `process` for a comparison with Prefect's own pool.
     type: str = "gang"

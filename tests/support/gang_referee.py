@@ -14,7 +14,7 @@ from itertools import pairwise
 
 #: Name of the state of a run that waits for GPUs in its own process.
 WAITING = "PendingResources"
-#: Types of final states.
+#: Types of the final states of a flow run.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 #: Longest time from the cancellation of a run to its final state, in seconds. It includes the grace
 #: periods, and up to 60 s until a server with SQLite has stored the state.
@@ -44,7 +44,7 @@ class State:
 class ComponentProcess:
     """One process of a component of a run, described by the lines that the process wrote."""
 
-    #: Number of the attempt.
+    #: Number of the attempt of the run in which the process ran.
     attempt: int
     pid: int
     #: Start of the process, in UTC epoch seconds.
@@ -94,9 +94,10 @@ class Hold:
 
     #: Name of the run.
     run: str
-    #: Start of the period, in UTC epoch seconds.
+    #: Time at which the run got its GPUs, in UTC epoch seconds.
     since: float
-    #: End of the period, in UTC epoch seconds; infinity if the run still holds its GPUs.
+    #: Time at which the run gave its GPUs back, in UTC epoch seconds; infinity if it still holds
+    #: them.
     until: float
     #: Number of held GPUs, on all nodes together.
     gpus: int
@@ -115,13 +116,13 @@ class Judgement:
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int
-    #: Number of admissions of all runs.
+    #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
-    #: Number of runs that were admitted shortly after a younger run although the GPUs sufficed for
-    #: both. One scheduling pass may admit its runs in any order.
+    #: Number of runs that were admitted shortly after a run that was submitted later, although the
+    #: GPUs sufficed for both. One scheduling pass may admit its runs in any order.
     late: int = 0
-    #: Longest time by which a younger run was admitted earlier than an older run, in seconds. It is
-    #: the maximum over the runs that the field `late` counts.
+    #: Longest time, in seconds, by which a run that was submitted later was admitted earlier. Only
+    #: the runs that the field `late` counts are considered.
     late_s: float = 0.0
 
     def __str__(self) -> str:
@@ -278,12 +279,12 @@ def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Usage:
-    """Resources that a run used in a period."""
+    """Resources, such as the GPUs of a node, that a run used in a period."""
 
     run: str
-    #: Start of the period, in UTC epoch seconds.
+    #: Start of the period in which the run used the resources, in UTC epoch seconds.
     since: float
-    #: End of the period, in UTC epoch seconds.
+    #: End of the period in which the run used the resources, in UTC epoch seconds.
     until: float
     #: Used amount of each resource, by the name of the resource: a node for its GPUs, "runs" or
     #: "GPUs" for all nodes.

@@ -355,7 +355,7 @@ def host_with_worker(server_home: Path, home: Path) -> Iterator[HostEnvironment]
 class Run:
     """A run of a simulated host, observed through the Prefect server and through its files."""
 
-    #: Simulated host on which the run was started.
+    #: Simulated host on which the process of the run was started.
     host_env: HostEnvironment
     flow_run_id: str
     #: Name of the flow run. Empty until `name` was read after the run has begun.

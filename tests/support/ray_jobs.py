@@ -101,8 +101,8 @@ class Jobs:
         #: Records the events of all jobs, and the requests of the jobs to check the nodes for
         #: leftover processes.
         self.told = JobEvents()
-        #: Value of the environment variable MARK of each job's command. Ray's own processes do not
-        #: have this variable.
+        #: Random value of the environment variable MARK in each job's command. With this value, the
+        #: test finds the processes of the commands. Ray's own processes lack the variable.
         self.mark = uuid.uuid4().hex
         self.working_dir = directory / "code"
         self.working_dir.mkdir()

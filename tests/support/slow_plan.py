@@ -46,13 +46,13 @@ FreeNodes = dict[str, FreeNode]
 class Forecast:
     """The expected situation at the time at which the first gang of the queue will start."""
 
-    #: Expected start of the first gang, in seconds. None if the gang will never have enough GPUs.
+    #: Expected start of the first waiting gang, in seconds. None if it will never have enough GPUs.
     at: float | None
     #: Free GPUs and CPUs of each node at the expected start of the first gang.
     free: FreeNodes
     #: Gangs that still run at the expected start of the first gang.
     running: list[Held]
-    #: Ids of the gangs that must end before the first gang has enough GPUs.
+    #: Ids of the gangs that must end before the first waiting gang has enough GPUs.
     waits_for: tuple[str, ...] = ()
 
 

@@ -85,7 +85,7 @@ class Engine:
         Args:
             model: Folder with the first weights.
         """
-        #: The current weights.
+        #: The current weights: a single number, the factor of all log-probabilities.
         self._scale = _load_weights(model)
         #: Prefix cache: the weights with which a prompt was answered first, by prompt. Later
         #: answers to the prompt use the same weights.
@@ -94,7 +94,7 @@ class Engine:
         self._changed = threading.Condition()
         #: Number of running completions.
         self._running = 0
-        #: Number of pauses with the mode `abort`.
+        #: Number of pauses with the mode `abort` since the start of the server.
         self._aborts = 0
         #: Mode of the current pause: `abort`, `wait` or `keep`. Empty if there is no pause. New
         #: completions wait for the end of the pause. In the mode `keep`, running completions wait,

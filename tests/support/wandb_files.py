@@ -26,15 +26,16 @@ _LAST = 4
 class WandbRun:
     """One run of Weights & Biases, as its offline file shows it."""
 
-    #: Id of the run.
+    #: Id of the W&B run.
     id: str
     #: Name that the W&B page shows.
     name: str
-    #: Name of the group of runs.
+    #: Name of the W&B group to which the run belongs.
     group: str
-    #: Type of job, for example the name of a component.
+    #: W&B's job type of the run: the name of a component.
     job_type: str
-    #: Rows of the history, in the order of the file, each with the values by name.
+    #: Logged metrics of the run, in the order of the file: the values of each call of `wandb.log`,
+    #: by the name of the metric.
     history: tuple[dict[str, Any], ...]
 
     @property
