@@ -46,7 +46,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure removals of failed servers from routing, and health checks of many servers."""
+    """Measure how fast failed servers leave the routing, and how fast many servers are probed."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(

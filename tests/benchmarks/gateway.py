@@ -52,7 +52,7 @@ _HOW_TO_ADD = (
     f"is not installed: `pip install 'sglang-router>=0.3,<0.4'`, or name a Python that has it by "
     f"{_PYTHON}"
 )
-#: Number of tokens in a stream.
+#: Number of tokens in each streamed response.
 _TOKENS = 20
 #: Request bodies by the kind of request.
 _BODIES = {
@@ -70,7 +70,7 @@ _BATCH = 100
 class _Way:
     """One way in which requests reach the servers: through a gateway, or directly.
 
-    The figures are stored by the kind of request.
+    The measured values are stored by the kind of request.
     """
 
     #: Hosts and ports that receive the requests.

@@ -34,7 +34,7 @@ _REQUEST = (
 
 
 def rows(*, quick: bool) -> list[Row]:
-    """Measure the gateway's memory and its health sweeps at different loads."""
+    """Measure the gateway's memory, and its health checks of all servers, at different loads."""
     measured: list[Row] = []
     for count in _QUICK_SERVERS if quick else _SERVERS:
         say(f"    a gateway before {count:,} servers")

@@ -249,7 +249,7 @@ async def time_passes(
 
 
 def _worker(stage: _Stage, by: By) -> Iterator[Row]:
-    """Start a worker that reads all waiting runs from the server; measure the memory of the worker."""
+    """Start a worker that reads all waiting runs from the server, and measure its memory."""
     worker = stage.pool.start_worker(f"worker-{by.count}@{_SERVED}")
     try:
         time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)

@@ -128,7 +128,7 @@ def record_of(
 def _figure(row: Mapping[str, Any]) -> Figure:
     """Return the part of a result's row that is recorded.
 
-    The numbers are rounded. If the row has more than 100 samples, the samples are left out.
+    The numbers are rounded. If the row has more than 100 measured values, they are left out.
 
     Args:
         row: The row, as `rows_as_json` returns it.

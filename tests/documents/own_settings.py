@@ -6,7 +6,7 @@ from tasks.spec.own_settings import COMPONENT_VARIABLES, SETTINGS
 
 
 def list_settings() -> str:
-    """Return the Markdown table of the variables that a person sets."""
+    """Return the Markdown table of the environment variables that a user may set."""
     rows = [
         f"| `{setting.name}` | {setting.meaning} | {setting.default_text} |" for setting in SETTINGS
     ]

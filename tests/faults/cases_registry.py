@@ -157,7 +157,7 @@ def _leak_segment_of_other_process(fault_run: FaultRun) -> None:
 
 
 def _read_owner_entry(fault_run: FaultRun) -> str:
-    """Return the text of the file `owner.json` in which the flow process registers its resources."""
+    """Return the text of `owner.json`, in which the flow process registers its resources."""
     [owner] = fault_run.observed_flow.home.glob("live/*/owner.json")
     return owner.read_text()
 

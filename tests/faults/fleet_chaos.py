@@ -353,7 +353,7 @@ def _pieces(text: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Result of a run of the fleet."""
+    """Result of the checks after the fleet has run under faults."""
 
     #: Violated requirements, one sentence each. Empty if the fleet met all requirements.
     faults: list[str]

@@ -181,12 +181,16 @@ def fault_free(run: LlmRun) -> str:
 
 
 def kill_core(run: LlmRun) -> str:
-    """Kill the engine core process of engine 0."""
+    """Kill the engine core process of engine 0, and wait until the engine has recovered.
+
+    The result has the number of steps and the times, as text.
+    """
     return _lose_engine(run, 0, lambda: run.core(0).kill())
 
 
 def stop_core(run: LlmRun) -> str:
     """Stop the engine core process of engine 1 with SIGSTOP, and wait for its recovery.
+
     The next request of a weight update to this engine hangs, and the update continues without the
     engine.
     """

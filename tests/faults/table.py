@@ -91,7 +91,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return one line: how many tests had each result, and the containment levels of this machine."""
+    """Return one line: the number of tests by result, and this machine's containment levels."""
     counts = {result: sum(row.result == result for row in rows) for result in _RESULTS}
     levels = [level for level in LEVELS if level not in missing_levels()]
     played = len({row.case.split()[0] for row in rows if row.result == "ok"})

@@ -53,7 +53,7 @@ def limit_deployment(pool: GangPool, strategy: str = "ENQUEUE") -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[GangPool]:
-    """Yield a pool without a worker, on a server with the settings of the fixture's parameter."""
+    """Yield a pool without a worker; its server has the settings of the fixture's parameter."""
     settings = dict(getattr(request, "param", {}))
     with ExitStack() as stack:
         if DATABASE in settings:

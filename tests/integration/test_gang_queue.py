@@ -255,7 +255,7 @@ def test_directly_started_run_waits_in_the_queue(pool: GangPool) -> None:
 def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
     server: Server, tmp_path: Path
 ) -> None:
-    """A worker of Prefect's type "process" serves the pool. It starts each scheduled run at once."""
+    """A worker of Prefect's type "process" serves the pool, and starts a scheduled run at once."""
     host_env = host("p1", tmp_path, server.api)
     pool = GangPool(host_env=host_env, server=server, name="past", nodes={"p1": 8})
     pool.set_up()

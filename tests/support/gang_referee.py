@@ -148,7 +148,8 @@ def judge(
         runs: Histories of all runs of the queue.
         nodes: Number of GPUs by node that exist.
         most_runs: Number of runs that may hold GPUs at the same time.
-        late_s: Seconds that a run may start later than a younger run of the same scheduling pass.
+        late_s: Seconds by which a run may start later than a run that was submitted after it, if
+            one scheduling pass admits both.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
         by_states: True if the states and the grants show the times and the nodes of held GPUs. Use
             False for Ray: it places runs itself, and frees GPUs before the state of the run
@@ -375,13 +376,11 @@ def _find_overtaking(
     nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
-    """Return the delays of runs that were admitted after younger runs, and the faults.
+    """Find runs that were admitted after runs that had been submitted later.
 
-    A fault is a run that a younger run overtook.
-
-    If the free GPUs sufficed for the waiting run and for the younger run together, this is no
-    overtaking. Either one scheduling pass admitted both runs, or the pass still counted GPUs of the
-    waiting run that were given back at that moment.
+    This is a fault if the free GPUs did not suffice for both runs: the later run took GPUs that the
+    waiting run needed. Otherwise it is only a delay. Either one scheduling pass admitted both runs,
+    or the pass still counted GPUs of the waiting run that were given back at that moment.
 
     Args:
         runs: Histories of all runs of the queue.

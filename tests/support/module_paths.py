@@ -163,7 +163,7 @@ def trace_run() -> ModulePaths:
 
 
 def trace_wait(ways: ModulePaths) -> None:
-    """Trace a run that waits for the end of another run; add the called Muster modules to `ways`."""
+    """Trace a run that waits for another run's end; add the called Muster modules to `ways`."""
     from tasks.queue import admission, worker
     from tasks.queue import scheduler as scheduler_module
     from tasks.queue.nodes import Capacity
@@ -209,7 +209,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the Muster modules that start a program, report a death, and let a run wait for GPUs."""
+    """Print the modules that start a program, report a death, and let a run wait for GPUs."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (

@@ -170,7 +170,7 @@ class OwnStack:
         return match[0]
 
     def marks_file(self, name: str) -> Path:
-        """Return the path of the file in which a training records its actions, such as its steps."""
+        """Return the path of the file in which a training records its actions, such as steps."""
         return self.place / f"{name}.jsonl"
 
     def marks(self, name: str) -> list[dict[str, Any]]:

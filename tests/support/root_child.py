@@ -64,7 +64,7 @@ def find_child_of_root(guardian: int) -> int:
 
 
 def main(directory: Path, helper: str, kills_guardian: bool) -> None:
-    """Start a component with a child of root, end the component, and print the result as JSON.
+    """Run and end a component with a child process that runs as root; print the result as JSON.
 
     Args:
         directory: Directory for the files of the component.

@@ -164,7 +164,7 @@ def newer_lost(path: Path) -> None:
 
 
 def lost_with_its_host(path: Path) -> None:
-    """Write the record of a run that another host started; this host does not adopt its Ray jobs."""
+    """Write the record of a run from another host, whose Ray jobs this host does not adopt."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 

@@ -303,7 +303,7 @@ def test_signal_after_the_run_changes_nothing(
 
 
 def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
-    """The kernel may deliver a signal to any thread, for example if two signals arrive at once."""
+    """The kernel may deliver a signal to another thread than the main thread, which is blocked."""
     is_received = threading.Event()
     results = []
     lock = threading.Lock()
