@@ -118,12 +118,12 @@ def _time_answers(
         before_mb: Resident memory at that time, in megabytes.
 
     Returns:
-        The figures by their name: "first_ms" (time of the first reading), "each_ms" (time of each
+        The results by their name: "first_ms" (time of the first reading), "each_ms" (time of each
         further reading), "cpu_ms" (CPU time of a further reading), and "memory_mb" (additional
         memory since the start).
     """
     while not ask():
-        # A head node that has just started is not in its own list of nodes yet.
+        # A new head node does not list itself for a moment. The reading is repeated until it does.
         assert time.perf_counter() - began < _LIMIT_S
     first_ms = 1000 * (time.perf_counter() - began)
     each_ms = []

@@ -310,7 +310,7 @@ class Chaos:
 
         For the kind "steal", this program then listens on the port for some seconds.
         """
-        # This program itself listens on a port that it has stolen.
+        # This program may listen on a stolen port itself. It must not send itself the signal.
         pids = [listener.pid for listener in listeners(port) if listener.pid != os.getpid()]
         with contextlib.suppress(ProcessLookupError):
             for pid in pids:

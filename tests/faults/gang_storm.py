@@ -612,7 +612,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(foreign, None)
     names = [options.only] if options.only else _NAMES
     print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
-    # SIGTERM then raises KeyboardInterrupt, so that the contexts end all processes.
+    # With this handler, SIGTERM raises KeyboardInterrupt, so that the contexts end all processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="muster-storm-"))
     is_faulty = False

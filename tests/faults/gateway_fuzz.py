@@ -284,7 +284,7 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
     return message, end
 
 
-# Generation of requests and answers
+# Functions that generate requests and answers.
 
 
 def _pieces(dice: Random, data: bytes) -> Iterator[bytes]:

@@ -207,7 +207,7 @@ async def until(is_true: Callable[[], Any], description: str) -> None:
         await asyncio.sleep(0.002)
 
 
-# Forwarding
+# Tests of requests that the gateway forwards.
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ async def test_only_responses_to_generation_requests_are_counted() -> None:
         assert not setup.fleet.failures
 
 
-# Sessions
+# Tests of sessions, whose requests go to the same server.
 
 
 @pytest.mark.parametrize(
@@ -541,7 +541,7 @@ async def test_requests_without_a_session_rotate_over_the_servers(body: bytes) -
     assert sorted(ranks) == [0, 1, 2]
 
 
-# Retries
+# Tests of requests that the gateway sends to a second server.
 
 
 @pytest.mark.parametrize("kind", ["reset", "garbage"])
@@ -667,7 +667,7 @@ async def test_http_1_0_connection_is_reset_if_the_response_is_incomplete() -> N
         writer.close()
 
 
-# Servers that are removed from the router
+# Tests of servers that are removed from the router.
 
 
 async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> None:
@@ -822,7 +822,7 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
         assert max(sum(setup.read_counts("begun", f"r{n}")) for n in range(400)) <= 3
 
 
-# No active server
+# Tests without an active server.
 
 
 async def test_without_an_active_server_a_request_is_refused_at_once_with_the_reason() -> None:
@@ -969,7 +969,7 @@ async def test_gateway_with_a_taken_address_raises_os_error() -> None:
             await gateway.start()
 
 
-# Requests that control the fleet
+# Tests of requests that control the fleet.
 
 
 async def test_snapshot_request_returns_the_snapshot_of_the_fleet() -> None:
@@ -1175,7 +1175,7 @@ async def test_control_request_continues_if_its_client_disconnects() -> None:
         await until(lambda: setup.fleet.orders[-1] == ("check",), "the order has ended")
 
 
-# Access
+# Tests of the access to the gateway.
 
 
 async def test_requests_without_the_required_token_are_refused() -> None:

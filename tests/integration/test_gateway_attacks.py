@@ -243,7 +243,7 @@ async def test_number_of_connections_is_limited_and_leaves_file_descriptors_for_
         resource.setrlimit(resource.RLIMIT_NOFILE, old_limits)
 
 
-# Paths
+# Tests of requests with unusual paths.
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ async def test_requests_with_model_names_in_the_path_are_forwarded(path: str) ->
         assert setup.servers[0].counts.total == 1
 
 
-# Pages in a browser
+# Tests of requests from web pages in a browser.
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     run = host_env.submit(build_spec(ray_cluster, finished, "adopt")).wait_until_running()
     submission_id = f"{run.name}--a01"
 
-    # SIGTERM without a cancellation on the Prefect server, as during an upgrade of the worker.
+    # Send SIGTERM without a cancel on the Prefect server, as an upgrade of the worker does.
     first = run.flow_pid()
     os.kill(first, signal.SIGTERM)
     until_next_process(run, first)

@@ -93,7 +93,7 @@ def cables(count: int) -> Iterator[list[NetworkLink]]:
         yield created
     finally:
         for cable in created:
-            # This fails if the network namespace of the host, and with it the pair of devices, is
+            # `ip` fails if the network namespace of the host, and with it the pair of devices, is
             # already deleted.
             subprocess.run(("ip", "link", "del", cable.near), stderr=subprocess.DEVNULL)
 

@@ -4,8 +4,8 @@
 
 Start this program with `AS_NOBODY`. It runs one component. The component starts HELPER, a program
 with the set-user-ID bit that becomes root for good, as `sudo` does. The program prints two lines of
-JSON. The first line has the pids of the child of root and of the guardian, the process that owns
-the component. The second line has the result of the teardown.
+JSON. The first line has the pids of the child process that runs as root, and of the guardian, the
+process that owns the component. The second line has the result of the teardown.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def supervise(part: FlowInstructions) -> int:
     spec = {
         "name": "fault",
         "workload": "sft",
-        # No retries: each run has only one attempt.
+        # Each run has only one attempt: a failed attempt is not retried.
         "retry": {"START_TIMEOUT": {"attempts": 1}, "INSUFFICIENT_RESOURCES": {"attempts": 1}},
         "components": {component.name: {"command": ["true"]} for component in components},
     }

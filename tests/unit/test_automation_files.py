@@ -55,7 +55,7 @@ def test_digest_depends_on_the_content_but_not_on_the_enabled_state() -> None:
         "",
         # the file has no notification
         "name: a\ntrigger: {type: event}\n",
-        # an unknown type of trigger
+        # the type of the trigger is unknown
         "name: a\ntrigger: {type: dance}\nnotification: {subject: s, body: b}\n",
         # a trigger period of 3 s, which Prefect rejects as too short
         "name: a\ntrigger: {posture: Proactive, within: 3}\nnotification: {subject: s, body: b}\n",

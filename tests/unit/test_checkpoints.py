@@ -89,7 +89,7 @@ def test_last_complete_checkpoint_of_a_folder(
         ("latest", "step-000010.npz\n", ["step-000010.npz", "step-000020.npz"], "step-000010.npz"),
         ("latest", "global_step10", ["global_step10/", "global_step20/"], "global_step10"),
         (
-            "latest_checkpointed_iteration.txt",  # verl
+            "latest_checkpointed_iteration.txt",  # the pointer file of verl
             "10",
             ["global_step_10/", "global_step_20/"],
             "global_step_10",
@@ -109,7 +109,7 @@ def test_last_complete_checkpoint_of_a_folder(
             ["step-000020.npz"],
             None,
         ),
-        ("latest", "", ["step-000020.npz"], None),  # the disk was full
+        ("latest", "", ["step-000020.npz"], None),  # a full disk left it empty
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
         # the checkpoint that the pointer file names was deleted. Checkpoints with lower steps are
         # complete, so the newest of them is used

@@ -496,6 +496,7 @@ def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> None:
+            # Like Prefect's server, accept another state after Cancelling only if it is forced.
             # Source: prefect/server/orchestration, EnforceCancellingToCancelledTransition.
             if force or not sent_states:
                 sent_states.append(state)
@@ -595,6 +596,7 @@ def test_run_that_was_set_to_completed_by_hand_can_be_cancelled(
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> None:
+            # Like Prefect's server, accept another state after Completed only if it is forced.
             # Source: prefect/server/orchestration, HandleFlowTerminalStateTransitions.
             if force:
                 sent_states.append(state)

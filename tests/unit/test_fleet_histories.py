@@ -106,7 +106,7 @@ class HistoryChecker:
                 f"rank {rank}, epoch {epoch}, answers with {loaded}, not {expected}"
             )
 
-    # Random events.
+    # The following methods cause random events.
 
     def kill_server(self) -> None:
         rank = self._random_rank()

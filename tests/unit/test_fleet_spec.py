@@ -392,7 +392,7 @@ def test_all_faults_of_a_fleet_are_reported_together() -> None:
     ("timeout_s", "seconds"),
     [
         (15, 12),  # SGLang's timeout is shorter than the fleet's
-        (60, 20),  # SGLang's own default
+        (60, 20),  # not longer than SGLang's default
         (1.5, 1),  # whole seconds, at least 1
     ],
 )

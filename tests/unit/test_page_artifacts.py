@@ -372,7 +372,7 @@ def test_summary_of_a_lost_run_names_its_failure(
         # the JSON has an unknown state, or no state
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',
-        # invalid attempts
+        # the list of attempts is invalid
         '```\n{"state": "running", "attempts": {"a": 1}}\n```',
         '```\n{"state": "running", "attempts": [7]}\n```',
         '```\n{"state": "running", "attempts": [{"number": 1}]}\n```',

@@ -108,8 +108,8 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "127.0.0.1:8000"}, True),
         ({"Host": "localhost:8000"}, True),
         ({"Host": "[::1]:8000"}, True),
-        ({}, True),  # HTTP/1.0
-        ({"Host": "evil.example:8000"}, False),  # DNS rebinding
+        ({}, True),  # an HTTP/1.0 request may lack the header
+        ({"Host": "evil.example:8000"}, False),  # a web page after DNS rebinding
         ({"Host": "127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:9000"}, False),  # another program's port
         ({"Host": "0.0.0.0:8000"}, False),  # reaches loopback from a browser, too

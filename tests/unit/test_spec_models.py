@@ -156,7 +156,7 @@ def test_spec_is_immutable() -> None:
     [
         ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
-        ("environment", "complete"),  # as in Hermes
+        ("environment", "complete"),  # as in Hermes' training tool
         ("sandbox", "fail"),  # any other name
     ],
 )
@@ -239,7 +239,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
     ("path", "value"),
     [
         ("name", "a"),  # the shortest name
-        ("name", "a" * 32),  # the longest
+        ("name", "a" * 32),  # the longest name
         ("name", "a-1-b"),
         ("workload", "sft"),
         ("tags", ["demo", "two words"]),

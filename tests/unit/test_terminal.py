@@ -101,7 +101,7 @@ def test_plain_output_consists_of_lines_only(tmp_path: Path) -> None:
         f"files in {tmp_path}/attempt-01",
         "api: started, pid 7",
         "api: ready after 0.50 s",
-        # a line is printed after each twentieth part of the steps
+        # without a terminal, a line is printed each time that 5 % of the steps are done
         *(f"step {step} of 60" for step in range(3, 61, 3)),
     ]
 

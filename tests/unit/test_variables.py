@@ -27,9 +27,9 @@ def test_processes_are_grouped_by_the_value_of_the_variable(tmp_path: Path) -> N
     add_process(tmp_path, "1", b"A=1\0RUN=x\0")
     add_process(tmp_path, "2", b"RUN=x\0")
     add_process(tmp_path, "3", b"RUN=y=z\0B=2\0")
-    # Variables whose names begin or end with RUN, and a value that looks like the variable.
+    # These are not the variable RUN: longer names that contain RUN, and a value that contains RUN=.
     add_process(tmp_path, "4", b"MY_RUN=x\0RUNS=x\0C=RUN=x\0")
-    # An entry of /proc that is not a process.
+    # These entries of /proc are no processes.
     add_process(tmp_path, "self", b"RUN=x\0")
     (tmp_path / "uptime").write_text("1")
 
