@@ -58,7 +58,7 @@ def test_fleet_is_written_unchanged() -> None:
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
-        # without parallelism, one server gets all GPUs of a node
+        # with the backend `command`, the servers of an engine share `gpus_per_node` GPUs
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
         # the number of GPUs is calculated from the parallelism
@@ -88,7 +88,7 @@ def test_engine_size_follows_from_parallelism(
 @pytest.mark.parametrize(
     ("fleet", "path", "problem", "remedy"),
     [
-        # the backend or the model is missing or unknown
+        # a key that the fleet or its backend needs is missing
         ({}, "backend", "missing: a fleet needs a backend", "for your own program"),
         ({"backend": "sglang"}, "model", "missing: SGLang needs a model", "model: PATH_OR_NAME"),
         ({"backend": "vllm"}, "model", "missing: vLLM needs a model", ""),
@@ -99,14 +99,14 @@ def test_engine_size_follows_from_parallelism(
             "command: [",
         ),
         ({**VLLM, "command": ["a"]}, "command", "only for the backend `command`", "into args"),
-        # placeholders are missing or unknown
+        # neither the command nor the environment contains the placeholder of the server's port
         (
             {"backend": "command", "command": ["serve"]},
             "command",
             "must contain ${server.port}",
             "set a variable in env",
         ),
-        # the backend `command` has no keys for the parallelism of a model
+        # kinds of parallelism that the backend `command` does not support
         (
             {**COMMAND, "tensor_parallel": 2},
             "tensor_parallel",
@@ -131,7 +131,7 @@ def test_engine_size_follows_from_parallelism(
             "2 does not divide the number of GPUs of an engine, which is 3",
             "multiple of 2",
         ),
-        # sizes that SGLang cannot have
+        # numbers of parallel ranks that SGLang does not support
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
@@ -191,7 +191,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide tensor_parallel, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # sizes that LMDeploy cannot have
+        # numbers of parallel ranks that LMDeploy does not support
         (
             {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
             "expert_parallel",
@@ -222,7 +222,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide the number of GPUs of an engine, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # sizes that vLLM cannot have
+        # numbers of parallel ranks that vLLM does not support
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",

@@ -281,7 +281,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
 @pytest.mark.parametrize(
     ("kind", "devices", "expected"),
     [
-        # AMD GPUs are selected by the variable HIP_VISIBLE_DEVICES.
+        # Each vendor's GPUs are selected by its own environment variables.
         (
             "amd",
             ("4", "5"),
@@ -460,7 +460,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, ranks=(0, 1, 2))),),
             "engine 0: no server updates the weights of ranks 1, 2",
         ),
-        # Servers with wrong addresses.
+        # Two servers with the same address.
         (
             (engine(slot(0), slot(1, port=30000)),),
             "engine 0, server 1: an address is used twice: http://n0:30000",
