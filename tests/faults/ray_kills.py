@@ -292,7 +292,7 @@ def started_ticks(pid: int) -> int:
 
 
 def find_record_errors(trial: Trial) -> list[str]:
-    """Return the errors in the final state of the run. Empty if the state is correct."""
+    """Return the errors in the final state of the run, or an empty list if it is correct."""
     try:
         flow_run, record, jobs = trial.flow_run(), trial.record(), trial.jobs()
     except (httpx.HTTPError, KeyError) as error:

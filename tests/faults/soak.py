@@ -254,8 +254,8 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
     while True:
         record = trial.record()
         state = state_on(api_url, trial)
-        # The record was read before this check. If the process is still alive, it was also alive
-        # when the record was read, so the record must not say that the process was lost.
+        # The record was read before this check. A process that is still alive was alive then, too.
+        # So the record must not say that the process was lost.
         if trial.process.poll() is not None:
             return []
         rules = [(attempt["failure"] or {}).get("rule") for attempt in record.get("attempts", [])]

@@ -110,7 +110,7 @@ async def hosts(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Host
 
 
 def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
-    """Return the plan of a server that runs the command `argv`. Default: a long sleep."""
+    """Return the plan of a server that runs the command `argv`, or sleeps for long without one."""
     return ServerSlot(
         ranks=(rank,),
         engine=rank,

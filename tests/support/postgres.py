@@ -128,7 +128,7 @@ class Postgres:
 def explain_missing_postgres() -> str:
     """Return the reason why no PostgreSQL server can run here, with a remedy.
 
-    An empty string if a server can run.
+    The result is an empty string if a server can run.
     """
     if _find_programs() is None:
         return "PostgreSQL is not installed: on Debian and Ubuntu, apt-get install postgresql"

@@ -128,8 +128,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     blocks = [len(block) for block in LogFile(log).read_rest()]
 
     assert sum(blocks) == size + 1
-    # At the beginning of a log, the first block also has the bytes that were read to find rotated
-    # files, so it may be twice as large as the other blocks.
+    # The first block may be twice as large as the other blocks. It also contains the bytes that
+    # were read to find rotated files.
     assert max(blocks) <= 2 * tail.BLOCK_BYTES
 
 

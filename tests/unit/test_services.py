@@ -34,8 +34,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # each pair has the time of a death in seconds, and for how many seconds the service was
-        # ready before (None if it was never ready)
+        # each pair has the time of a death, and the time for which the service was ready before,
+        # both in seconds. The second time is None if the service did not become ready
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
         # the service was ready for at least 30 s before its death, so the delays start again

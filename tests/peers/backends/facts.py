@@ -96,7 +96,10 @@ def load(backend: str, version: str | None = None) -> Facts:
 
 
 def path_of(backend: str, version: str | None = None) -> Path:
-    """Return the path of the JSON file with the arguments. Default: the version in VERSIONS."""
+    """Return the path of the JSON file with the arguments of a version of a backend.
+
+    The default is the version in VERSIONS.
+    """
     return FOLDER / f"{backend}-{version or VERSIONS[backend]}.json"
 
 
