@@ -81,7 +81,7 @@ class Run:
         return flow_run
 
     def task_runs(self) -> list[dict[str, Any]]:
-        """Return the task runs of the flow run, by their expected start."""
+        """Return the task runs of the flow run, sorted by their expected start time."""
         query = {
             "flow_runs": {"id": {"any_": [self.record()["flow_run_id"]]}},
             "sort": "EXPECTED_START_TIME_ASC",

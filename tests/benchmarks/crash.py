@@ -274,7 +274,7 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
 
 
 def _victim_in(place: Path) -> int:
-    """Return the process id of the component to kill, as it has recorded it in the folder."""
+    """Return the process id that the component to kill has recorded in the folder."""
     pid = recorded_ns(place, _VICTIM, "pid")
     assert pid is not None
     return pid

@@ -89,16 +89,15 @@ def measure(*, quick: bool) -> Result:
 def _reaction(
     url: str, *, segments: bool = False, is_mapped: bool = False, is_disk_full: bool = False
 ) -> float:
-    """Measure the reaction of a run to the death of its trainer under a load.
+    """Return the time in which a run reacts to the death of its trainer under a load, in ms.
+
+    The time ends when the first other component receives SIGTERM.
 
     Args:
         url: URL of the Prefect API.
         segments: True if another process creates files in /dev/shm.
         is_mapped: True if a component has many processes with many memory mappings.
         is_disk_full: True if the disk of MUSTER_HOME is full.
-
-    Returns:
-        The time in milliseconds.
     """
     with folder() as place, ExitStack() as stack:
         if segments:

@@ -48,7 +48,7 @@ def page(records: Mapping[str, Record], names: Sequence[str]) -> str:
     """Return the text of BENCHMARKS.md.
 
     Args:
-        records: Recorded figures by the name of the benchmark.
+        records: Recorded results by the name of the benchmark.
         names: Names of all benchmarks, in the order of the page.
     """
     recorded = [records[name] for name in names if name in records]

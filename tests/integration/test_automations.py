@@ -62,9 +62,9 @@ class Sink:
 
 @dataclass(kw_only=True)
 class AutomationSetup:
-    """The setup of a test: a work pool with a worker, and a sink for the server's notifications.
+    """The setup of a test: a work pool with a worker, and a web server that receives notifications.
 
-    The automations of the Prefect server post their messages to the sink.
+    The automations of the Prefect server post their messages to this web server, the sink.
     """
 
     pool: GangPool

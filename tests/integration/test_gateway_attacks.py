@@ -76,7 +76,7 @@ async def start_attacker(
 def count_client_sockets(gateway: Gateway) -> int:
     """Return the number of this process's sockets that are connected to the gateway's port.
 
-    They are read from the kernel's table of TCP connections.
+    The kernel's table of TCP connections lists the sockets.
     """
     own_sockets = set(tree.list_open_files(os.getpid()).values())
     with open("/proc/self/net/tcp", encoding="ascii") as table:

@@ -250,7 +250,7 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     with temporary_settings({PREFECT_API_URL: host_env.api}):
         first_report = reconcile_host()
         # `reconcile` ignores flow runs that changed only recently. The test lowers this limit
-        # instead of waiting. It is negative because the server's times are in whole seconds.
+        # instead of waiting. The limit is negative because the server's times are in whole seconds.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()

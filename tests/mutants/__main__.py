@@ -394,7 +394,7 @@ def verdicts(
 
 
 def change_in(copy: Path, mutant: Mutant) -> str:
-    """Return text about a mutant: its file and line, with the code before and after the change."""
+    """Return a description of a mutant: its place, and its code before and after the change."""
     code = (copy / mutant.path).read_text(encoding="utf-8")
     old_lines = code.splitlines()
     new_lines = mutated(code, mutant).splitlines()

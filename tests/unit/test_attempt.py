@@ -29,8 +29,8 @@ from tasks.spec.run import Progress
 
 pytestmark = pytest.mark.asyncio
 
-#: Monotonic time of second 0 of a history. It is in the past, so that every event of the history is
-#: earlier than the actions of the attempt.
+#: Monotonic time at which a history of events begins. It is in the past, so that every event of the
+#: history is earlier than the actions of the attempt.
 ORIGIN_S = time.monotonic() - 1000
 
 

@@ -51,7 +51,7 @@ def record(*steps: int) -> EvaluationsJson:
 
 
 def evaluations(**keys: Any) -> dict[str, Evaluation]:
-    """Return the evaluation `math` with these keys."""
+    """Return the evaluations of a spec: only the evaluation `math`, with these keys."""
     return {"math": Evaluation.model_validate({"command": ["true"], **keys})}
 
 

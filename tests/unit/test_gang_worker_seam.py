@@ -331,7 +331,10 @@ class Process:
 
 
 class StateProposer:
-    """Fake of Prefect's proposer of states. It records the state of a cancelled flow run."""
+    """Fake of the function with which Prefect proposes states for flow runs.
+
+    It records the state of a cancelled flow run.
+    """
 
     def __init__(self, actions: list[str]) -> None:
         self.actions = actions

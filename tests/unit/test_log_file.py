@@ -22,7 +22,7 @@ Script = list[tuple[str, ...]]
 
 
 class RotatedLog:
-    """A log with a program that writes to it, and with operations that rotate it."""
+    """A log file with a program that writes to it, and with operations that rotate the file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trainer.log"

@@ -115,7 +115,7 @@ async def send_order(address: str, key: AgentKey, what: str, **arguments: Any) -
 async def send_lines(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
     """Send an order and its signature to the agent at an address, and return the reply.
 
-    The function `make` makes both from the nonce that the agent sends first.
+    The function `make` makes the order and the signature from the nonce that the agent sends first.
     """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

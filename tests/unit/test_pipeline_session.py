@@ -182,7 +182,7 @@ def step(name: str, **more: Any) -> dict[str, Any]:
 
 
 def start(*stages: dict[str, Any]) -> PipelineSession:
-    """Return the `PipelineSession` that a new process of a pipeline with these stages creates."""
+    """Return the session that a new process creates for a pipeline with these stages."""
     spec = parse_pipeline({"name": "steps", "stages": list(stages)})
     return PipelineSession(spec, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
 

@@ -317,9 +317,10 @@ def test_failure_to_draw_the_region_leaves_plain_lines(
 
 @pytest.fixture
 def tty() -> Iterator[Out]:
-    """Return a fake terminal with a log handler that writes to it.
+    """Return a fake terminal, to which a log handler already writes.
 
-    The test itself must set `sys.stderr` to it: pytest replaces `sys.stderr` after the fixtures.
+    The test itself must set `sys.stderr` to the terminal, because pytest replaces `sys.stderr`
+    after the fixtures.
     """
     out = Out()
     handler = logging.StreamHandler(out)

@@ -88,7 +88,7 @@ QUICK_DAMAGES = {name: DAMAGES[name] for name in ("empty", "newer schema", "a li
 
 @pytest.fixture
 def run_id() -> str:
-    """Id that no other test on this machine uses, because processes are searched by it."""
+    """Run id that no other test on this machine uses. The test searches processes by this id."""
     return f"torn-grpo-20260101-000000-{uuid.uuid4().hex[:8]}"
 
 
