@@ -62,9 +62,9 @@ def measure(*, quick: bool) -> Result:
                     rows.setdefault(group, []).append(row)
     return Result(
         name="capacity",
-        question="Time, CPU time and memory that a process needs to read from a Ray cluster how "
-        "many resources are free, and which jobs use the others. The first reading of a process "
-        "also imports Ray, so it is measured separately from further readings",
+        question="Time, CPU time and memory that a process needs to read the free resources of a "
+        "Ray cluster, and the jobs that use the other resources. The first reading of a process "
+        "also imports Ray, so the first reading is measured separately from further readings",
         rows=[row for group in rows.values() for row in group],
     )
 
