@@ -76,8 +76,7 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     return (
         f"the run needs {demand.describe(cluster.accelerator)}, but only {len(fitting)} of the "
         f"cluster's nodes are large enough. The nodes are: {existing}. "
-        "Ask for less, use another cluster, or remove the key `gang` from the spec if the run needs "
-        "no GPUs"
+        "Ask for less, use another cluster, or remove `gang` from the spec if the run needs no GPUs"
     )
 
 
