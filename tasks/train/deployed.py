@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from json import dumps
@@ -14,6 +14,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.states import Cancelled
+from rich.cells import cell_len
 
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import parse_request
@@ -25,7 +26,7 @@ from tasks.server.deployments import (
 )
 from tasks.server.flow_runs import cancel, propose_state, read_flow_runs
 from tasks.show.arguments import AsJson
-from tasks.show.output import is_on_terminal, one_line
+from tasks.show.output import console_of, is_on_terminal, one_line
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas, suggest_name
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
@@ -120,19 +121,43 @@ def deployments(*, json: AsJson = False) -> None:
     elif not rows:
         print("There are no deployments: muster deploy SPEC creates one.", file=sys.stderr)
     elif is_on_terminal():
-        for line in _format_table(rows):
+        for line in _format_list(rows, console_of(sys.stdout).width):
             print(line)
     else:
         for cells in (_HEAD, *(row.cells for row in rows)):
             print("\t".join(cells))
 
 
-def _format_table(rows: list[Deployed]) -> Iterator[str]:
-    """Yield the lines of the list of deployments for a terminal, with a line of headings."""
+def _format_list(rows: list[Deployed], width: int) -> Iterator[str]:
+    """Yield the lines of the list of deployments for a terminal, with a line of headings.
+
+    If the columns are wider than the terminal, each deployment takes two lines: one with its name
+    and its next start, and an indented line with the other texts.
+
+    Args:
+        rows: The deployments.
+        width: Width of the terminal in columns.
+    """
     cells = [_HEAD, *(row.cells for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+    lines = [*_align_columns(cells)]
+    if max(map(cell_len, lines)) <= width:
+        yield from lines
+        return
+    first_lines = [*_align_columns([(name, start) for name, _, _, start, _ in cells])]
+    yield first_lines[0]
+    for line, (_, spec, schedule, _, place) in zip(first_lines[1:], cells[1:], strict=True):
+        yield line
+        if other_texts := "; ".join(filter(None, (spec, schedule, place))):
+            yield f"  {other_texts}"
+
+
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield each row as a line in which the columns are aligned."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        )
         yield "  ".join(padded).rstrip()
 
 

@@ -15,6 +15,11 @@ from tasks.train import deployed
 DEPLOYMENTS = App(name="deployments", default_command=deployed.deployments)
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_list_of_deployments_begins_with_the_names_of_its_columns(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -41,3 +46,34 @@ def test_list_of_deployments_begins_with_the_names_of_its_columns(
     assert row.split() == ["train/nightly", "tiny", "by", "hand", "gang/default"]
     if not is_terminal:
         assert header.count("\t") == row.count("\t") == 4
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_list_of_deployments_breaks_no_word_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long_name = "a-long-name-of-a-deployment"
+    deployment = DeploymentResponse(
+        id=uuid4(),
+        name=long_name,
+        flow_id=uuid4(),
+        parameters={"spec": {"name": long_name}},
+        work_pool_name="gang",
+        work_queue_name="default",
+    )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(deployed, "connect_to_configured_server", nullcontext)
+    monkeypatch.setattr(
+        deployed, "list_deployments", lambda client, flows: [(f"train/{long_name}", deployment)]
+    )
+    monkeypatch.setattr(deployed, "is_on_terminal", lambda: True)
+
+    run(DEPLOYMENTS, [])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["deployment", "next", "start"],
+        [f"train/{long_name}", "by", "hand"],
+        [f"{long_name};", "gang/default"],
+    ]
+    assert columns < 80 or all(len(line) <= columns for line in lines)
