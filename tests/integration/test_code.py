@@ -207,7 +207,7 @@ def test_ray_job_has_the_submitted_code_and_starts_on_a_node_of_its_gang(
 
 #: A program that calls each function of Muster's Python client and prints the results as JSON.
 CLIENT = """
-import json, sys
+import json, sys, time
 from muster import BadArgument, find, submit
 import tasks
 assert tasks.OWNER == "project"
@@ -221,6 +221,9 @@ try:
     other.wait(within_s=0.1)
 except TimeoutError:
     results["waits"] = other.state
+# `muster show --diff` compares records, and a run has no record before it starts.
+while other.state != "running":
+    time.sleep(0.5)
 other.cancel()
 results["cancelled"] = other.wait(within_s=100)
 try:
