@@ -26,11 +26,10 @@ FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 #: Reason why Muster starts no further attempt after the loss of the flow process.
 _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
-#: Advice to the user after the loss of the flow process.
+#: Advice to the user after the loss of the flow process. `{run_id}` stands for the id of the run.
 _ADVICE_AFTER_LOSS = (
-    "To continue the run, run `muster retry RUN` with its id, or choose Retry on its page in the "
-    "Prefect UI. If the spec has `checkpoints`, the next attempt resumes from the last complete "
-    "checkpoint."
+    "To continue the run: muster retry {run_id}, or choose Retry on its page in the Prefect UI. If "
+    "the spec has `checkpoints`, the next attempt resumes from the last complete checkpoint."
 )
 
 
@@ -80,12 +79,10 @@ class FlowLoss:
         pid = f" (pid {self.pid})" if self.pid else ""
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 
-    @property
-    def failure(self) -> Failure:
-        """Failure for the attempt that ran when the flow process was killed."""
-        return Failure(
-            kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST, hint=_ADVICE_AFTER_LOSS
-        )
+    def make_failure(self, run_id: str) -> Failure:
+        """Return the failure of the attempt that ran when the flow process was killed."""
+        hint = _ADVICE_AFTER_LOSS.format(run_id=run_id)
+        return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST, hint=hint)
 
 
 def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str:
@@ -179,7 +176,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
         if not attempt.state.is_final and loss.is_cancelled:
             attempt = attempt.with_changes(state=RunState.CANCELLED, ended_at=now)
         elif not attempt.state.is_final:
-            attempt = attempt.ended(RunState.FAILED, now, loss.failure)
+            attempt = attempt.ended(RunState.FAILED, now, loss.make_failure(record.run_id))
         record = record.with_last(attempt)
 
     state, message = _decide_state(record, loss)
@@ -262,7 +259,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
         return RunState.CANCELLED, f"cancelled; {loss.cause}"
 
     failure = attempt.failure if attempt is not None else None
-    return RunState.FAILED, str(failure or loss.failure)
+    return RunState.FAILED, str(failure or loss.make_failure(record.run_id))
 
 
 def _log_events(

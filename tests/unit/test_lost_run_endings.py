@@ -90,6 +90,8 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
         "UNKNOWN: the flow process (pid 812) of this run was killed or lost; "
         "it had no leftover processes"
     )
+    failure = record.attempt.failure if record.attempt is not None else None
+    assert failure is None or "To continue the run: muster retry a-run" in failure.hint
 
 
 @pytest.mark.parametrize(
