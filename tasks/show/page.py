@@ -408,7 +408,9 @@ def _list_facts(view: RunView) -> Iterator[str]:
 def _format_item(fact: Fact) -> str:
     """Return a labelled fact as an item of a Markdown list."""
     content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
-    return f"- **{fact.label.capitalize()}**: {content}"
+    # `str.capitalize` would write W&B in lower-case letters.
+    label = fact.label[:1].upper() + fact.label[1:]
+    return f"- **{label}**: {content}"
 
 
 def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:

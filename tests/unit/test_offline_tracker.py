@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
 from tasks.show.offline_tracker import make_sync_command
+from tasks.show.page import show_summary
+from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.run import RunSpec
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
@@ -50,6 +55,22 @@ def test_folder_of_the_variable_of_wandb_is_searched(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, WANDB_DIR=str(tmp_path / "my runs"))
 
     assert make_sync_command(RUN_ID, spec) == f"wandb sync '{folder}'"
+
+
+def test_page_shows_the_command_with_the_name_of_the_tracker(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", RUN_ID)
+    spec = make_spec(tmp_path)
+    view = RunView(
+        at=2.0,
+        spec=spec,
+        record=RunJson(run_id=RUN_ID, state=RunState.COMPLETED),
+        place=RunPlace(directory=tmp_path / RUN_ID),
+        seen=ObservedRun(spec),
+    )
+
+    summary = show_summary(view)
+
+    assert f"- **Upload to W&B**: `wandb sync {folder}`" in str(summary.data)
 
 
 @pytest.mark.parametrize("run_id", ["", OTHER])
