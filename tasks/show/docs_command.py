@@ -38,7 +38,10 @@ def docs(name: str = "", /) -> None:
         raise BadArgument(f"there is no document {name}: {suggestion}")
     text = document.read_text(encoding="utf-8")
     if is_on_terminal():
-        console_of(sys.stdout).print(Markdown(text))
+        console = console_of(sys.stdout)
+        console.print(Markdown(text))
+        if len(text.splitlines()) > console.height:
+            print(f"\nTo read it page by page: muster docs {document.stem} | less")
     else:
         print(text, end="")
 

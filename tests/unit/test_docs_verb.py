@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.command import do
+from tasks.show import docs_command
 from tests.support.host_environment import ROOT
 
 
@@ -29,6 +30,22 @@ def test_document_is_printed_unchanged_to_a_pipe(
 
     assert code == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "schedules.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "is_long"), [("run-spec", True), ("limits", False)])
+def test_long_document_on_a_terminal_ends_with_the_command_that_pages_it(
+    name: str,
+    is_long: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(docs_command, "is_on_terminal", lambda: True)
+    monkeypatch.setenv("LINES", "300")
+
+    code = do(["docs", name])
+
+    assert code == 0
+    assert (f"muster docs {name} | less" in capsys.readouterr().out) == is_long
 
 
 def test_unknown_document_is_refused_with_a_suggestion(
