@@ -357,6 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         invalid.
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if words:
         words[0] = FORMER_NAMES.get(words[0], words[0])
     if words and not words[0].startswith("-") and words[0] not in NAMES:

@@ -67,9 +67,10 @@ AsJson = Annotated[
     bool, Parameter(name="--json", help="Print JSON. Times in it are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
-#: Default settings of all command-line parameters. Without these settings, cyclopts would add an
-#: option `--no-x` for each option `--x`.
-DEFAULT = Parameter(negative=())
+#: Default settings of all command-line parameters. Without `negative`, cyclopts would add an option
+#: `--no-x` for each option `--x`. Without `show_default`, the help would show the default of an
+#: empty text as `""`.
+DEFAULT = Parameter(negative=(), show_default=lambda value: value if value != "" else None)
 
 
 def run_alone(verb: Callable[..., int], name: str) -> int:

@@ -463,3 +463,37 @@ def test_wait_for_a_starting_stack_ends_at_its_time_limit(
         wait_while_starting(None, lines.append, limit_s=0.0)
 
     assert "is not up after 0 s" in lines[-1] and "muster status" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "same_as"),
+    [(["help"], ["--help"]), (["help", "docs"], ["docs", "--help"]), (["help", "sweep"], None)],
+)
+def test_help_is_also_a_verb(
+    words: list[str], same_as: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(words)
+    text = capsys.readouterr().out
+
+    assert code == 0
+    assert text.startswith("Usage: muster")
+    main(same_as or ["cleanup", "--help"])
+    assert capsys.readouterr().out == text
+
+
+def test_help_of_an_unknown_verb_names_the_nearest_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["help", "trian"])
+
+    assert code == 2
+    assert "did you mean `train`?" in capsys.readouterr().err
+
+
+def test_help_shows_no_default_that_is_an_empty_text(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = [main([name, "--help"]) for name in ("docs", "ls", "logs", "show")]
+
+    text = capsys.readouterr().out
+    assert codes == [0, 0, 0, 0]
+    assert 'default: ""' not in text
+    assert "default: latest" in text
