@@ -40,7 +40,7 @@ RAYLET_HEALTH = "/api/local_raylet_healthz"
 STOP_WITHIN_S = 180.0
 #: Longest time, in seconds, that a command waits for a stack that `muster up` is starting. A usual
 #: start takes less than a minute.
-_START_WITHIN_S = 300.0
+_START_WITHIN_S = 600.0
 #: Time, in seconds, between two checks in a loop that waits.
 _POLL_EVERY_S = 0.1
 #: Errors of flock(2) on a file system without locks, for example some network file systems.
