@@ -252,9 +252,12 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             print(sentence)
     if sentence := describe_lost_process(found_run):
         print(sentence)
-    # If the files are on another host, print the artifact that this host has written.
-    for text in time_use.sentences() if time_use else read_artifacts(found_run, TIME):
-        print(text)
+    if time_use is not None:
+        for sentence in time_use.sentences():
+            print(sentence)
+    else:
+        # The files may be on another host, which writes this artifact in Markdown.
+        print_markdown(read_artifacts(found_run, TIME))
     return exit_code
 
 

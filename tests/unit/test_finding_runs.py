@@ -33,7 +33,7 @@ from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train import finding_runs, run_cancellation
+from tasks.train import finding_runs, run_cancellation, run_verbs
 from tasks.train.finding_runs import Run, find_run, list_runs
 from tasks.train.run_records import describe_lost_process
 from tasks.train.run_verbs import cancel, explain, ls, show, why
@@ -677,3 +677,19 @@ def test_killed_flow_process_is_not_reported_twice(
 
     assert describe_lost_process(crashed_run) == ""
     assert describe_lost_process(replace(run, state="queued")) == ""
+
+
+def test_why_prints_the_artifact_of_another_host_as_plain_text(
+    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = (
+        "A step takes 2.0 s in my\\_loop\n\n|  | recent |\n| --- | --- |\n| one step | 2.0 s |"
+    )
+    monkeypatch.setattr(run_verbs, "read_artifacts", lambda run, *keys: [artifact])
+
+    run_verb(App(name="why", default_command=why), [OLD])
+
+    text = capsys.readouterr().out
+    assert "A step takes 2.0 s in my_loop" in text
+    assert "one step  2.0 s" in text
+    assert not {"|", "\\"} & {*text}
