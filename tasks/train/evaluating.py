@@ -41,6 +41,7 @@ from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.evaluations import show_evaluations
 from tasks.show.page import EVALUATIONS
+from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.evaluations import build_evaluation_spec
 from tasks.spec.loading import load_resolved, parse_spec
@@ -52,11 +53,14 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two searches for new checkpoints and ended evaluations.
 _CHECK_EVERY_S = 5.0
+#: Seconds between two searches, if the checkpoints are in an object store such as S3. A store may
+#: charge for each request.
+_CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has begun.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
 #: Longest wait in seconds, at the end of the training, for the last evaluations to be created, or
 #: for a cancelled training's evaluations to be cancelled.
-_END_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 15.0
 #: Longest wait in seconds, at the end of an evaluation, for the update of its training's page.
 _REPORT_TIMEOUT_S = 15.0
 #: Largest number of figures in the message about the end of an evaluation.
@@ -177,9 +181,11 @@ class Evaluator:
             )
             self._warn(message)
             return
+        folders = [one.checkpoints or "" for one in self._run.spec.processes.values()]
+        every_s = _CHECK_STORE_EVERY_S if any(map(is_url, folders)) else _CHECK_EVERY_S
         while not is_over.is_set():
             self.advance()
-            is_over.wait(_CHECK_EVERY_S)
+            is_over.wait(every_s)
         if self._run.record.state.is_final:
             self.advance()
 
@@ -349,7 +355,7 @@ class Evaluator:
                 flow_run = create_child_run(
                     client,
                     run.flow_run_id,
-                    f"evaluate-{note.name}-{note.checkpoint}",
+                    _name_unit(note, checkpoint),
                     1,
                     spec=parse_spec(spec).to_server_data(),
                     tags=[*run.spec.tags, f"{EVALUATION_TAG}{run.run_id}"],
@@ -393,6 +399,15 @@ class Evaluator:
             _log.info("%s: %s", name, fields)
         else:
             self._run.emit(name, **fields)
+
+
+def _name_unit(note: EvaluationNote, checkpoint: CheckpointNote) -> str:
+    """Return the name of the task run that shows an evaluation in the flow run of its training.
+
+    The name is different for each checkpoint, also if a step was saved again.
+    """
+    step = f"step-{checkpoint.step}-" if checkpoint.step is not None else ""
+    return f"evaluate-{note.name}-{step}{note.checkpoint}"
 
 
 def _describe_evaluation(note: EvaluationNote, checkpoint: CheckpointNote) -> str:

@@ -35,15 +35,17 @@ print("up", flush=True)
 while not os.path.exists(go):
     time.sleep(0.05)
 """
-#: Program of an evaluation. It writes a line to a trace file, and the accuracy as its result.
+#: Program of an evaluation. It writes a line to a trace file, waits for the file of its last
+#: argument, and writes the accuracy as its result.
 EVALUATION = """
 import json, os, pathlib, sys, time
-trace, checkpoint, step, lasts = sys.argv[1:]
+trace, checkpoint, step, end = sys.argv[1:]
 content = pathlib.Path(checkpoint).read_text()
 line = {"step": int(step), "content": content, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
 with open(trace, "a") as file:
     file.write(json.dumps(line) + "\\n")
-time.sleep(float(lasts))
+while end and not os.path.exists(end):
+    time.sleep(0.05)
 pathlib.Path(os.environ["MUSTER_RESULT"]).write_text(json.dumps({"accuracy": int(step) / 100}))
 """
 
@@ -71,19 +73,19 @@ def pool(served: GangPool) -> Iterator[GangPool]:
     served.cancel_all()
 
 
-def make_spec(files: Path, *steps: int, lasts_s: float = 0, **more: Any) -> dict[str, Any]:
+def make_spec(files: Path, *steps: int, waits: bool = False, **more: Any) -> dict[str, Any]:
     """Return the spec of a training that saves checkpoints, and that has the evaluation `math`.
 
     Args:
         files: Folder with the trace of the evaluation, and the file `go` that ends the training.
         steps: Steps of the checkpoints.
-        lasts_s: Duration of each evaluation in seconds.
+        waits: True if each evaluation ends only after the file `end` exists.
         more: Further keys of the evaluation.
     """
     folder = "${run.dir}/checkpoints"
     words = [sys.executable, "-I", "-c", TRAINER, folder, files / "go", *steps]
     evaluation = [sys.executable, "-I", "-c", EVALUATION, files / "trace"]
-    placeholders = ["${checkpoint}", "${checkpoint.step}", lasts_s]
+    placeholders = ["${checkpoint}", "${checkpoint.step}", files / "end" if waits else ""]
     return {
         "name": "x",
         "workload": "sft",
@@ -180,8 +182,28 @@ def test_each_checkpoint_is_evaluated_once_and_a_failure_does_not_fail_the_train
     )
 
 
+def test_evaluation_of_a_killed_training_continues_and_is_recorded(
+    pool: GangPool, tmp_path: Path
+) -> None:
+    training = pool.submit(make_spec(tmp_path, 10, 20, waits=True))
+    until(lambda: len(read_trace(tmp_path)) == 1, "the first checkpoint is evaluated")
+
+    training.kill_flow()
+    pool.host_env.reconcile()
+    (tmp_path / "end").touch()
+    until(lambda: all_completed(pool, training, 1), "the evaluation has completed")
+
+    record = training.record_path().with_name("evaluations.json")
+    until(
+        lambda: json.loads(record.read_text())["evaluations"][0]["state"] == "completed",
+        "the end of the evaluation is recorded",
+    )
+    assert [line["step"] for line in read_trace(tmp_path)] == [10]
+    assert training.state()[0] in ("CRASHED", "FAILED")
+
+
 def test_cancelled_training_cancels_its_evaluations(pool: GangPool, tmp_path: Path) -> None:
-    training = pool.submit(make_spec(tmp_path, 10, 20, lasts_s=600))
+    training = pool.submit(make_spec(tmp_path, 10, 20, waits=True))
     until(lambda: len(read_trace(tmp_path)) == 1, "the first checkpoint is evaluated")
     [evaluation] = list_evaluations(pool, training)
 

@@ -21,6 +21,7 @@ from tasks.record.states import RunState
 from tasks.server.flow_runs import ServerAway
 from tasks.spec.loading import parse_spec
 from tasks.train import evaluating
+from tasks.train.background_work import BackgroundWork
 from tasks.train.evaluating import Evaluator
 from tasks.train.session import RunSession
 
@@ -160,7 +161,7 @@ def test_complete_checkpoint_is_evaluated(server: FakeServer, run: RunSession) -
 
     [(unit, spec)] = server.specs.items()
     path = str(run.place.directory / "checkpoints" / "step-000010.txt")
-    assert unit == "evaluate-math-1"
+    assert unit == "evaluate-math-step-10-1"
     assert spec["components"]["step"]["command"] == ["true", path, "10"]
     assert server.tags == ["mine", f"evaluation-of:{RUN_ID}"]
     assert states(run) == {10: "waiting"}
@@ -176,10 +177,10 @@ def test_next_checkpoint_waits_for_the_end_of_the_evaluation(
     evaluator.advance()
     created_before = [*server.specs]
 
-    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": 0.5})
+    server.end("evaluate-math-step-10-1", RunState.COMPLETED, {"accuracy": 0.5})
     evaluator.advance()
 
-    assert created_before == ["evaluate-math-1"]
+    assert created_before == ["evaluate-math-step-10-1"]
     assert states(run) == {10: "completed", 20: "skipped", 30: "waiting"}
 
 
@@ -190,7 +191,7 @@ def test_failed_evaluation_is_a_warning_of_the_training(
     save(run, 10, 20)
     evaluator.advance()
 
-    server.end("evaluate-math-1", RunState.FAILED, message="EXIT_CODE: exit code 3")
+    server.end("evaluate-math-step-10-1", RunState.FAILED, message="EXIT_CODE: exit code 3")
     evaluator.advance()
 
     assert states(run)[10] == "failed"
@@ -205,7 +206,7 @@ def test_result_that_is_not_json_is_a_failed_evaluation(
     save(run, 10, 20)
     evaluator.advance()
 
-    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": float("nan")})
+    server.end("evaluate-math-step-10-1", RunState.COMPLETED, {"accuracy": float("nan")})
     evaluator.advance()
 
     assert states(run)[10] == "failed"
@@ -284,7 +285,7 @@ def test_checkpoints_that_evaluations_need_are_not_removed(
     evaluator = Evaluator(run, server.connect)
     save(run, 10, 20)
     evaluator.advance()
-    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": 0.5})
+    server.end("evaluate-math-step-10-1", RunState.COMPLETED, {"accuracy": 0.5})
     save(run, 30, 40)
     evaluator.advance()
     save(run, 50, 60, 70, 80)
@@ -295,6 +296,15 @@ def test_checkpoints_that_evaluations_need_are_not_removed(
     # The evaluation of step 30 has not ended, and step 10 is the best checkpoint.
     assert before_next_look == [20]
     assert list_superfluous(run) == [20, 40, 50]
+
+
+def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSession) -> None:
+    save(run, 10, 20)
+
+    Evaluator(run, None).work(BackgroundWork())
+
+    assert any("temporary Prefect server" in warning for warning in warnings(run))
+    assert not run.place.evaluations.exists()
 
 
 def test_damaged_record_does_not_stop_the_training(server: FakeServer, run: RunSession) -> None:
