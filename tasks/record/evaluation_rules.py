@@ -33,9 +33,10 @@ def add_checkpoints(
         attempt: Number of the current attempt.
     """
     notes = [*content.checkpoints]
+    newest_by_path = {note.path: note for note in notes}
     for checkpoint in checkpoints:
         path = str(checkpoint.path)
-        known = next((note for note in reversed(notes) if note.path == path), None)
+        known = newest_by_path.get(path)
         note = CheckpointNote(
             number=len(notes) + 1,
             path=path,
@@ -91,12 +92,13 @@ def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> li
     A checkpoint at whose path a newer checkpoint was saved is left out.
     """
     done = {one.checkpoint for one in content.evaluations if one.name == name}
+    current = content.current_numbers
     return [
         checkpoint
         for checkpoint in content.checkpoints
         if checkpoint.number % evaluation.every == 0
         if checkpoint.number not in done
-        if content.is_current(checkpoint)
+        if checkpoint.number in current
     ]
 
 

@@ -102,10 +102,10 @@ class EvaluationsJson(Recorded):
         """Return the checkpoint with a number, or None if the record has no such checkpoint."""
         return next((one for one in self.checkpoints if one.number == number), None)
 
-    def is_current(self, checkpoint: CheckpointNote) -> bool:
-        """Return True if no newer checkpoint was saved at the path of a checkpoint."""
-        newest = max(one.number for one in self.checkpoints if one.path == checkpoint.path)
-        return checkpoint.number == newest
+    @property
+    def current_numbers(self) -> frozenset[int]:
+        """Numbers of the checkpoints at whose path no newer checkpoint was saved."""
+        return frozenset({one.path: one.number for one in self.checkpoints}.values())
 
     def with_evaluation(self, changed: EvaluationNote) -> EvaluationsJson:
         """Return the record with an evaluation added, or replaced by its changed version."""
@@ -215,8 +215,10 @@ def read_evaluated_checkpoints(
 
 
 def _join_figures(place: RunPlace, content: EvaluationsJson) -> Iterator[EvaluatedCheckpoint]:
+    checkpoints = {one.number: one for one in content.checkpoints}
+    current = content.current_numbers
     for evaluation in content.evaluations:
-        checkpoint = content.find_checkpoint(evaluation.checkpoint)
+        checkpoint = checkpoints.get(evaluation.checkpoint)
         if checkpoint is None:
             continue
         figures: dict[str, float] = {}
@@ -227,7 +229,7 @@ def _join_figures(place: RunPlace, content: EvaluationsJson) -> Iterator[Evaluat
             evaluation=evaluation,
             checkpoint=checkpoint,
             figures=figures,
-            is_current=content.is_current(checkpoint),
+            is_current=checkpoint.number in current,
         )
 
 

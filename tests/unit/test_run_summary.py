@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.record.evaluations import (
+    CheckpointNote,
+    EvaluationNote,
+    EvaluationsJson,
+    EvaluationState,
+    locate_evaluation_result,
+)
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import RunPlace
 from tasks.spec.errors import BadArgument
@@ -131,6 +138,52 @@ def test_attempt_without_a_spec_file_is_skipped(place: RunPlace) -> None:
     place.attempt(3).directory.mkdir()
 
     assert [row["reward"] for row in read_metrics(find_run("latest"))] == [1.0, 2.0, 1.5, 2.0]
+
+
+def write_evaluations(place: RunPlace, *steps: int) -> None:
+    """Write the record and the results of the evaluation `math` for checkpoints of these steps."""
+    numbers = {step: number for number, step in enumerate(steps, start=1)}
+    EvaluationsJson(
+        checkpoints=tuple(
+            CheckpointNote(number=number, path=f"/c/{step}", step=step, attempt=2)
+            for step, number in numbers.items()
+        ),
+        evaluations=tuple(
+            EvaluationNote(name="math", checkpoint=number, state=EvaluationState.COMPLETED)
+            for number in numbers.values()
+        ),
+    ).write(place)
+    for step, number in numbers.items():
+        path = locate_evaluation_result(place, "math", number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"accuracy": step / 10}))
+        path.chmod(0o600)
+
+
+def test_figures_of_evaluations_are_in_the_rows_of_their_steps(place: RunPlace) -> None:
+    write_evaluations(place, 2, 7)
+
+    rows = read_metrics(find_run("latest"))
+
+    figures = [(row["attempt"], row.get("reward"), row.get("math.accuracy")) for row in rows]
+    assert figures == [
+        (1, 1.0, None),
+        (1, 2.0, 0.2),
+        (2, 1.5, None),
+        (2, 2.0, None),
+        (2, None, 0.7),
+    ]
+    assert rows[-1]["at.step"] == 7
+
+
+def test_run_with_evaluations_needs_no_metrics_file(place: RunPlace) -> None:
+    for number in (1, 2):
+        place.attempt(number).spec.write_text("evals: {math: {command: [evaluate]}}")
+    write_evaluations(place, 2)
+
+    rows = read_metrics(find_run("latest"))
+
+    assert rows == [{"step": 2, "attempt": 2, "math.accuracy": 0.2}]
 
 
 def test_run_without_a_metrics_file_is_rejected(place: RunPlace) -> None:
