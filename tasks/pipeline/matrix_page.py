@@ -117,9 +117,10 @@ class MatrixPage:
         stopped = sum(run.is_stopped_early for run in runs.values())
         if stopped:
             headline += f", {stopped} stopped early"
+        best_text = ""
         if best is not None and stage.best is not None:
-            headline += f", best {stage.best.by} {figures[best]:.6g} at point "
-            headline += best.partition(".")[2]
+            number = best.partition(".")[2]
+            best_text = f"best {stage.best.by} {figures[best]:.6g} at point {number}"
 
         picture = ""
         if curves:
@@ -128,9 +129,10 @@ class MatrixPage:
                 x="point" if stage.is_step else "step",
                 y=_find_figure_key(stage),
                 title=headline,
+                caption=best_text,
             )
         return Shown(
-            headline=escape_markdown(headline),
+            headline=escape_markdown(", ".join(filter(None, (headline, best_text)))),
             data=json.dumps(format_points(rows, best)),
             type="table",
             picture=picture,

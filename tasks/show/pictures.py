@@ -273,7 +273,9 @@ _MIN_CORNERS = 8
 _MAX_LABELLED_CURVES = 12
 
 
-def draw_matrix(curves: Sequence[MatrixCurve], *, x: str, y: str, title: str) -> str:
+def draw_matrix(
+    curves: Sequence[MatrixCurve], *, x: str, y: str, title: str, caption: str = ""
+) -> str:
     """Return the curves of the points of a matrix as an SVG document.
 
     The best curve is drawn last, so that no other curve covers it. A curve with a single point is
@@ -284,6 +286,7 @@ def draw_matrix(curves: Sequence[MatrixCurve], *, x: str, y: str, title: str) ->
         x: Label of the horizontal axis.
         y: Label of the vertical axis.
         title: Title of the picture.
+        caption: Text beside the legend, or an empty string.
     """
     pairs = [pair for curve in curves for pair in curve.points]
     xs = _Scale([x for x, _ in pairs], _LEFT, _RIGHT - 20, margin=0)
@@ -293,6 +296,10 @@ def draw_matrix(curves: Sequence[MatrixCurve], *, x: str, y: str, title: str) ->
         legend_x = 16.0 + 80 * index
         parts.append(svg_bar(legend_x, 36, 10, 10, color))
         parts.append(svg_text(legend_x + 15, 45, name, color=PALE, size=12))
+    legend_end = 16.0 + 80 * len(_MATRIX_COLORS) + 30
+    parts.append(
+        svg_text(_RIGHT, 45, caption, color=PALE, size=12, anchor="end", room=_RIGHT - legend_end)
+    )
     parts += _axes(xs, ys, x, y)
 
     at_most = max(_MIN_CORNERS, _MAX_MATRIX_CORNERS // len(curves))
