@@ -143,11 +143,7 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner: BasePruner
-    trial_figures = [*others]
     if rule.rule == "median":
-        # The median of all points includes the point itself. Otherwise, a rounding error could stop
-        # the point in the middle.
-        trial_figures.append(best)
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
         # All trials have a figure at this step only. So it is the only step of the comparison.
@@ -159,12 +155,19 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         pruner=pruner,
         sampler=optuna.samplers.RandomSampler(),
     )
-    for figure in trial_figures:
-        trial = study.ask()
-        trial.report(figure, step)
-        # The pruner of successive halving records the figure of a trial only in this call.
-        trial.should_prune()
-        study.tell(trial, figure)
+    if rule.rule == "median":
+        # The median of all points includes the point itself. Otherwise, a rounding error could stop
+        # the point in the middle.
+        study.add_trials(
+            optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
+            for figure in (*others, best)
+        )
+    else:
+        for figure in others:
+            trial = study.ask()
+            trial.report(figure, step)
+            # The pruner of successive halving records the figure of a trial only in this call.
+            trial.should_prune()
     trial = study.ask()
     trial.report(best, step)
     return trial.should_prune()

@@ -214,7 +214,8 @@ class ForwardedRequests:
 
         match observed.change:
             case Change.CANCELLED | Change.CANCELLED_NOW:
-                self._session.interrupt(_CANCELLED)
+                message = state.message if state is not None else ""
+                self._session.interrupt(f"{_CANCELLED}: {message}" if message else _CANCELLED)
                 if observed.change is Change.CANCELLED_NOW:
                     self._session.hurry()
                 if state is not None and state.is_final():

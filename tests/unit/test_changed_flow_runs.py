@@ -135,6 +135,25 @@ def test_reason_names_the_state_that_a_person_has_set(server: ScriptedServer) ->
     assert server.state is not None and "set to Completed" in (server.state.message or "")
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("stopped early: reward 1 is too low", ": stopped early: reward 1 is too low"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_reason_of_a_cancelled_run_has_the_message_of_the_cancellation(
+    server: ScriptedServer, message: str | None, reason: str
+) -> None:
+    session = RecordingSession()
+    server.state = State(type=StateType.CANCELLING, message=message)
+
+    observe(session)
+
+    assert session.reasons == [f"cancelled from Prefect{reason}"]
+
+
 @pytest.mark.parametrize("state_type", [StateType.SCHEDULED, StateType.PENDING, StateType.PAUSED])
 def test_run_that_was_set_back_continues_and_is_running_again(
     server: ScriptedServer, state_type: StateType
