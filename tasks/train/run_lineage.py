@@ -122,7 +122,9 @@ class LineageRecorder:
         if not self._is_written:
             write_lineage(run.place, lineage.as_json())
             self._is_written = True
-        if client is not None and lineage != self._shown:
+        # The page of a run without any known data needs no further artifact.
+        has_data = bool(lineage.inputs or lineage.outputs)
+        if client is not None and has_data and lineage != self._shown:
             self._artifacts.show(client, LINEAGE, show_lineage(lineage))
             self._shown = lineage
 
