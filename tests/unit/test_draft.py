@@ -341,7 +341,7 @@ def test_draft_says_how_torchrun_starts_one_process_per_gpu(tmp_path: Path) -> N
     without_gpus = draft_spec(folder, gpus=0).text
     with_gpus = draft_spec(folder, gpus=4).text
 
-    assert '# "--nproc-per-node=${gang.gpus_per_node}"' in without_gpus
+    assert '\n    # "--nproc-per-node=${gang.gpus_per_node}"' in without_gpus
     assert "${gang.gpus_per_node}" not in with_gpus
     (folder / "muster.yaml").write_text(
         without_gpus.replace("# gang:", "gang:").replace(
