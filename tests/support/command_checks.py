@@ -312,7 +312,12 @@ def check_muster(arguments: Sequence[str]) -> str:
     """Return the error in `muster ARGUMENT...`, or an empty string if the command is correct."""
     from tasks.command import _build_app
 
+    if [*arguments[:1]] == ["help"]:
+        # `muster help VERB` prints the help of the verb.
+        arguments = arguments[1:]
     verb = next(iter(arguments), "--help")
+    if verb == "VERB":
+        return ""
     if not verb.startswith("-") and verb not in muster_verbs():
         return f"muster has no verb {verb!r}"
     complaint = _check_app(_build_app(), arguments)
