@@ -99,13 +99,15 @@ def evaluate_checkpoints(
         tag.removeprefix(EVALUATION_TAG) for tag in tags if tag.startswith(EVALUATION_TAG)
     ]
     if not run.spec.evals:
-        yield
-        if training_ids and api_url and run.record.state.is_final:
-            connect = partial(connect_to_server, api_url)
-            background.start(
-                copy_context().run, report_late_evaluation, run, training_ids[0], connect
-            )
-            background.end(_REPORT_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            if training_ids and api_url and run.record.state.is_final:
+                connect = partial(connect_to_server, api_url)
+                background.start(
+                    copy_context().run, report_late_evaluation, run, training_ids[0], connect
+                )
+                background.end(_REPORT_TIMEOUT_S)
         return
     evaluator = Evaluator(run, partial(connect_to_server, api_url) if api_url else None)
     # The thread gets a copy of the context variables, in which Prefect stores the credentials.
@@ -195,7 +197,8 @@ class Evaluator:
         Errors are logged. The next call tries again.
         """
         try:
-            self._advance()
+            with lock_evaluations(self._run.place):
+                self._advance()
             self._last_error = ""
         except (OSError, ValueError, MusterError) as error:
             if str(error) != self._last_error:

@@ -22,7 +22,7 @@ from tasks.server.flow_runs import ServerAway
 from tasks.spec.loading import parse_spec
 from tasks.train import evaluating
 from tasks.train.background_work import BackgroundWork
-from tasks.train.evaluating import Evaluator
+from tasks.train.evaluating import Evaluator, report_late_evaluation
 from tasks.train.session import RunSession
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
@@ -305,6 +305,47 @@ def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSes
 
     assert any("temporary Prefect server" in warning for warning in warnings(run))
     assert not run.place.evaluations.exists()
+
+
+@pytest.mark.parametrize(
+    ("training_id", "has_training_ended", "expected"),
+    [
+        (RUN_ID, True, "failed"),
+        # A training that continues records the end itself.
+        (RUN_ID, False, "waiting"),
+        # Every user of the Prefect server can change a tag.
+        ("../other", True, "waiting"),
+    ],
+)
+def test_evaluation_that_ends_after_its_training_records_its_end(
+    server: FakeServer,
+    run: RunSession,
+    monkeypatch: pytest.MonkeyPatch,
+    training_id: str,
+    has_training_ended: bool,
+    expected: str,
+) -> None:
+    save(run, 10, 20)
+    Evaluator(run, server.connect).advance()
+    if has_training_ended:
+        run.end_attempt()
+        run.close()
+    shown: list[str] = []
+    monkeypatch.setattr(
+        evaluating.Artifacts, "show", lambda _self, _client, _key, page: shown.append(page.data)
+    )
+    evaluation: Any = SimpleNamespace(
+        flow_run_id=UUID(server.runs[0].flow_run_id),
+        run_id="math-step-20260101-000000-abcd91c2",
+        record=SimpleNamespace(state=RunState.FAILED),
+        verdict=SimpleNamespace(message="EXIT_CODE: exit code 3"),
+        mask=str,
+    )
+
+    report_late_evaluation(evaluation, training_id, server.connect)
+
+    assert states(run) == {10: expected}
+    assert ["failed: EXIT" in page for page in shown] == [True] * (expected == "failed")
 
 
 def test_damaged_record_does_not_stop_the_training(server: FakeServer, run: RunSession) -> None:
