@@ -538,8 +538,9 @@ class WiderChange:
     holds_deployment: bool = False
     #: True if the change prevents new runs of the pool from starting.
     holds_pool: bool = False
-    #: True if the change makes the Prefect server delete the waiting runs.
-    deletes_waiting_runs: bool = False
+    #: True if the change deletes the deployment. The Prefect server then deletes the runs that have
+    #: not started yet. A requeued run waits for its next attempt, and is then cancelled.
+    deletes_deployment: bool = False
 
 
 def change_queue(pool: GangPool, **content: Any) -> None:
@@ -618,7 +619,7 @@ WIDER_CHANGES = {
     "the deployment is deleted": WiderChange(
         apply=lambda pool: send_request("DELETE", find_deployment(pool)),
         undo=lambda pool: pool.create_deployment(pool.name),
-        deletes_waiting_runs=True,
+        deletes_deployment=True,
     ),
     "the queue is paused": WiderChange(
         apply=partial(change_queue, is_paused=True),
@@ -696,13 +697,12 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
     print(f"{name}: {faults or 'all is well'}", flush=True)
     assert faults == []
     ends = {row.phase: matrix.observe(row).state for row in matrix.rows}
-    waiting = "" if change.deletes_waiting_runs else "COMPLETED"
     assert ends == {
         "starting": "CANCELLED",
         "running": "CANCELLED",
         "stopping": "CANCELLED",
-        "requeued": waiting,
-        "waiting": waiting,
+        "requeued": "CANCELLED" if change.deletes_deployment else "COMPLETED",
+        "waiting": "" if change.deletes_deployment else "COMPLETED",
     }
     assert list_leftovers(pool) == []
     assert matrix.read_holders() == {}
@@ -719,6 +719,6 @@ def is_as_expected_after_wider_change(change: WiderChange, row: Row, facts: Fact
         return is_as_expected_while_stopping(row, facts)
     if row.phase in ("starting", "running"):
         return facts.works and facts.pids == row.before.pids
-    if change.deletes_waiting_runs:
+    if change.deletes_deployment and row.phase == "waiting":
         return facts.has_ended and facts.state == ""
     return facts.waits
