@@ -561,8 +561,9 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
     resumed_process = pipelines.host_env.start(
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
+    lines = [f"stage {name}: attached to run" for name in ("score_a", "score_b")]
     until(
-        lambda: pipelines.host_env.log("pipeline").count("attached to run") == 2,
+        lambda: all(line in pipelines.host_env.log("pipeline") for line in lines),
         "the resumed pipeline has found both steps",
     )
     pipelines.hand_over()
