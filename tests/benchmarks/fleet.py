@@ -246,7 +246,7 @@ async def sweep_ms(prober: HttpProber, count: int) -> float:
 
 
 async def _probe_in_turn_ms(prober: HttpProber, count: int) -> float:
-    """Probe `count` servers, one after the other; return the time in milliseconds."""
+    """Probe `count` servers, one after the other; return the total time in milliseconds."""
     began = time.perf_counter()
     for _ in range(count):
         await prober.ask("", TOKEN, _TIMEOUT_S)

@@ -48,7 +48,7 @@ class Line:
         """Return the load at which the fitted line reaches the largest acceptable value `bound`.
 
         Returns:
-            None if the line does not rise, because then no count is too large.
+            None if the line does not rise, because then no load is too large.
         """
         if self.each <= 0:
             return None

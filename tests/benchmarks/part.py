@@ -31,7 +31,7 @@ import sys  # noqa: E402
 
 
 def note(folder: str, name: str, event: str, number: int) -> None:
-    """Write a number to the file of an event, so that no reader finds an incomplete number."""
+    """Write a number to the file of an event. Readers never find an incomplete number."""
     path = os.path.join(folder, f"{name}.{event}")
     with open(f"{path}.draft", "w") as f:
         f.write(str(number))
@@ -89,7 +89,10 @@ def segments(a_second: float, name: str, folder: str) -> None:
 
 
 def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
-    """Become ready some seconds after the start, in the way that `kind` names, and then wait."""
+    """Report readiness some seconds after the start, and then wait forever.
+
+    `kind` is the kind of the readiness report, for example "http" for an answer to HTTP requests.
+    """
     note(folder, name, "began", BEGAN_NS)
     if kind == "warming":
         warm_up(seconds, name, folder, port)

@@ -96,14 +96,14 @@ def parts(model: type[BaseModel]) -> tuple[Part, ...]:
 
 
 def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
-    """Yield the pydantic models of the mappings in the value of a key.
+    """Yield the pydantic models of a key's value, of its list items, and of its dictionary values.
 
     Args:
         schema: JSON schema of the value.
         root: JSON schema of the spec.
 
     Yields:
-        The part of the mapping's path after the key, and the name of the model.
+        The text that must be added to the key's path to reach the model, and the model's name.
     """
     if (name := _model_of(schema, root)) is not None:
         yield "", name

@@ -25,8 +25,8 @@ from tests.support.observed_flow import ObservedFlow
 from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
-#: Unusual conditions of the flow process, by the number of the fault: the title of the fault case,
-#: and the name of the condition, a key of `CONDITIONS` in `tests.support.supervising`.
+#: Unusual conditions of the flow process. The key is the number of the fault case. The value is the
+#: title of the case, and a key of `CONDITIONS` in `tests.support.supervising`.
 _ODDITIES = {
     21: ("SIGCHLD ignored, inherited", "sigchld-ignored"),
     22: ("blocked signal mask, inherited", "signals-blocked"),

@@ -767,7 +767,7 @@ async def test_requests_of_a_killed_server_are_answered_by_the_other_servers() -
 
 
 async def wait_until_counted(url: str, total: int) -> None:
-    """Wait until the server at the URL has counted this number of requests."""
+    """Wait until the server at the URL has received at least `total` requests."""
     async with aiohttp.ClientSession(url) as client:
         while True:
             async with client.get("/counts") as answer:

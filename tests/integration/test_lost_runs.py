@@ -31,8 +31,8 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
-#: A number that marks the descendants of a process, and the pids of a marked process and of its
-#: marked daemon.
+#: A mark, and the pids of a process and of its daemon that have the mark. A mark is a number in a
+#: resource limit, with which Muster finds the descendants of a process.
 Marked = tuple[int, tuple[int, int]]
 
 

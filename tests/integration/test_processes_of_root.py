@@ -85,7 +85,7 @@ pytestmark = [
 class Teardown:
     """Result of the teardown of a run of the user `nobody`."""
 
-    #: Pid of the process of root that the component has started.
+    #: Pid of the process that the component has started, and that runs as the user root.
     child: int
     #: Pid of the guardian process of the component.
     guardian: int

@@ -68,7 +68,7 @@ def test_prune_deletes_old_files_and_reports_their_number(host_env: HostEnvironm
     assert state["message"].startswith("removed the files of 1 run")
     assert not log.exists()
     assert log.parent.parent.joinpath("run.json").exists()
-    # A scheduled flow run will resume from a checkpoint of this run.
+    # The log of this run is kept, because a scheduled flow run will resume from its checkpoint.
     assert wanted_log.exists()
 
 

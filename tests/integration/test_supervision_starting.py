@@ -83,7 +83,7 @@ def test_components_start_after_the_previous_component_is_ready_and_end_in_rever
         # Without a readiness probe, the component is ready as soon as it runs.
         (FOREVER, None),
         (sh("sleep 0.05; echo service is up; exec sleep 600"), ReadyProbe(log="is up$")),
-        # The line grows while the probe reads it.
+        # The probe also matches a line that is written in two parts.
         (sh("printf 'service '; sleep 0.1; printf 'is up'; exec sleep 600"), UP),
         (sh("sleep 0.05; touch registered; exec sleep 600"), ReadyProbe(file="registered")),
         (FOREVER, ReadyProbe(alive_s=0.2)),

@@ -177,9 +177,9 @@ class DummyServer:
         self.fault = Fault(**order)
 
     def step(self, n: int = 1) -> None:
-        """Let the server send `n` more tokens or plain answers.
+        """Let the server send `n` more tokens of streams, or answers that are not streams.
 
-        With the fault `step`, the server sends nothing before this call.
+        With the fault `step`, the server sends each of them only after such a call.
         """
         for _ in range(n):
             self._steps.release()

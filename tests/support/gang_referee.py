@@ -456,7 +456,7 @@ def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool
 
 
 def _shorten(faults: Sequence[str]) -> Iterator[str]:
-    """Yield the first messages of one kind, and then the number of the others."""
+    """Yield the first `_MAX_FAULTS_OF_KIND` messages, and then the number of omitted messages."""
     yield from faults[:_MAX_FAULTS_OF_KIND]
     if len(faults) > _MAX_FAULTS_OF_KIND:
         yield f"... and {len(faults) - _MAX_FAULTS_OF_KIND} more like the last"

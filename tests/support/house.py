@@ -163,7 +163,10 @@ def _find_problem(imported: Import) -> str:
 
 
 def _names_alone(target: str) -> bool:
-    """Return True if a dotted name is a module of `ALONE`, or a name that such a module defines."""
+    """Return True if a dotted name is a module of `ALONE`, or is defined in such a module.
+
+    The modules of `ALONE` are programs that run without installed packages.
+    """
     modules = [path.removesuffix(".py").replace("/", ".") for path in ALONE]
     return any(target == module or target.startswith(f"{module}.") for module in modules)
 

@@ -57,8 +57,9 @@ def hanging_folder(path: Path) -> Iterator[HangingFolder]:
         if server.stdout.readline() != "mounted\n":
             assert server.stderr is not None
             raise OSError(server.stderr.read())
-        # Close a file once while the server answers. The kernel then learns that the server has no
-        # FLUSH, and sends none later: a FLUSH of a stopped server can't be ended with SIGKILL.
+        # Close a file once while the FUSE server answers. The kernel then learns that the server
+        # does not implement FLUSH, and sends no FLUSH later. Otherwise a process that waits for
+        # FLUSH at a stopped server would survive SIGKILL.
         first = path / "first"
         first.touch()
         first.unlink()

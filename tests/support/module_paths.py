@@ -52,7 +52,7 @@ WAIT = frozenset(
     }
 )
 
-#: Modules of `tasks/` that never count for a path, by the beginnings of their file names.
+#: Beginnings of the file names of modules in `tasks/` that are left out of the recorded paths.
 _EXCLUDED = ("show/", "spec/secrets.py")
 
 #: Spec of the run that is traced. Its program fails.
@@ -124,7 +124,7 @@ class ModulePaths:
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
     def begin_wait(self) -> None:
-        """From now on, add the modules of called functions to the path of a waiting flow run."""
+        """Record the modules of all later calls as the path of a flow run that waits for GPUs."""
         self._traces_wait = True
 
 

@@ -174,7 +174,10 @@ class OwnStack:
         return self.place / f"{name}.jsonl"
 
     def marks(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines that a training has written; an empty list before its first line."""
+        """Return the actions that a training has recorded in its file, in order.
+
+        The list is empty before the first action.
+        """
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.marks_file(name).read_text().splitlines()]
         return []

@@ -64,7 +64,7 @@ class Ui:
         self.page = page
         self._url = url
         login = b64encode(password.encode()).decode()
-        # The login page of Prefect stores the password in the same way.
+        # Prefect's login page stores the password under the same key of the local storage.
         page.add_init_script(f"localStorage.setItem('prefect-password', '{login}')")
 
     def open(self, path: str = "/") -> Page:

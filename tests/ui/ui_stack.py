@@ -83,7 +83,7 @@ class UiStack:
         return runs[0] if runs else None
 
     def until_state(self, id: str, *states: str, saying: str = "") -> dict[str, Any]:
-        """Wait until the flow run has a state with this name and message, and return the flow run.
+        """Wait until the flow run has one of the given states, and return the flow run.
 
         Args:
             id: Id of the flow run.

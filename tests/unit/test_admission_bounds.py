@@ -17,7 +17,7 @@ from tasks.rollout.admission import Bounds, compute_bounds
         # connections
         (1024, 24, False, 0, 372, 186, 64),
         (1024, 24, True, 0, 372, 186, 93),
-        # almost no open files are allowed: one connection is still possible
+        # the limit on open files is very low: one connection is still allowed
         (64, 60, False, 0, 1, 1, 1),
     ],
 )

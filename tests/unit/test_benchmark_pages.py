@@ -19,7 +19,8 @@ def limit(bound: float) -> Limit:
 @pytest.mark.parametrize(
     ("values", "bound", "expected"),
     [
-        # n runs take 5 + 0.5 n milliseconds
+        # n runs take 5 + 0.5 n milliseconds, so 1,990 runs take 1,000 ms; the result is rounded
+        # down
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),

@@ -436,7 +436,7 @@ def test_progress_bar_counts_as_training_steps() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        # An asynchronous trainer continues for a few steps with queued batches.
+        # A few further steps prove nothing: an asynchronous trainer uses up its queued batches.
         pytest.param(steps(11, 13), id="few-steps"),
         # The progress bars of inference and loading do not show that the trainer still trains.
         pytest.param(

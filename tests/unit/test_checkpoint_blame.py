@@ -93,7 +93,8 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of(message="size mismatch for layers.0"), Blame.GIVEN_UP),
         (attempt_of("STORAGE", rule="checkpoint-cut-short"), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        # the step of the checkpoint: the attempt only evaluated the model, and did not train
+        # the attempt got no further than the step of its checkpoint: it evaluated the model, but
+        # did not train
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),

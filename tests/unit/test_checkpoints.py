@@ -53,7 +53,7 @@ def create_files(root: Path, *paths: str) -> None:
         ),
         (["step-10.pt", "step-20.pt.tmp"], "step-10.pt"),
         (["step-10.pt", ".step-20.pt"], "step-10.pt"),
-        # Hugging Face's Trainer gives this name to an incomplete checkpoint
+        # Hugging Face's Trainer gives this name to an incomplete checkpoint, so it is not used
         (
             ["step-10.pt", "tmp-checkpoint-20/"],
             "step-10.pt",

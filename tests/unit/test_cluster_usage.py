@@ -100,9 +100,9 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
         actor(GPU=2, CPU=3),
         actor(GPU=0.5),
         actor(FOREIGN_JOB, GPU=1),
-        # an actor in a placement group: its resources are already counted for the group
+        # an actor in a placement group is ignored: its resources already count for the group
         actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
-        # an actor whose driver is unknown
+        # an actor whose driver is unknown does not count for the run
         actor("03000000", GPU=1),
     ]
 

@@ -48,7 +48,7 @@ class Server:
 
     #: Error for each request to renew the lease, or None if the renewal succeeds.
     answers: Sequence[Exception | None]
-    #: Set after the last answer.
+    #: Set when the last element of `answers` was used.
     is_over: threading.Event = field(default_factory=threading.Event)
     #: Duration of the lease that each renewal requested, in seconds.
     renewals: list[float] = field(default_factory=list)

@@ -149,7 +149,7 @@ def test_budget_is_charged_once_for_each_attempt_of_an_incident() -> None:
 @pytest.mark.parametrize(
     ("recovery", "engines", "budget"),
     [
-        # the default restart budget, which depends on the number of engines
+        # the default restart budget grows with the number of engines
         ({}, 1, 10),
         ({}, 3, 10),
         ({"parallel": 2}, 4, 12),

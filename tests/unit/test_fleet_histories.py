@@ -40,8 +40,8 @@ class HistoryChecker:
     damaged: set[int] = field(default_factory=set)
     #: Number of answer pieces that the servers have generated.
     pieces: int = 0
-    #: Number of failed requests to each server since the server's last generated piece, by its
-    #: rank.
+    #: Number of failed requests to each server since the server last generated a piece of an
+    #: answer, by the rank of the server.
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False

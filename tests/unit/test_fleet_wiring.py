@@ -268,7 +268,7 @@ def test_no_local_ports_are_reserved_for_servers_on_ray() -> None:
         # The gateway listens on every address of the machine, including loopback.
         ("0.0.0.0", "http://127.0.0.1:15000"),
         ("::", "http://127.0.0.1:15000"),
-        # The gateway listens on one address only.
+        # The gateway listens on one address only, so clients must use this address.
         ("10.0.0.7", "http://10.0.0.7:15000"),
         ("::1", "http://[::1]:15000"),
     ],

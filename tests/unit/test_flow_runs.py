@@ -104,7 +104,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 29.9), host(), None),
         (flow_run(PENDING, 30), host(), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(), None),
-        # the time of the state is in the future, for example because the clock was changed
+        # the time of the state is in the future, for example because the clock was changed: the
+        # state stays unchanged
         (flow_run(RUNNING, -3600), host(), None),
         # scheduled, paused and finished flow runs keep their states
         (flow_run(StateType.SCHEDULED, 9000), host(), None),

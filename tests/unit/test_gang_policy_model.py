@@ -92,7 +92,8 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
 
 
 NOW = 10.0
-#: The sizes are drawn separately, so that Hypothesis shrinks failures to few nodes and gangs.
+#: Random scheduling passes. The numbers of nodes and gangs are drawn separately, so that Hypothesis
+#: shrinks a failing example to few nodes and gangs.
 passes = st.builds(
     pass_of,
     seed=st.integers(0, 2**32),

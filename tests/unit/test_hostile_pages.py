@@ -69,10 +69,10 @@ def dangers_in(markdown: str) -> list[str]:
 
 
 def dangers_in_cell(text: str) -> list[str]:
-    """Return the tags, formats and linked addresses in a cell of a table.
+    """Return the HTML tags, formats and links that a text would create in a cell of a table.
 
-    Addresses are searched for in the Markdown source: only the older UI makes links in cells, and
-    it does so before it resolves escapes.
+    Addresses are searched for in the Markdown source. Prefect's older UI turns them into links in
+    cells, before it resolves the escapes of Markdown.
     """
     formats = (
         "a",

@@ -54,9 +54,9 @@ def test_standalone_programs_exist(path: str) -> None:
         # standalone programs use only the standard library and modules of their folder
         ("tasks/processes/guardian.py", "import psutil"),
         ("tasks/processes/tree.py", "from tasks.spec import errors"),
-        # flows use no clock
+        # a flow must not use a clock
         ("flows/train.py", "import time"),
-        # programs of a user's run do not import Muster
+        # the programs of a user's run must not import Muster
         ("deployments/quickstart/a.py", "from tasks.spec import run"),
         ("deployments/quickstart-llm/a.py", "from tasks.spec import run"),
     ],

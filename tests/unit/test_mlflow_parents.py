@@ -51,7 +51,7 @@ class MlflowClient:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the fake package for components, and return the file of its calls."""
+    """Install a fake `mlflow` for components, and return the file in which it records its calls."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT"):
         monkeypatch.delenv(name, raising=False)
     write_fake(tmp_path, FAKE_MLFLOW)

@@ -94,7 +94,7 @@ def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
     [
         # the free disk space is exactly as large as required
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
-        # the clock may be correct, because the skew was measured with a large error
+        # the clock skew was measured with a large error, so the clock may be correct
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
         # a living process holds the GPU memory, or the holder of the memory is unknown

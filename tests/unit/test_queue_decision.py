@@ -474,7 +474,8 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
-    # The state of the running run is an hour old, but its grant is newer.
+    # The running run entered its state an hour ago. Its expected end counts from its grant, which
+    # is newer.
     assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
     assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
     assert first_start(NOW - 3 * 3600, **hour) == NOW
@@ -591,7 +592,7 @@ def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> N
 
 
 def test_spec_with_all_default_values_is_valid() -> None:
-    """Prefect stores the parameters of a run of `muster train` in this form."""
+    """`muster train` stores the spec on the Prefect server with the default values of all keys."""
     component = {"command": ["true"], "stop": {"grace_s": 2}}
     spec = parse_spec({"name": "trial", "workload": "grpo", "components": {"trainer": component}})
     run = flow_run()

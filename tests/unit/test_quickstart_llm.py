@@ -221,9 +221,10 @@ def test_sync_is_aborted_if_no_engine_loaded_the_weights(
 @pytest.mark.parametrize(
     ("begin", "broadcast"),
     [
-        # The gateway refuses the sync, because running requests did not end in time.
+        # The gateway refuses to begin the sync: running requests did not end in time.
         (409, 200),
-        # The gateway does not know the sync any more, because its deadline has passed.
+        # The gateway has begun the sync, but refuses the broadcast: the deadline of the sync has
+        # passed.
         (200, 404),
     ],
 )

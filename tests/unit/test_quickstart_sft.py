@@ -23,7 +23,7 @@ from policy import WEIGHT_NAMES
 
 
 def train(out: Path, steps: int, *options: str) -> int:
-    """Run the SFT up to a step, and return its exit status."""
+    """Run the supervised fine-tuning (SFT) up to a step, and return its exit code."""
     return sft.main(["--steps", str(steps), "--out", str(out), *options])
 
 

@@ -69,7 +69,8 @@ def test_lost_node_is_named_first() -> None:
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # the node's clock is slow: a later request found the job running
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is fast: its time of the end is in the future, so the end is now
+        # the node's clock is fast, so it reports an end in the future: the result is the current
+        # time
         (2000.0, 99.0, 100.0),
         # no request has found the job running, so the result depends only on the end time that Ray
         # reports

@@ -236,7 +236,7 @@ def waiting(server: ScriptedPrefect) -> UUID:
 
 
 def waiting_with_old_message(server: ScriptedPrefect) -> UUID:
-    """Return a waiting run whose state message will change in the next pass."""
+    """Return a waiting run whose state message will change in the next scheduling pass."""
     run = waiting(server)
     run_passes(server)
     hold(server, n2=1)
@@ -530,8 +530,9 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Number of requests until the runs that hold GPUs have been read twice. Three requests read
-    # these runs once. If another scheduler has decided in between, the waiting runs are read first.
+    # Number of requests until the scheduler has read the runs with GPUs twice. Each reading takes
+    # three requests. One more request comes between the readings, and a further one if another
+    # scheduler has decided in between.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 

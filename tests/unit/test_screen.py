@@ -16,7 +16,7 @@ from tests.support.emulator import Emulator
 
 
 class Terminal(io.StringIO):
-    """A fake terminal with a size. A terminal emulator in it keeps the text on the screen."""
+    """A fake terminal with a given size. Its `emulator` shows the text that is on the screen."""
 
     def __init__(self, columns: int = 40, lines: int = 10) -> None:
         super().__init__()

@@ -29,7 +29,10 @@ from tasks.ray.dashboard import NoAnswer
 
 @pytest.fixture
 def short_home() -> Iterator[Path]:
-    """Yield a MUSTER_HOME whose path is as short as that of a user."""
+    """Yield a directory for a MUSTER_HOME with a short path. pytest's directories have long paths.
+
+    The kernel limits the length of the paths of Ray's sockets.
+    """
     home = Path(tempfile.mkdtemp(prefix="m-", dir="/tmp"))
     yield home
     shutil.rmtree(home)

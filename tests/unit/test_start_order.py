@@ -46,7 +46,7 @@ def order_of(data: object) -> list[str]:
 
 
 def faults_of(data: object) -> list[str]:
-    """Return the faults with which a spec is rejected."""
+    """Parse an invalid spec, and return the error messages about it."""
     with pytest.raises(InvalidSpec) as error_info:
         parse_spec(data)
     return [str(fault) for fault in error_info.value.faults]

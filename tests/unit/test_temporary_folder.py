@@ -98,7 +98,7 @@ def test_folder_is_removed_at_the_end_of_its_process_or_by_the_next_process(
 def test_prefect_keeps_the_files_of_its_runner_in_the_temporary_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Prefect has no setting for this place, so Muster changes the temporary folder of Python."""
+    """Prefect has no setting for its runner's folder, so Muster sets Python's temporary folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     assert Runner(name="a")._tmp_dir.parent == tmp_path / "runner_storage"
