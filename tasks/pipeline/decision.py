@@ -40,7 +40,7 @@ class StageRun:
     ended_at: datetime | None
     #: True if a cancellation was requested, and the run has not ended.
     is_cancelling: bool = False
-    #: Reason for which the pipeline has stopped the run early, or an empty string.
+    #: Reason why the pipeline has stopped the run early, or an empty string.
     stop_reason: str = ""
 
     @property
@@ -106,7 +106,7 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
-    #: State of each stage, by name. The runs that `begins` asks for are not created yet.
+    #: State of each stage, by name, at a time when the runs in `begins` are not created yet.
     states: Mapping[str, StageState]
     #: Reason why a stage is skipped, by the name of the stage. Contains only skipped stages.
     skipped: Mapping[str, str]
@@ -234,8 +234,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
         requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
-        The last run. None if there are no runs, if one of them is active, has completed or was
-        stopped early, or if a user has started the pipeline again after the end of the last run.
+        The last run, if it is a failure. None if a run of the stage or point is active, has
+        completed or was stopped early. Also None if there are no runs, or if a user has started the
+        pipeline again after the end of the last run.
     """
     if not tries or _needs_no_run(tries):
         return None
@@ -247,19 +248,28 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A new run is needed if no run is active or completed, or was stopped early. If runs have failed,
-    the last of them must have ended before the user's last request to start or retry the pipeline.
+    A new run is needed if every earlier run has failed or was cancelled by a user. The last of them
+    must have ended before the user's last request to start or retry the pipeline.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 
 
 def _needs_no_run(tries: Sequence[StageRun]) -> bool:
-    """Return True if a run of a unit is active or completed, or was stopped early."""
+    """Return True if a stage or matrix point needs no new run.
+
+    This is the case if one of its runs is active, has completed, or was stopped early.
+    """
     return any(run.ending in (None, RunState.COMPLETED) or run.is_stopped_early for run in tries)
 
 
 def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
-    """Return the last run of each unit that has a run, by unit, in the order of the units."""
+    """Return the last run of each stage or matrix point that has a run.
+
+    Args:
+        units: Names of stages, and names `STAGE.N` of matrix points. They are the keys of the
+            result, and give its order.
+        runs: All runs of the stages, in any order.
+    """
     last_runs = {run.stage: run for run in sorted(runs, key=lambda run: run.number)}
     return {unit: last_runs[unit] for unit in units if unit in last_runs}
 

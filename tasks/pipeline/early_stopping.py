@@ -1,8 +1,11 @@
 """Decide which points of a matrix are stopped early, with the pruners of Optuna.
 
+A point is one of the value sets of a stage's matrix. Its run reports a metric by training step. The
+values of the metric are called *figures* here.
+
 The decision depends only on the figures of the points. So every process of the pipeline makes the
-same decision for the same figures. A point that is compared is a trial of Optuna with one figure,
-because Optuna compares figures of the same step only, and the points run at different speeds.
+same decision for the same figures. Each point becomes an Optuna trial with a single figure. The
+reason: Optuna compares only figures of the same step, but the points run at different speeds.
 """
 
 from __future__ import annotations
@@ -20,24 +23,25 @@ from tasks.spec.pipeline import PipelineSpec
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
-#: Factor between two steps at which the rule `halving` compares points. At each of these steps, one
-#: point in this number of points continues.
+#: Factor between two successive training steps at which the rule `halving` compares points. At each
+#: comparison, one in this number of points continues: with 2, the better half.
 _REDUCTION_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointHistory:
-    """The figures that a point of a matrix has reported so far."""
+    """The values of one metric that the run of a matrix point has reported so far."""
 
-    #: Finite figures by training step, sorted by step.
+    #: Finite values of the metric by training step, sorted by step.
     figures: Mapping[float, float] = field(default_factory=dict)
-    #: Last step that the point has reached, with or without a figure. 0 if unknown.
+    #: Last training step that the point has reached, even if the metric has no value there. 0 if
+    #: unknown.
     last_step: float = 0.0
-    #: True if the point has completed or was stopped early. Such a point reports no further figure.
+    #: True if the point has completed or was stopped early. Such a point reports no further values.
     has_ended: bool = False
 
     def figure_at(self, step: float) -> float | None:
-        """Return the last figure that was reported up to a step, or None."""
+        """Return the metric's last value at or before a training step, or None if there is none."""
         earlier = [figure for reported, figure in self.figures.items() if reported <= step]
         return earlier[-1] if earlier else None
 
@@ -67,19 +71,19 @@ def require_optuna(spec: PipelineSpec) -> None:
 def find_reason_to_stop(
     rule: StopEarly, point: PointHistory, others: Sequence[PointHistory]
 ) -> str:
-    """Return the reason for stopping a running point, or an empty string.
+    """Return the reason for stopping a running matrix point early, or an empty string.
 
-    The best figure of the point so far is compared with the figures of the other points at the last
-    step that the point and at least three others have reached.
+    The best metric value of the point so far is compared with the values of the other points at one
+    step. This is the last step that the point and at least three others have reached.
 
-    For the rule `median`, points that have ended count with their last figure at all later steps.
+    For the rule `median`, points that have ended count with their last value at all later steps.
     Otherwise, each stopped point would raise the median of the remaining points, and the rule would
     stop nearly all points.
 
     Args:
-        rule: The rule of the stage.
-        point: Figures of the running point.
-        others: Figures of all other points that have begun.
+        rule: The key `stop_early` of the stage.
+        point: Metric values of the running point.
+        others: Metric values of all other points that have begun.
     """
     if not point.figures:
         return ""
@@ -118,7 +122,7 @@ def find_reason_to_stop(
 
 
 def _find_rung(after_step: int, step: float) -> int:
-    """Return the last step at which the rule `halving` compares points, up to a step.
+    """Return the last step, not after `step`, at which the rule `halving` compares points.
 
     The rule compares points at `after_step`, at twice this step, at four times this step, and so
     on.
@@ -130,13 +134,15 @@ def _find_rung(after_step: int, step: float) -> int:
 
 
 def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float]) -> bool:
-    """Return True if Optuna would prune a trial with a figure at a step.
+    """Return True if Optuna would prune (stop) a matrix point after a comparison with other points.
+
+    Each point is given to Optuna as a trial with a single metric value.
 
     Args:
-        rule: The rule of the stage.
-        step: The step at which all trials have their figure.
-        best: Figure of the trial.
-        others: Figures of the other trials.
+        rule: The key `stop_early` of the stage.
+        step: Training step of the comparison, the same for all trials.
+        best: Best metric value of the point.
+        others: Metric value of each other point.
     """
     # Import optuna only now: it is an optional package, and most pipelines do not need it.
     import optuna
@@ -146,7 +152,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # All trials have a figure at this step only. So it is the only step of the comparison.
+        # `min_resource` is the first step at which the pruner compares trials. The trials have
+        # values at `step` only, so compare them there.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )

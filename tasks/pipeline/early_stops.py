@@ -17,13 +17,16 @@ from tasks.spec.pipeline import PipelineSpec
 
 
 class EarlyStops:
-    """Stops points of matrices while they run."""
+    """Cancels runs of matrix points whose metric is worse than that of the other points.
+
+    The key `stop_early` of a stage switches this on, and chooses the metric and the rule.
+    """
 
     def __init__(self, requests: ServerRequests, histories: PointHistories) -> None:
         """
         Args:
             requests: Connection to the Prefect server.
-            histories: Figures of the points.
+            histories: Reads the metric values that the runs of the points have written so far.
         """
         self._requests = requests
         self._histories = histories
@@ -31,10 +34,10 @@ class EarlyStops:
     def stop_points(
         self, spec: PipelineSpec, runs: Sequence[StageRun]
     ) -> Iterator[tuple[StageRun, str]]:
-        """Cancel each running point that must be stopped early. Yield the run and the reason.
+        """Cancel the run of each matrix point that must be stopped early.
 
-        If the Prefect server does not accept the request for a point, the point is not yielded. The
-        next call then sends the request again.
+        Yields the run and the reason. If the Prefect server does not accept the request for a run,
+        the run is not yielded. The next call then sends the request again.
 
         Args:
             spec: The pipeline.

@@ -19,14 +19,16 @@ from tasks.show.pictures import MatrixCurve, draw_matrix
 from tasks.show.run_view import Shown
 from tasks.spec.pipeline import Stage
 
-#: Shortest time in seconds between two updates of a matrix of which only the figures have changed.
+#: Shortest time in seconds between two updates of a matrix's artifact, if since the last update
+#: only numbers have changed, and no state of a run.
 _FIGURES_EVERY_S = 10.0
 
 
 class MatrixPage:
-    """The pictures and tables of the matrices of a pipeline.
+    """Shows a picture and a table of each matrix of a pipeline in the Prefect UI.
 
-    Each matrix has an artifact, which is updated in place.
+    A matrix of a stage runs the stage once for each of several sets of values, the points. Each
+    matrix has one Prefect artifact, which is updated in place.
     """
 
     def __init__(
@@ -40,29 +42,31 @@ class MatrixPage:
         Args:
             flow_run_id: Id of the pipeline's flow run, which owns the artifacts.
             requests: Connection to the Prefect server.
-            histories: Figures that the runs report while they run.
+            histories: Reads the metric values that the runs of the points have written so far.
             clock: Returns the current time in seconds.
         """
         self._flow_run_id = flow_run_id
         self._requests = requests
         self._histories = histories
         self._clock = clock
-        #: Last content of each matrix, by the name of the stage.
+        #: Content of each matrix's artifact at its last update, by the name of the stage.
         self._contents: dict[str, Shown] = {}
-        #: State of each point at the last update of a matrix, by the name of the stage.
+        #: State of each point of a matrix at the last update of the artifact, by the name of the
+        #: stage.
         self._states: dict[str, list[str]] = {}
-        #: Time of the last update of a matrix on the clock, by the name of the stage.
+        #: Time of the last update of each matrix's artifact, as `clock` returned it, by the name of
+        #: the stage.
         self._updated_s: dict[str, float] = {}
         #: Artifact of each matrix, by the key of the artifact.
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:
-        """Update the artifact of each matrix that has a run, if its content has changed.
+        """Update the artifact of each matrix of which a run exists, if the content has changed.
 
-        If only figures have changed, the artifact is updated at most every ten seconds.
+        If no run has changed its state, an artifact is updated at most every ten seconds.
 
         Args:
-            values: The runs and the values of the stages.
+            values: The runs of the pipeline's stages, and the values that they have produced.
         """
         for stage in values.spec.stages:
             if stage.matrix is None:
@@ -92,13 +96,14 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         states: list[str],
     ) -> Shown:
-        """Return the content of the artifact of a matrix.
+        """Return the content of a matrix's artifact: a headline, a picture and a table.
 
         Args:
             stage: The stage with the matrix.
-            values: The runs and the values of the stages.
-            runs: Last run of each point that has a run, by unit.
-            states: State of each point.
+            values: The runs of the pipeline's stages, and the values that they have produced.
+            runs: Last run of each point that has a run, by the point's name `STAGE.N`.
+            states: State of each point's last run, in the order of the points. `waits` if the point
+                has no run.
         """
         best = values.find_best(stage.name) if stage.best is not None else None
         curves = self._read_curves(stage, values, runs, best)
@@ -145,16 +150,17 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         best: str | None,
     ) -> dict[str, MatrixCurve]:
-        """Return the curve of each point that has a figure, by unit, in the order of the units.
+        """Return the curve of each matrix point that has a value, by the point's name `STAGE.N`.
 
-        The curve of a run has a figure for each training step. The curve of a step of the pipeline
-        has a single figure, at the number of the point.
+        If the stage is a training, a curve shows the metric by training step. If the stage is a
+        function or a command, a curve is a single dot: the number in the result, with the number of
+        the point as the x value.
 
         Args:
             stage: The stage with the matrix.
-            values: The runs and the values of the stages.
-            runs: Last run of each point that has a run, by unit.
-            best: Unit of the best point, or None.
+            values: The runs of the pipeline's stages, and the values that they have produced.
+            runs: Last run of each point that has a run, by the point's name.
+            best: Name of the best point, or None if no point is the best yet.
         """
         key = _find_figure_key(stage)
         curves: dict[str, MatrixCurve] = {}
@@ -178,6 +184,10 @@ class MatrixPage:
 
 
 def _find_figure_key(stage: Stage) -> str:
-    """Return the key of the figure that the picture of a matrix shows, or an empty string."""
+    """Return the name of the metric that the picture of a matrix shows.
+
+    Returns:
+        The key `by` of `best` or of `stop_early`. An empty string if the stage has neither.
+    """
     choice = stage.best or stage.stop_early
     return choice.by if choice is not None else ""

@@ -1,4 +1,4 @@
-"""Read the figures that the points of a matrix report, while the points run."""
+"""Read the metric values that the runs of a matrix's points report, while they run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _ANSWERS_WITHIN_S = 5.0
 
 
 class PointHistories:
-    """The metrics of the points of all matrices of a pipeline.
+    """Reads metrics of the runs that belong to the matrices of a pipeline, while they run.
 
-    Only the lines that were added since the last call are read from the metrics files.
+    Each call reads only the lines that were added to the metrics files since the previous call.
     """
 
     def __init__(self) -> None:
-        #: Reader of each metric, by the name of the run and the key of the metric. A run has
-        #: another name, and no files, before it begins.
+        #: Reader of each metric, by the name of the run and the key of the metric. Before a run
+        #: begins, its name is not yet the run id, and it has no files.
         self._readers: dict[tuple[str, str], MetricReader] = {}
-        #: Last history of each metric, by the name of the run and the key of the metric.
+        #: Values of each metric at the last read, by the name of the run and the key of the metric.
         self._histories: dict[tuple[str, str], PointHistory] = {}
-        #: Metrics that were read after the end of their run, so that they cannot change.
+        #: Metrics that were read after the end of their run, as pairs like the keys of
+        #: `_histories`. These metrics cannot change, so they are not read again.
         self._complete: set[tuple[str, str]] = set()
         #: Names of the runs whose metrics could not be read at the last call.
         self._unreadable: set[str] = set()
         self._files = PlaceReader("")
 
     def read(self, run: StageRun, key: str) -> PointHistory:
-        """Return the figures that a run has reported so far.
+        """Return the values of a metric that a run has reported so far.
 
-        If the files cannot be read now, the result has the figures of the last successful call.
+        If the metrics files cannot be read now, return the values of the last successful call.
 
         Args:
             run: The run of the point.

@@ -1,6 +1,6 @@
-"""Read the results, figures and checkpoints of the runs that have completed.
+"""Read the results, compared numbers and checkpoints of the runs that have completed.
 
-Each result and each figure is read only once.
+Each result and each number is read only once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunResults:
-    """The results, figures and checkpoints of the completed runs of a pipeline."""
+    """Reads the results, compared numbers and checkpoints of a pipeline's completed runs."""
 
     def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
         """
@@ -81,12 +81,16 @@ class RunResults:
         return self._results[run.flow_run_id]
 
     def figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
-        """Return a number of a completed run: from a step's result, or the last metric of a run.
+        """Return the number by which the key `best` compares a run, or None if it has none.
+
+        For a step (a function or a command), the number is in the step's result. For a training, it
+        is the last value of a metric.
 
         Args:
             stage: The stage of the run.
             run: The completed run.
-            key: Key of the number, which is the same at each call for the run.
+            key: Key of the number or name of the metric. It must be the same at each call for the
+                run.
         """
         if run.flow_run_id not in self._figures:
             self._figures[run.flow_run_id] = self._read_figure(stage, run, key)

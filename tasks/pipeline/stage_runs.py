@@ -47,13 +47,13 @@ _ENDINGS = {
     StateType.CRASHED: RunState.FAILED,
 }
 
-#: Start of the Prefect tag that is equal for all runs of a step with the same inputs. The rest of
-#: the tag is a hash of the inputs.
+#: Prefix of the Prefect tag that is equal for all runs of a step with the same inputs. A hash of
+#: the inputs follows the prefix.
 _CACHE_TAG = "cache:"
-#: Start of the tag of a task run that reuses the result of an earlier flow run. The rest of the
-#: tag is the id of that flow run.
+#: Prefix of the Prefect tag of a task run that reuses the result of an earlier flow run. The id of
+#: that flow run follows the prefix.
 _REUSED_TAG = "muster-cached:"
-#: Label of a stage's run that the pipeline stops early. The value is the reason.
+#: Prefect label of a stage's run that the pipeline stops early. The value is the reason.
 STOP_REASON_LABEL = "muster.stopped_early"
 #: State of a stage's run that was stopped early, as Muster shows it.
 STOPPED_EARLY = "stopped early"

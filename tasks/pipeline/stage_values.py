@@ -22,14 +22,18 @@ from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageValues:
-    """The values of the stages at one decision of the pipeline."""
+    """The values that stages have produced for placeholders and conditions of later stages.
+
+    An object shows the runs and states at one moment, when the pipeline decides what to do next.
+    """
 
     spec: PipelineSpec
-    #: Id of the pipeline's flow run, whose directory receives large values.
+    #: Id of the pipeline's flow run. Values that are too large for a run spec are written to files
+    #: in the directory of this flow run.
     flow_run_id: UUID
     #: All runs of the stages, in any order.
     runs: Sequence[StageRun]
-    #: State of each stage, by name. Stages that come later in the order may be missing.
+    #: State of each stage, by name. Stages whose state is not decided yet may be missing.
     states: Mapping[str, StageState]
     results: RunResults
 
@@ -90,7 +94,10 @@ class StageValues:
         return {unit: run for unit, run in runs.items() if run is not None}
 
     def _usable_points(self, name: str) -> dict[str, StageRun]:
-        """Return the run of each point of a matrix that completed or was stopped early, by unit."""
+        """Return a run of each matrix point that has completed or was stopped early.
+
+        The keys are the names of the points, `STAGE.N`. The points can be compared by `best`.
+        """
         stopped = {
             unit: run
             for unit, run in list_last_runs(self.spec.stage(name).units, self.runs).items()
@@ -116,10 +123,11 @@ class StageValues:
         }
 
     def find_best(self, name: str) -> str | None:
-        """Return the unit of the best point of a matrix, or None if no point has a figure.
+        """Return the name `STAGE.N` of the best point of a matrix, or None if there is none yet.
 
-        A completed point with a figure is better than each point that was stopped early. While a
-        point is active or has no run yet, only completed points are compared.
+        Only points with a number in `read_figures` are compared. A completed point is better than
+        each point that was stopped early. While a point is active or has no run yet, only completed
+        points are compared.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None

@@ -21,14 +21,14 @@ from tasks.spec.evaluations import Evaluation, KeepBest
 def add_checkpoints(
     content: EvaluationsJson, checkpoints: Sequence[Checkpoint], attempt: int
 ) -> EvaluationsJson:
-    """Return the record with a note for each complete checkpoint that is new.
+    """Return the record of a run's evaluations with the new complete checkpoints added.
 
     A checkpoint at a known path is new if it has another step, or if a later attempt has saved it
     again. An evaluation may write a file into the folder of a checkpoint. So a change of the files
     during one attempt does not make the checkpoint a new checkpoint.
 
     Args:
-        content: The record.
+        content: The record before the call.
         checkpoints: The complete checkpoints of the run, oldest first.
         attempt: Number of the current attempt.
     """
@@ -59,14 +59,14 @@ def add_checkpoints(
 def choose_evaluations(
     evaluations: Mapping[str, Evaluation], content: EvaluationsJson, *, is_last: bool = False
 ) -> list[EvaluationNote]:
-    """Return the next evaluations, as new notes for the record.
+    """Return new entries of the record, which say which checkpoints are evaluated next.
 
-    A note has the state CHOSEN if the evaluation must begin now, and SKIPPED if the checkpoint is
-    not evaluated.
+    An entry has the state CHOSEN if the evaluation of the checkpoint must begin now, and SKIPPED if
+    the checkpoint is never evaluated.
 
     Args:
         evaluations: The evaluations of the run spec, by name.
-        content: The record.
+        content: The record of the run's evaluations.
         is_last: True if the training has ended, so that there will be no newer checkpoint.
     """
     notes: list[EvaluationNote] = []
@@ -103,20 +103,23 @@ def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> li
 
 
 def _is_active(name: str, content: EvaluationsJson) -> bool:
-    """Return True if an evaluation of a checkpoint has not ended."""
+    """Return True if the evaluation with this name has not ended for one of the checkpoints."""
     return any(one.name == name and one.state.is_active for one in content.evaluations)
 
 
 def find_best_checkpoint(
     keep_best: KeepBest, evaluated: Sequence[EvaluatedCheckpoint]
 ) -> EvaluatedCheckpoint | None:
-    """Return the evaluation of the best checkpoint, or None if no checkpoint has the figure.
+    """Return the evaluation of the best checkpoint by the run spec's key `keep_best`.
 
-    If several checkpoints have the best figure, the oldest of them is the best.
+    If several checkpoints have the best value, the oldest of them is the best.
 
     Args:
         keep_best: The key `keep_best` of the run spec.
-        evaluated: The evaluations of the run with their figures, oldest first.
+        evaluated: The evaluations of the run with the numbers in their results, oldest first.
+
+    Returns:
+        The evaluation. None if no result contains the number that `keep_best` names.
     """
     figures = [
         (figure, one)
@@ -139,7 +142,7 @@ def list_reasons_to_keep(
         evaluations: The evaluations of the run spec, by name.
         keep_best: The key `keep_best` of the run spec, or None.
         content: The record of the evaluations.
-        evaluated: The same evaluations with their figures.
+        evaluated: The evaluations in the record, with the numbers in their results.
     """
     for one in evaluated:
         if one.evaluation.state.is_active and one.is_current:

@@ -1,8 +1,8 @@
-"""The record of a run's evaluations, `evaluations.json`, and the figures that they have written.
+"""The record of a run's evaluations, `evaluations.json`, and their figures.
 
 The flow process of the training owns the file. Each evaluation is a run of its own, and writes its
-result to a file in the directory of the training's run. So the figures of an evaluation are there
-even if the evaluation ends after the training.
+result to a file in the directory of the training's run. The *figures* of an evaluation are the
+numbers in its result. They are known even if the evaluation ends after the training.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ class EvaluationsJson(Recorded):
             return EvaluationsJson()
 
     def write(self, place: RunPlace) -> None:
-        """Replace the file atomically. Raises: OSError, if the disk does not accept the file."""
+        """Write the record to `evaluations.json`, which is replaced atomically.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         replace_file(place.evaluations, json_text(self.as_json()))
 
     def find_checkpoint(self, number: int) -> CheckpointNote | None:
@@ -120,7 +124,7 @@ class EvaluationsJson(Recorded):
 
 @contextmanager
 def lock_evaluations(place: RunPlace) -> Iterator[None]:
-    """Wait until no other process changes the record of a run's evaluations, and keep it locked.
+    """Hold the lock of a run's `evaluations.json` while the context is open.
 
     The training and the evaluations that end after the training change the record. A file system
     without file locks cannot lock the record. Then two evaluations that end at the same moment may
@@ -166,34 +170,39 @@ def read_evaluation_figures(place: RunPlace, name: str, checkpoint: int) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedCheckpoint:
-    """An evaluation of a checkpoint, together with its figures."""
+    """An evaluation of a checkpoint, together with the numbers in the evaluation's result."""
 
     evaluation: EvaluationNote
     checkpoint: CheckpointNote
     #: Numbers in the result of the evaluation, by their dotted keys. Empty before the evaluation
     #: has written a result.
     figures: dict[str, float]
-    #: True if no newer checkpoint was saved at the path of the checkpoint.
+    #: True if the checkpoint is the newest of those that were saved at its path.
     is_current: bool
 
     @property
     def state(self) -> EvaluationState:
-        """State of the evaluation.
+        """State of the evaluation: the recorded state, or COMPLETED if a result exists.
 
-        The training records the states only while the training has a process. A waiting or running
-        evaluation with a result has ended since then.
+        The recorded state may be out of date, because only the training's process records states.
+        So an evaluation that is recorded as waiting or running, and has a result, has completed.
         """
         if self.evaluation.state.is_active and self.figures:
             return EvaluationState.COMPLETED
         return self.evaluation.state
 
     def figure(self, by: str) -> float | None:
-        """Return the figure `EVALUATION.KEY`, or None if the evaluation has no such figure."""
+        """Return a number of the evaluation's result, or None if the result has no such number.
+
+        Args:
+            by: Name of the number: `EVALUATION.KEY`, such as `math.accuracy`. The result is also
+                None if `by` names another evaluation.
+        """
         name, _, key = by.partition(".")
         return self.figures.get(key) if name == self.evaluation.name else None
 
     def list_named_figures(self) -> dict[str, float]:
-        """Return the figures by their names, such as `math.accuracy`."""
+        """Return the numbers of the evaluation's result by names such as `math.accuracy`."""
         name = self.evaluation.name
         return {f"{name}.{key}" if key else name: value for key, value in self.figures.items()}
 
@@ -201,9 +210,9 @@ class EvaluatedCheckpoint:
 def read_evaluated_checkpoints(
     place: RunPlace, content: EvaluationsJson | None = None
 ) -> list[EvaluatedCheckpoint]:
-    """Return the evaluations of a run with their figures, in the order of the record.
+    """Return the evaluations of a run with the numbers in their results, in the recorded order.
 
-    An evaluation whose result cannot be used has no figures.
+    If the result of an evaluation cannot be used, the evaluation is returned without numbers.
 
     Args:
         place: Directory of the training's run.
@@ -237,11 +246,11 @@ def _join_figures(place: RunPlace, content: EvaluationsJson) -> Iterator[Evaluat
 
 
 def list_evaluation_rows(place: RunPlace) -> list[dict[str, Any]]:
-    """Return the figures of a run's evaluations as one mapping for each checkpoint with figures.
+    """Return the results of a run's evaluations: one mapping for each training step with a result.
 
-    A mapping has the step, the number of the attempt that saved the checkpoint, and the figures by
-    names such as `math.accuracy`. If a step was saved again, the newest evaluated checkpoint of the
-    step is used.
+    A mapping has the step, the number of the attempt that saved the checkpoint, and the numbers in
+    the results by names such as `math.accuracy`. If several checkpoints of a step were evaluated,
+    the newest of them is used.
 
     Raises:
         OSError: The record of the evaluations cannot be read.

@@ -35,9 +35,9 @@ from tasks.spec.step import ARGS_VARIABLE, RESULT_FILE, RESULT_VARIABLE
 _MAX_OUTPUTS = 500
 #: Largest number of inputs in a lineage.
 _MAX_INPUTS = 100
-#: Largest number of paths in the texts of a spec that are recorded.
+#: Largest number of paths that are recorded from the commands and variables of a run spec.
 _MAX_PATHS = 200
-#: Largest number of figures of an evaluation.
+#: Largest number of figures (numbers in a step's result) that are recorded for one output.
 _MAX_FIGURES = 20
 #: Largest size of a step's result that is read, in bytes.
 _MAX_RESULT_BYTES = 1 << 20
@@ -113,7 +113,7 @@ class LineageOutput(Recorded):
 
 
 class Lineage(Recorded):
-    """Content of `lineage.json`."""
+    """The data that one run reads, and the data that it makes: content of `lineage.json`."""
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -127,7 +127,13 @@ class Lineage(Recorded):
     outputs: tuple[LineageOutput, ...] = ()
 
     def including(self, earlier: Lineage) -> Lineage:
-        """Return the lineage with the outputs of an earlier lineage that no longer exist."""
+        """Return this lineage, extended by the outputs that only an earlier lineage has.
+
+        For example, such an output is a checkpoint that was removed since then.
+
+        Args:
+            earlier: Lineage of the same run at an earlier time.
+        """
         outputs = {(output.uri, output.signature): output for output in earlier.outputs}
         outputs |= {(output.uri, output.signature): output for output in self.outputs}
         by_time = sorted(outputs.values(), key=lambda output: output.at)
@@ -198,10 +204,10 @@ def describe_lineage(
 
 
 def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...]:
-    """Return the data from which a run is made, as the spec of the run names them.
+    """Return the data that a run reads, as far as the run's spec names them.
 
-    These are the checkpoint in the key `start_from`, the key `inputs`, the values of options such
-    as `--dataset`, and the files of other runs. Data of the run itself are omitted.
+    The data are the checkpoint in the key `start_from`, the items of the key `inputs`, the values
+    of options such as `--dataset`, and files of other runs. Files of the run itself are omitted.
 
     Args:
         spec: The run spec as plain data. If it is the spec of an attempt, relative paths become
@@ -230,7 +236,7 @@ def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...
 
 
 def classify_uri(uri: str) -> DataKind:
-    """Return the kind of data that a path or URI probably names, according to its form."""
+    """Return the kind of data to which a path or URI probably leads, judged by the path alone."""
     if (run_id := find_run_id(uri)) and uri == make_result_uri(run_id):
         return DataKind.RESULT
     kind = classify_name(uri.rstrip("/").rpartition("/")[2])
@@ -249,7 +255,7 @@ def list_spec_paths(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _list_spec_texts(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of variables, and the words of commands, of a run spec.
+    """Yield the values of environment variables, and the words of commands, of a run spec.
 
     An option such as `--data=FILE` yields FILE. The arguments of a `call` step are yielded one by
     one.
@@ -288,7 +294,8 @@ def _list_option_values(words: Sequence[str]) -> Iterator[str]:
             name = word.lstrip("-")
             values = []
             for following in words[position + 1 :]:
-                # A further word may be another argument of the program, unless it is a data file.
+                # An option may have several values. Take a second word only if it names a data
+                # file, because another word may be an argument of the program itself.
                 if following.startswith("-") or (values and not _DATA_FILE.search(following)):
                     break
                 values.append(following)
@@ -318,7 +325,12 @@ def _as_storable(text: str) -> str:
 
 
 def _locate(text: str, root: str) -> str:
-    """Return a URI unchanged, and a path with the directory from which it starts."""
+    """Return a relative path as an absolute path, and a URI or an absolute path unchanged.
+
+    Args:
+        text: The path or URI.
+        root: Directory from which a relative path starts.
+    """
     if is_url(text) or text.startswith(("/", "$")):
         return text
     return os.path.normpath(os.path.join(root, text))
@@ -401,7 +413,7 @@ def _read_result(path: Path) -> Any:
 
 
 def _list_figures(result: Any) -> list[tuple[str, float]]:
-    """Return the first numbers in a step's result, with their dotted keys."""
+    """Return the first finite numbers in a step's result, with their dotted keys."""
     figures: list[tuple[str, float]] = []
 
     def collect(value: Any, key: str) -> None:
@@ -421,7 +433,7 @@ def _list_figures(result: Any) -> list[tuple[str, float]]:
 
 
 class LineageIndex:
-    """The lineages of many runs, to find which run made the inputs of another run."""
+    """The lineages of many runs. It finds the run that made the inputs of another run."""
 
     def __init__(self, lineages: Mapping[str, Lineage]) -> None:
         """
@@ -450,7 +462,14 @@ class LineageIndex:
         return [*inputs.values()]
 
     def list_users(self, run_id: str) -> dict[str, list[LineageInput]]:
-        """Return the inputs of other runs that a run made, by the id of the other run."""
+        """Return the other runs that use outputs of a run, with the inputs that are these outputs.
+
+        Args:
+            run_id: Id of the run that made the outputs.
+
+        Returns:
+            The inputs by the id of the run that uses them.
+        """
         users: dict[str, list[LineageInput]] = {}
         for other_id in self.lineages:
             used = [data for data in self.list_inputs(other_id) if data.run == run_id]
@@ -459,12 +478,23 @@ class LineageIndex:
         return users
 
     def find_output(self, data: LineageInput) -> LineageOutput | None:
-        """Return the output of another run that an input is, or that contains the input."""
+        """Return the output of a run that an input was taken from, or None if it is unknown.
+
+        The path of the output is the path of the input, or a folder that contains it.
+        """
         maker = self._find_maker(data.uri, "")
         return maker[1] if maker is not None else None
 
     def _complete(self, data: LineageInput, run_id: str) -> LineageInput:
-        """Return an input with the run, the kind and the step that the maker has recorded."""
+        """Return an input, completed from the lineage of the run that made it.
+
+        The run id, the kind of data and the training step are filled in. If no known run made the
+        input, it is returned unchanged.
+
+        Args:
+            data: The input.
+            run_id: Id of the run that reads the input.
+        """
         maker = self._find_maker(data.uri, run_id)
         if maker is None:
             return data
@@ -472,7 +502,15 @@ class LineageIndex:
         return data.with_changes(run=maker_id, kind=output.kind, step=output.step)
 
     def _find_maker(self, path: str, run_id: str) -> tuple[str, LineageOutput] | None:
-        """Return the other run, and its output, that is a path or contains the path."""
+        """Return the id of the run that made the file or folder at a path, and the run's output.
+
+        The output is at the path itself, or is a folder that contains the path. None if no other
+        run is known to have made it.
+
+        Args:
+            path: The path or URI.
+            run_id: Id of the run that reads the path. The result is never this run.
+        """
         while path.strip("/"):
             maker = self._outputs.get(path)
             if maker is not None:

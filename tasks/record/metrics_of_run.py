@@ -132,7 +132,8 @@ class MetricReader:
                 if step is not None:
                     value = get_number(line, self._key)
                     values[step] = values.get(step) if value is None else value
-        # A file that is open for each run of a large sweep would exceed the limit of open files.
+        # Do not keep the file open until the next call. A sweep can have more runs than this
+        # process may have open files.
         file.close()
 
 

@@ -33,7 +33,8 @@ REFERENCED = "prefect.asset.referenced"
 MATERIALIZED = "prefect.asset.materialization.succeeded"
 #: Largest number of inputs in one event. The server accepts 100 related resources by default.
 _MAX_INPUTS = 50
-#: Length of the hash in a changed asset key, in characters.
+#: Length, in characters, of the hash in an asset key. Only the key of a path or URI that Prefect
+#: does not accept unchanged contains a hash.
 _HASH_LENGTH = 12
 _RESTRICTED = re.compile(f"[{re.escape(''.join(RESTRICTED_ASSET_CHARACTERS))}]")
 

@@ -17,15 +17,15 @@ from tasks.spec.formatting import format_count, format_datetime
 _HEADINGS = ("checkpoint", "evaluation", "state", "figures", "run")
 #: Largest number of evaluations in the table.
 _MAX_ROWS = 200
-#: Largest number of figures of one evaluation in the table.
+#: Largest number of figures (numbers in the result) of one evaluation in the table.
 _MAX_FIGURES = 10
 
 
 def show_evaluations(place: RunPlace, keep_best: KeepBest | None, at: float) -> Shown | None:
     """Return the artifact with the evaluations of a run, or None if the run has none yet.
 
-    The artifact has a table, newest evaluation first, and the curve of one figure by step. This is
-    the figure of `keep_best`, or else the first figure of the first evaluation.
+    The artifact has a table, newest evaluation first, and a curve of one number by training step.
+    This is the number that `keep_best` names, or else the first number in the first result.
 
     Args:
         place: Directory of the run.
@@ -88,7 +88,11 @@ def _make_row(one: EvaluatedCheckpoint, best: EvaluatedCheckpoint | None) -> lis
 
 
 def _choose_figure(evaluated: Sequence[EvaluatedCheckpoint], keep_best: KeepBest | None) -> str:
-    """Return the name of the figure that is drawn, or an empty string if there is no figure."""
+    """Return the name of the number that the curve shows, such as `math.accuracy`.
+
+    Returns:
+        An empty string if no evaluation has written a number.
+    """
     names = [*chain.from_iterable(one.list_named_figures() for one in evaluated)]
     if keep_best is not None and keep_best.by in names:
         return keep_best.by
@@ -96,7 +100,12 @@ def _choose_figure(evaluated: Sequence[EvaluatedCheckpoint], keep_best: KeepBest
 
 
 def _list_points(evaluated: Sequence[EvaluatedCheckpoint], name: str) -> list[tuple[float, float]]:
-    """Return the values of a figure as pairs of step and value, sorted by step."""
+    """Return pairs of training step and value for one number of the evaluations, sorted by step.
+
+    Args:
+        evaluated: The evaluations.
+        name: Name of the number, such as `math.accuracy`.
+    """
     return sorted(dict(_yield_points(evaluated, name)).items())
 
 

@@ -12,13 +12,13 @@ from tasks.show.output import one_line
 from tasks.show.run_view import Shown
 from tasks.spec.formatting import format_count
 
-#: Name of the artifact of a run with the run's lineage.
+#: Key of the Prefect artifact that shows the lineage of a run.
 LINEAGE = "lineage"
 #: Heading of the part of the artifact that programs read.
 _JSON_HEADING = "### JSON"
 #: Largest number of outputs in the table of the artifact. The JSON lists all outputs.
 _MAX_ROWS = 50
-#: Largest number of figures of an evaluation in one line.
+#: Largest number of figures (numbers in the result) of an evaluation in one line.
 _MAX_FIGURES = 5
 
 
@@ -76,7 +76,7 @@ class TreeNode:
     children: list[TreeNode] = field(default_factory=list)
 
     def add(self, text: str) -> TreeNode:
-        """Add a line below this line, and return it."""
+        """Add a line below this line of the tree, and return the new line."""
         child = TreeNode(text=text)
         self.children.append(child)
         return child

@@ -251,13 +251,13 @@ def _draw_curve(points: Sequence[Point], color: str = _CURVE_COLOR) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCurve:
-    """Figures of one point of a matrix, for the picture of the matrix."""
+    """Curve of one point of a matrix, in the picture that compares the points of the matrix."""
 
     #: Number of the point, from 1.
     number: int
     #: Pairs of x and y. All values are finite, and the pairs are sorted by x. At least one pair.
     points: Sequence[Point]
-    #: True if the point is the best of the matrix so far.
+    #: True if the point is the best point of the matrix so far.
     is_best: bool = False
     #: True if the point was stopped early.
     is_stopped: bool = False
@@ -265,9 +265,10 @@ class MatrixCurve:
 
 #: Colours of the curves of a matrix. The legend shows them in this order.
 _MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#afb8c1"}
-#: Largest number of corners of all curves of a matrix together, so that the picture stays small.
+#: Largest number of data points that the curves of one matrix may have together. More data points
+#: are thinned out, so that the picture stays small.
 _MAX_MATRIX_CORNERS = 4000
-#: Smallest number of corners of each curve of a matrix.
+#: Smallest number of data points to which one curve of a matrix is thinned out.
 _MIN_CORNERS = 8
 #: The curves of a matrix with more curves than this number have no labels, except the best curve.
 _MAX_LABELLED_CURVES = 12

@@ -1,4 +1,4 @@
-"""Evaluate the checkpoints of a run: create the evaluations, and record their states and figures.
+"""Evaluate the checkpoints of a run: create the runs of the evaluations, and record their states.
 
 All requests to the server and all reads of checkpoints are made in one background thread, so a
 server or file system that does not answer never delays the training. An error in the thread is
@@ -63,11 +63,11 @@ _AWAIT_ATTEMPT_EVERY_S = 0.5
 _END_TIMEOUT_S = 15.0
 #: Longest wait in seconds, at the end of an evaluation, for the update of its training's page.
 _REPORT_TIMEOUT_S = 15.0
-#: Largest number of figures in the message about the end of an evaluation.
+#: Largest number of figures (numbers in the result) in the message about an evaluation's end.
 _MAX_SHOWN_FIGURES = 5
-#: Start of the tag with the run id of the training, on the flow run of each evaluation.
+#: Prefix of a Prefect tag of each evaluation's flow run. The run id of the training follows it.
 EVALUATION_TAG = "evaluation-of:"
-#: State of an evaluation, by the final state of its run.
+#: State of an ended evaluation, by the final state of the evaluation's run.
 _ENDINGS = {
     RunState.COMPLETED: EvaluationState.COMPLETED,
     RunState.FAILED: EvaluationState.FAILED,
@@ -172,7 +172,7 @@ class Evaluator:
         self._last_error = ""
 
     def work(self, background: BackgroundWork) -> None:
-        """Evaluate checkpoints until the run has ended in this process."""
+        """Evaluate the checkpoints of the run until `background` reports the end of the run."""
         is_over = background.is_over
         while self._run.record.attempts == 0 and not is_over.wait(_AWAIT_ATTEMPT_EVERY_S):
             pass
@@ -192,7 +192,7 @@ class Evaluator:
             self.advance()
 
     def advance(self) -> None:
-        """Record the states of evaluations, and create the evaluations that are due.
+        """Record the states of evaluations, and create evaluations of new checkpoints.
 
         Errors are logged. The next call tries again.
         """
@@ -211,7 +211,7 @@ class Evaluator:
                 _log.exception("evaluations of run %s", self._run.run_id)
 
     def _advance(self) -> None:
-        """Do the work of `advance`.
+        """Do what `advance` describes, but raise errors instead of logging them.
 
         Raises:
             OSError, ValueError: A file or folder of the run cannot be read or written.
@@ -240,8 +240,9 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # The key `keep` of the spec never removes a checkpoint before it is in this file. So
-            # write the file first, although the server may not answer.
+            # The spec key `keep` does not remove a checkpoint before the checkpoint is in
+            # `evaluations.json`. So write the file before the requests to the server, which may
+            # not answer.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
             with self._connect() as client:
@@ -281,10 +282,10 @@ class Evaluator:
         return changed
 
     def _describe(self, note: EvaluationNote, run: StageRun | None) -> EvaluationNote:
-        """Return the note of an evaluation with its present state.
+        """Return the record of an evaluation with the evaluation's present state.
 
         Args:
-            note: The note with the last known state.
+            note: The record with the last known state.
             run: The run of the evaluation, or None if its flow run was deleted.
         """
         if run is None:
@@ -326,7 +327,7 @@ class Evaluator:
             self._warn(f"the {subject} failed: {note.message}")
 
     def _begin(self, content: EvaluationsJson, note: EvaluationNote) -> EvaluationNote:
-        """Create the run of an evaluation, and return the note with the new state.
+        """Create the run of an evaluation, and return the evaluation's record with the new state.
 
         Raises:
             MusterError: The Prefect server does not answer.

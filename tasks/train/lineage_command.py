@@ -44,9 +44,11 @@ from tasks.train.run_records import find_record
 _MAX_LINEAGES = 1000
 #: Number of artifacts that are read with one request.
 _PAGE = 100
-#: Largest number of runs between a run and the origin of its data that the tree shows.
+#: Largest number of levels of runs that the tree shows: a run, the runs that made its inputs, the
+#: runs that made the inputs of those, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that the tree shows below one output.
+#: Largest number of runs that the tree lists as users of one output. It is also the largest number
+#: of outputs that the tree lists for such a run.
 _MAX_USERS = 20
 
 
@@ -79,8 +81,9 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
     machine, the artifact on the Prefect server, and the run spec on the Prefect server.
 
     Args:
-        run: The run that the user asked for. Its lineage is also read from its checkpoints.
-        specs: Run spec of each known run, by run id, newest first. Empty if the
+        run: The run that the user asked for. For this run, the present checkpoints are searched,
+            too.
+        specs: Run spec of each known run, by run id, newest run first. A spec is empty if the
             server does not know the run.
     """
     lineages: dict[str, Lineage] = {}
@@ -189,14 +192,15 @@ def _add_inputs(
     index: LineageIndex,
     above: list[str],
 ) -> None:
-    """Add a line for each input, and below it the run that made it with its own inputs.
+    """Add a line for each input. Below each line, add the run that made the input, recursively.
 
     Args:
-        node: Line to which the lines are added.
+        node: Line below which the lines are added.
         inputs: The inputs.
         runs: All known runs by run id.
         index: The lineages of all known runs.
-        above: Ids of the runs above the new lines. Files that were overwritten may form a circle.
+        above: Ids of the runs above the new lines, to avoid an endless recursion. If files were
+            overwritten, two runs may seem to be made from each other.
     """
     for data in inputs:
         line = node.add(describe_input(data))
@@ -221,7 +225,12 @@ def _describe_run(run_id: str, runs: Mapping[str, Run]) -> str:
 
 
 def _list_last_versions(outputs: Iterable[LineageOutput]) -> list[LineageOutput]:
-    """Return each output once, as it was saved last, in the order of the times."""
+    """Return the newest version of each output, oldest first.
+
+    Args:
+        outputs: Outputs of a run, oldest first. The same path can occur several times, if a
+            checkpoint was saved again.
+    """
     by_uri: dict[str, LineageOutput] = {}
     for output in outputs:
         by_uri.pop(output.uri, None)
@@ -230,7 +239,7 @@ def _list_last_versions(outputs: Iterable[LineageOutput]) -> list[LineageOutput]
 
 
 def _as_json(run: Run, runs: Mapping[str, Run], index: LineageIndex) -> dict[str, Any]:
-    """Return the tree of `_build_tree` as JSON data."""
+    """Return the tree that `muster lineage` prints as JSON data."""
     own = index.lineages.get(run.run_id, Lineage())
     return {
         "run_id": run.run_id,

@@ -66,12 +66,15 @@ class LineageRecorder:
             _log.warning("The lineage of run %s is not recorded: %s", self._run.run_id, error)
 
     def observe(self, event: Event) -> None:
-        """Let the thread update the lineage after an event that may change it. Return at once."""
+        """Let the thread update the run's lineage if an event may have changed the lineage.
+
+        Returns at once.
+        """
         if event.name in _CHANGING_EVENTS:
             self._must_update.set()
 
     def close(self) -> None:
-        """Update the lineage a last time, and wait a limited time for that."""
+        """End the thread after a last update of the run's lineage. Wait at most a few seconds."""
         self._is_closing = True
         self._must_update.set()
         if self._thread.ident is not None:
@@ -147,7 +150,10 @@ class LineageRecorder:
 
 @contextmanager
 def record_lineage(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
-    """Record the lineage of a run while the context is open. No error of it reaches the run."""
+    """Record the lineage of a run in a thread while the context is open.
+
+    Errors in the thread are logged, and do not end the run.
+    """
     recorder = LineageRecorder(run, flow_run)
     with listen_to_events(recorder.observe):
         recorder.start()
