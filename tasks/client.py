@@ -123,10 +123,10 @@ def find(name: str = "latest") -> RunHandle:
 
     Args:
         name: Id of the run or of its flow run, any part of the run id that no other run has, or
-            `latest`.
+            `latest`. Other names work, too; see `tasks.train.finding_runs.find_run`.
 
     Raises:
-        BadArgument: No run has this name, or several runs have a name with this beginning.
+        BadArgument: No run matches the name, or several runs match.
     """
     return RunHandle(find_run(name).run_id)
 

@@ -49,8 +49,8 @@ class Verb:
     #: reported before the verb's function is imported. The function with the fastest import is
     #: first.
     checks: tuple[str, ...] = ()
-    #: True if the verb waits while `muster up` starts the stack, because the verb needs the Prefect
-    #: server of the stack.
+    #: True if the command first waits for a `muster up` that is still starting the stack, because
+    #: the command needs the Prefect server of the stack.
     waits_for_stack: bool = False
     #: Former names of the verb. They work, but the help does not list them.
     former_names: tuple[str, ...] = ()

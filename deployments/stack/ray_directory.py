@@ -75,9 +75,10 @@ def make_temp_dir_option(directory: Path) -> str:
 
 
 class LockedRayDirectory:
-    """A directory for Ray's files, with a lock on it until this process ends.
+    """A directory for Ray's files, on which this process holds a lock (flock) until it ends.
 
-    systemd-tmpfiles deletes old files in `/tmp`, but skips a directory with such a lock (flock).
+    The lock protects the files: systemd-tmpfiles deletes old files in `/tmp`, but skips a directory
+    with such a lock.
     """
 
     def __init__(self, path: Path) -> None:

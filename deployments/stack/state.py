@@ -173,18 +173,18 @@ class Stack(_Model):
 class StackStart(_Model):
     """Content of `starting.json`: a `muster up` command that is starting the stack."""
 
-    #: Process of the command.
+    #: Process of the `muster up` command.
     process: ProcessId
-    #: Port of the Prefect server that the command starts.
+    #: Port of the Prefect server that the `muster up` command starts.
     port: int
 
     def is_start_of(self, api_url: str) -> bool:
-        """Return True if the URL leads to the Prefect server that the command starts."""
+        """Return True if the URL leads to the Prefect server that `muster up` is starting."""
         return _is_on_loopback(api_url, self.port)
 
 
 def _is_on_loopback(api_url: str, port: int) -> bool:
-    """Return True if a URL leads to a port of this machine."""
+    """Return True if a URL leads to `port` of this machine, by its loopback address."""
     try:
         url = urlsplit(api_url)
         return url.hostname in LOOPBACK and url.port == port

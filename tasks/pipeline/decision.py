@@ -248,8 +248,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A new run is needed if every earlier run has failed or was cancelled by a user. The last of them
-    must have ended before the user's last request to start or retry the pipeline.
+    A first run is always needed. A further run is needed if all earlier runs have failed or were
+    cancelled, and the user has started or retried the pipeline after the last of them. A run that
+    was stopped early does not count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 

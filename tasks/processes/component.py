@@ -57,7 +57,7 @@ class ComponentPlan:
     command: Command
     #: Readiness probe. None if the component is ready as soon as its program runs.
     ready: ReadyProbe | None
-    #: Liveness probe. None if only the end of the component must be noticed.
+    #: Liveness probe. None if the component counts as alive until its process ends.
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero

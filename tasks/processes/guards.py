@@ -299,9 +299,9 @@ class Guards:
         namespace = self._namespace
         self._namespace = None
         if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:
-            # The first process of the PID namespace ends after all other processes in it. It has
-            # not ended in time, so an unknown process remains. Report the first process instead,
-            # because its pid is known.
+            # The first process of a PID namespace ends after all other processes in the namespace.
+            # The first process has not ended in time, so some process in the namespace remains. Its
+            # pid is unknown, so report the first process.
             names = [process.name for process in self._processes] or ["run"]
             left[names[-1]] = await describe_survivors([namespace.init_pid])
         return left

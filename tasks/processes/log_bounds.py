@@ -1,4 +1,4 @@
-"""Keep the logs of running programs below their bounds."""
+"""Keep the logs of running programs below their size limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasks.processes.full_disks import describe_file_system
 from tasks.record.log_bound import LogBound
 from tasks.record.log_file import HeldLog
 
-#: Seconds between two checks whether a log has exceeded its bound.
+#: Seconds between two checks whether a log has exceeded its size limit.
 _CHECK_EVERY_S = 1.0
 
 
@@ -19,13 +19,15 @@ async def keep_log_bounded(
 ) -> None:
     """Release the disk space of the middle of a log each time the log grows too large.
 
-    The function returns only if the file system cannot do this. The log then has no bound.
+    The function runs until it is cancelled. It returns only if the file system cannot release a
+    part of a file. Then the size of the log is not limited.
 
     Args:
         name: Name of the program that writes the log, for the warning.
-        log: The log. It may be held later than the call.
+        log: The log. Its file may be opened after the call.
         bound: Largest size of the log on the disk.
-        warn: Function that gets the warning about such a file system.
+        warn: Function that is called with a warning if the file system cannot release a part of a
+            file.
     """
     while True:
         await asyncio.sleep(_CHECK_EVERY_S)

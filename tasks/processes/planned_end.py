@@ -18,7 +18,8 @@ class PlannedEnd:
 
     #: Time at which the processes will be ended, in UTC epoch seconds.
     at: float
-    #: Reason for this end, in one line for the user, such as a shutdown of the machine.
+    #: Reason why the processes will be ended, in one line for the user, such as a shutdown of the
+    #: machine.
     reason: str
 
 

@@ -287,7 +287,8 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Result of `identity_of` at the last call of `glance`.
+        #: Identity of the file (see `identity_of`) at the last check in the background. None before
+        #: the first check.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:

@@ -84,7 +84,10 @@ class HttpProgress:
 
     @property
     def unanswered(self) -> str:
-        """An empty text, because no request to the server lasts longer than 5 seconds."""
+        """Always an empty text: a source with requests does not hang.
+
+        Each request to the server ends after at most 5 seconds.
+        """
         return ""
 
     async def step(self) -> float | None:

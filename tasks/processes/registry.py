@@ -213,8 +213,8 @@ def enter(directory: Path, entry: ProcessEntry | JobEntry) -> None:
     Raises:
         OSError: The entry was not written. The component must not be started.
     """
-    # Only a Ray job on another machine survives a power failure of this machine. So only its entry
-    # must be safe on the disk before the job starts.
+    # Only a Ray job on another machine survives a power failure of this machine. So only the entry
+    # of a Ray job must be safe on the disk before the job starts.
     is_durable = isinstance(entry, JobEntry)
     path = directory / entry.file_of(entry.component)
     write_json(path, entry.model_dump(mode="json"), durable=is_durable)
@@ -453,8 +453,9 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Registry files in `unreadable_jobs` whose Ray jobs have no readable submission file
-        #: either. These Ray jobs may still run.
+        #: Registry files in `unreadable_jobs` whose Ray jobs could not be found in the submission
+        #: files of the run either, because a submission file is unreadable, too. The Ray jobs may
+        #: still run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run in the disk space that the run has reserved for the case of a
         #: full disk. None if no record was written there.

@@ -496,7 +496,7 @@ class KillRounds:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since the creation of this object, just before the first round of SIGKILL."""
+        """Seconds since this object was created, shortly before the first round of SIGKILL."""
         return self._clock() - self._began_at
 
     @property

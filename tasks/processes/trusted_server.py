@@ -55,12 +55,12 @@ def trusted_users() -> frozenset[int]:
 
 
 class ListenerCheck:
-    """Checks which user's server has accepted one connection.
+    """Checks that a connection was accepted by a server process of a trusted user.
 
     Create the object before the client connects, and call `require_trusted` afterwards. The check
-    succeeds only if the same socket listens before and after the connection. While a socket
-    listens on an address, the kernel lets no other user listen there. So a socket that listens all
-    the time has accepted the connection.
+    succeeds only if the same socket listens on the address before and after the connection. Then
+    this socket has accepted the connection: while it listens, the kernel lets no other user listen
+    on the address.
     """
 
     def __init__(self) -> None:

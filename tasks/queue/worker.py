@@ -475,7 +475,10 @@ class GangWorker(ProcessWorker):
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def _complete_end(self, flow_run_id: UUID) -> None:
-        """Set the state of a flow run whose process has ended without a state for this end.
+        """Set the state of a flow run whose process has ended, if its state does not show the end.
+
+        A flow run that is being cancelled becomes Cancelled. A flow run that has lost its
+        concurrency lease before it started returns to the queue.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -488,7 +491,8 @@ class GangWorker(ProcessWorker):
             final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
             await set_state_and_release_lease_async(self.client, flow_run_id, final_state)
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
-            # The process of such a flow run exits at once, see `flows/__main__.py`.
+            # The process of a flow run without a lease exits before the flow starts, see
+            # `flows/__main__.py`.
             message = "its place in the limit of its deployment was lost before the run started"
             if await requeue_unstarted(self.client, flow_run, message):
                 name = parse_request(flow_run).name

@@ -543,7 +543,7 @@ def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], li
             checkpoints are needed.
     """
     if not spec.evals or not place.evaluations.exists():
-        # No process evaluates the checkpoints of the run.
+        # The run has no evaluations, or no process has begun to evaluate its checkpoints.
         return lambda path: []
     content = EvaluationsJson.read(place)
     evaluated = read_evaluated_checkpoints(place, content)

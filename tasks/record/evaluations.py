@@ -184,8 +184,9 @@ class EvaluatedCheckpoint:
     def state(self) -> EvaluationState:
         """State of the evaluation: the recorded state, or COMPLETED if a result exists.
 
-        The recorded state may be out of date, because only the training's process records states.
-        So an evaluation that is recorded as waiting or running, and has a result, has completed.
+        The recorded state may be out of date, because the training records states only while it
+        has a process. So an evaluation that is recorded as waiting or running, but has a result,
+        has completed.
         """
         if self.evaluation.state.is_active and self.figures:
             return EvaluationState.COMPLETED

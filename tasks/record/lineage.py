@@ -433,7 +433,7 @@ def _list_figures(result: Any) -> list[tuple[str, float]]:
 
 
 class LineageIndex:
-    """The lineages of many runs. It finds the run that made the inputs of another run."""
+    """Finds the run that made the inputs of another run, from the lineages of many runs."""
 
     def __init__(self, lineages: Mapping[str, Lineage]) -> None:
         """

@@ -136,7 +136,11 @@ class MetricsFile:
         return data
 
     def _read_file(self) -> bytes:
-        """Open the metrics file anew, and return the bytes after the last read. Raises: OSError."""
+        """Open the metrics file again, and return the bytes that follow those of the last read.
+
+        Raises:
+            OSError: The file cannot be opened or read.
+        """
         file = self.path.open("rb", buffering=0)
         self.close()
         self._last_file = file

@@ -13,7 +13,7 @@ from tasks.spec.probes import get_number
 
 #: Largest size of a step's result, in bytes.
 MAX_RESULT_BYTES = 16 << 20
-#: Largest number of figures that are used from one result.
+#: Largest number of figures (finite numbers) that are used from one result.
 _MAX_FIGURES = 100
 
 

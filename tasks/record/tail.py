@@ -10,8 +10,8 @@ import os
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file may be larger than the memory.
 BLOCK_BYTES = 1 << 18
-#: If a block begins with this number of zero bytes, lseek(2) is asked whether the block begins in a
-#: hole of the file.
+#: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
+#: lseek(2) is called to find the end of the hole.
 _SMALLEST_HOLE_BYTES = 4096
 
 
@@ -24,7 +24,7 @@ class Tail:
     """
 
     def __init__(self, position: int = 0) -> None:
-        """Create a position from which the first call of `read` reads.
+        """Set the position from which the first call of `read` reads.
 
         Args:
             position: Number of bytes at the beginning of the file that are not read.

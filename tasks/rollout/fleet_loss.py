@@ -15,11 +15,11 @@ from tasks.spec.component import FLEET
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
-#: Matches the last message of an inference fleet's process that exits because of an error in this
-#: process itself. Source: tasks/rollout/process.py, _print_last_line.
+#: Matches the last message of the inference fleet's process if the process exits because of its own
+#: error. Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the field `reason` in events about engines and weight updates, if these end because
-#: the whole inference fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the field `reason` in an event about the end of an engine or of a weight update, if
+#: the cause is a stop of the whole inference fleet. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 

@@ -131,15 +131,16 @@ class ActorListeners:
     async def _check_listeners(
         self, server: _ActorServer, url: str, before: asyncio.Task[frozenset[str]] | None
     ) -> frozenset[str]:
-        """Check which processes listen at a server's address, after the running check has ended.
+        """Check that only processes of a server listen at the server's address.
 
         Args:
             server: The server.
             url: URL of the server.
-            before: Task of the running check, or None.
+            before: Task of an earlier check that may still run, or None. The new check begins when
+                this task has ended.
 
         Returns:
-            The sockets that listen there, as inode numbers. All of them belong to the server.
+            Inode numbers of the sockets that listen at the address.
         """
         if before is not None:
             await asyncio.wait([before])

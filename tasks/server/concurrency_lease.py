@@ -132,8 +132,9 @@ def has_lost_lease(
 ) -> bool:
     """Return True if a Pending flow run has a concurrency lease that the server no longer knows.
 
-    If the server knows the lease, the lease is renewed. The flow run needs no lease if the limit of
-    its deployment was removed. Its states then still contain the id of the released lease.
+    If the server knows the lease, the lease is renewed. The result is False if the deployment has
+    no concurrency limit any more, because the flow run then needs no lease. The state of such a
+    flow run may still contain the id of the released lease.
 
     Args:
         flow_run_id: Id of the flow run.

@@ -327,8 +327,8 @@ class ObservedRun:
                 # now. Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
-                # A preparation step counts as ready after it has ended. Show it as ended, not as
-                # ready.
+                # A component that only prepares the run becomes ready when it ends. Show such a
+                # component as ended, not as ready.
                 has_ended = row.stage is Standing.ENDED
                 stage = Standing.ENDED if has_ended else Standing.READY
                 self._change(name, stage=stage, note=note if has_ended else new_note)

@@ -50,7 +50,7 @@ def _has_credentials(uri: str) -> bool:
         parts = urlsplit(uri)
         has_password = bool(parts.password)
     except ValueError:
-        # The part after `://` is no valid network address. It is then no user and password.
+        # The part after `://` is not a valid network address, so it contains no password.
         return False
     is_store = parts.scheme in ("s3", "s3a", "gs", "gcs")
     if has_password or (is_store and "@" in parts.netloc):

@@ -274,7 +274,7 @@ class _SpecWriter:
         options = self._write_options()
         command = command.replace(", OPTIONS", f", {options}" if options else "")
         if self.missing_arguments:
-            # Indented like the key `command`.
+            # The YAML comment has the same indentation as the key `command` in the template.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
         if "PROCESSES" in command and not self._gpus:

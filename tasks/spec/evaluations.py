@@ -115,7 +115,7 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of an evaluation that depend on its place.
+    """Yield the faults of an evaluation that depend on the key `on`: on a Ray node, or on the host.
 
     Args:
         written: The run spec as the user wrote it.
@@ -153,7 +153,9 @@ def _check_keep_best(
 
 
 def find_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> object:
-    """Return the place of an evaluation: `ray`, `host`, or an invalid value of the key `on`.
+    """Return where an evaluation runs: `ray` for a Ray node, or `host` for the worker's host.
+
+    If the value of the key `on` is invalid, this value is returned.
 
     Args:
         written: The run spec as plain data.

@@ -443,8 +443,8 @@ def _list_stage_inputs(
 ) -> list[str]:
     """Return the paths and URIs of the data that a stage takes from an earlier stage.
 
-    These are the absolute paths and URIs in the value of the placeholder. If a step's result
-    contains none, for example because the value is a number, it is the URI of the result.
+    The data are the absolute paths and URIs in the value of the placeholder. If a step's result
+    contains no path, for example because the result is a number, the URI of the result is returned.
 
     Args:
         name: Name of the earlier stage.
@@ -506,7 +506,7 @@ def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
 def _escape_nested(value: Any) -> Any:
     """Return JSON data in which each `${` of a text is replaced by `$${`.
 
-    The run spec into which the data is inserted then keeps `${` instead of reading a placeholder.
+    In a run spec, `$${` stands for the characters `${`, and does not begin a placeholder.
     """
     if isinstance(value, Mapping):
         return {_escape_nested(key): _escape_nested(item) for key, item in value.items()}

@@ -18,7 +18,8 @@ RUN_ID_PATTERN = r"^[a-z][a-z0-9-]{0,31}-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}$"
 RunId = Annotated[str, Field(strict=True, pattern=RUN_ID_PATTERN)]
 #: Matches a run id that is a whole part of a path or URI. The group of the pattern is the run id.
 _RUN_ID_PART = re.compile(rf"/({RUN_ID_PATTERN[1:-1]})(?:/|$)")
-#: Placeholder that passes the checkpoint to a program of the run.
+#: Placeholder for the path of the checkpoint from which an attempt starts. Programs of the run
+#: receive the path through it.
 _RESUME_FROM = "attempt.resume_from"
 
 
@@ -37,7 +38,9 @@ def is_run_id(text: str) -> bool:
 
 
 def find_run_id(path: str) -> str | None:
-    """Return the run id in a path or URI, such as that of a checkpoint below the run's directory.
+    """Return the run id that a path or URI contains, or None.
+
+    For example, the path of a checkpoint in a run's directory contains the run id.
 
     Returns:
         The last run id in the path, or None if no part of the path is a run id.

@@ -57,9 +57,10 @@ _ALL_KEYS = "x-keys"
 
 
 def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of each key of a mapping, including the keys outside the form.
+    """Return the JSON schema of each key of a mapping, by the name of the key.
 
-    All schemas are adapted to the form in the Prefect UI.
+    The result includes the keys that the form in the Prefect UI does not show. All schemas are
+    adapted to that form.
 
     Args:
         schema: JSON schema of a mapping of a spec.

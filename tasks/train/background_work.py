@@ -57,7 +57,7 @@ class BackgroundWork:
         self._threads.append(thread)
 
     def end(self, timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Report the end of the work to the threads, and wait for the end of the threads.
+        """Request that the threads end, and wait until they have ended.
 
         Args:
             timeout_s: Longest wait in seconds. A thread that has not ended by then is abandoned.

@@ -16,14 +16,11 @@ _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 def find_local_run(name: str) -> RunPlace | None:
     """Return the directory of a run that has an attempt on this machine, or None.
 
-    The Prefect server may know other runs. So the beginning of a run id counts only if it contains
-    the time of the run. The name `latest` never counts, because the newest run may be on another
-    host.
+    The Prefect server is not asked, although it may know runs of other machines. So names that may
+    also mean such a run are not accepted: `latest`, and a beginning of a run id that is too short.
 
     Args:
-        name: Id of the run, or the beginning of a run id. The beginning must contain the time of
-            the run. A shorter one is not searched, because it may also fit a run of another
-            machine. The name `latest` is not searched, either.
+        name: Id of the run, or a beginning of the run id that contains the time of the run.
     """
     run_ids = list_local_run_ids()
     if name not in run_ids:

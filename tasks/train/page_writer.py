@@ -54,8 +54,8 @@ _MAX_INTERVAL_S = 60.0
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact without an event.
 _TIMED_INTERVAL_S = 30.0
-#: Smallest interval between two updates of an artifact without an event, as a multiple of the
-#: smallest interval between two updates after events.
+#: Minimum interval between two updates of an artifact while no event occurs, as a multiple of the
+#: minimum interval that applies when events occur.
 _TIMED_INTERVAL_FACTOR = 10
 #: Longest wait in seconds for the metrics file.
 _READ_METRICS_WITHIN_S = 5.0
@@ -184,7 +184,8 @@ class RunPage:
         now_s = self._clock()
         with self._lock:
             if is_last:
-                # The final content may be newer than the last event. Send everything again.
+                # The content of an artifact may have changed after the last event. So send every
+                # artifact again at the end of the run.
                 always = (pages.SUMMARY, pages.REWARD, pages.EVALUATIONS)
                 keys = (*always, *self._sent_at_s, *self._due_at_s)
                 self._due_at_s = dict.fromkeys(keys, now_s)

@@ -76,9 +76,9 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. None if it is unknown. For a new
-    #: attempt, the supervisor then takes the fingerprint itself. If an earlier process of the run
-    #: began the attempt, the whole file then counts as written by the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt, or None if unknown. If it is
+    #: unknown for a new attempt, the supervisor takes the fingerprint. If it is unknown for an
+    #: attempt that an earlier process began, the whole file counts as written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False

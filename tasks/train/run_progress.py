@@ -110,11 +110,11 @@ def _find_last_step(events: Path) -> float | None:
 
 
 def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | None]:
-    """Return the name and the last value of the first of some metrics that a metrics file has.
+    """Return the name and the last value of a metric in a metrics file.
 
     Args:
         path: The metrics file. Only its last lines are read.
-        names: Names of the metrics, in the order of preference.
+        names: Names of metrics, in the order of preference. The first one in the file is used.
 
     Returns:
         The value is None if it is not finite. The name is empty if none of the metrics was found.

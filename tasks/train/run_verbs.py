@@ -256,7 +256,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         for sentence in time_use.sentences():
             print(sentence)
     else:
-        # The files may be on another host, which writes this artifact in Markdown.
+        # The use of time is computed from files of the run, which may be on another host. That host
+        # has stored the text in a Prefect artifact.
         print_markdown(read_artifacts(found_run, TIME))
     return exit_code
 

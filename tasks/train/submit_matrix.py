@@ -28,7 +28,8 @@ from tasks.train.interpreters import print_project
 
 #: Deployment that runs a submitted pipeline.
 PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"
-#: Name of the only stage of the pipeline that `--matrix` creates. The stage runs each point.
+#: Name of the only stage of the pipeline that `--matrix` creates. The stage has one run for each
+#: combination of values.
 _STAGE = "points"
 #: Matches a range of whole numbers, such as `1..4`.
 _RANGE = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")
