@@ -25,7 +25,7 @@ _MAX_SHOWN_RUNS = 5
 
 
 class ProgressReport:
-    """Reports the changes of a pipeline's runs since the last call."""
+    """Tells the user about changes of a pipeline's runs, by log messages and the Prefect UI."""
 
     def __init__(
         self, flow_run_id: UUID, requests: ServerRequests, stage_names: Sequence[str]

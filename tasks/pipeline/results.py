@@ -121,14 +121,14 @@ def read_last_metric(place: RunPlace, key: str) -> float | None:
 
 
 def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
-    """Return the name of the best point of a matrix, or None if no point has a figure.
+    """Return the name of the best point of a matrix, or None if no point has a number to compare.
 
-    If several points have the best figure, the first of them is returned.
+    If several points have the best number, the first of them is returned.
 
     Args:
         figures: Number by which the points are compared, by the name of each completed point. The
             points have the order of the matrix.
-        mode: `max` if a larger figure is better, or `min`.
+        mode: `max` if a larger number is better, or `min`.
     """
     known = {unit: figure for unit, figure in figures.items() if figure is not None}
     choose = max if mode == "max" else min

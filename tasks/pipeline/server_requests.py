@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 
 class ServerRequests:
-    """Sends requests to the Prefect server, and waits less once the pipeline must end.
+    """Sends requests to the Prefect server, and repeats them while the server does not answer.
 
+    Once the pipeline must end, the waits become short, and the repetition is limited.
     `end_soon` and `hurry` may be called by any thread.
     """
 

@@ -66,8 +66,8 @@ from tasks.spec.secrets import drop_common_values, find_env_secrets
 
 _log = logging.getLogger(__name__)
 
-#: Seconds until the next flow process of a pipeline may start, after the old flow process has given
-#: up the pipeline. The old flow process exits within this time.
+#: Seconds from a handover of the pipeline until the next flow process may start. The old flow
+#: process exits within this time.
 _DUE_AFTER_S = 5.0
 
 #: Function that returns a fault for each stage that can never fit on its cluster.
@@ -360,16 +360,13 @@ class PipelineSession:
         return False
 
     def _check_result(self, run: StageRun) -> StageRun:
-        """Return a run, with the state Failed if the run is a step without a valid result.
-
-        The state changes only if the run is completed.
-        """
+        """Return a run unchanged, or as Failed if it is a completed step without a valid result."""
         if run.stage_name not in self.spec.stage_names:
             return run
         return self._results.check_result(self.spec.unit_stage(run.stage), run)
 
     def _values(self, states: Mapping[str, StageState]) -> StageValues:
-        """Return the values that the stages have now for later stages.
+        """Return the values of the stages that placeholders and conditions of later stages can use.
 
         Args:
             states: State of each stage, by name.
@@ -434,7 +431,7 @@ class PipelineSession:
 
 
 def _describe_handover(decision: PipelineDecision) -> str:
-    """Return a clause that names the stages with which the pipeline's next process continues."""
+    """Return a clause about the stages that the next flow process will continue or begin."""
     if decision.active:
         names = join_commas([run.stage for run in decision.active])
         return f"stage {names} continues, and the pipeline's next process attaches to it"

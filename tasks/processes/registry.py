@@ -457,8 +457,8 @@ class LostRun:
         #: files of the run either, because a submission file is unreadable, too. The Ray jobs may
         #: still run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
-        #: Final record of the run in the disk space that the run has reserved for the case of a
-        #: full disk. None if no record was written there.
+        #: Final record of the run, if the run wrote it into the space that it had reserved in case
+        #: the disk is full. Otherwise None.
         self.end = reserved_space.read_final_record(directory)
 
     @property

@@ -441,7 +441,7 @@ class LineageIndex:
             lineages: The lineages by run id.
         """
         self.lineages = lineages
-        #: The run that made each output, and the output, by the URI of the output.
+        #: Id of the run that made an output, and the output, by the URI of the output.
         self._outputs: dict[str, tuple[str, LineageOutput]] = {}
         for run_id, lineage in lineages.items():
             for output in lineage.outputs:
@@ -462,13 +462,13 @@ class LineageIndex:
         return [*inputs.values()]
 
     def list_users(self, run_id: str) -> dict[str, list[LineageInput]]:
-        """Return the other runs that use outputs of a run, with the inputs that are these outputs.
+        """Return the other runs that read outputs of a run.
 
         Args:
             run_id: Id of the run that made the outputs.
 
         Returns:
-            The inputs by the id of the run that uses them.
+            For each other run, by run id, those of its inputs that the run `run_id` has made.
         """
         users: dict[str, list[LineageInput]] = {}
         for other_id in self.lineages:
@@ -478,9 +478,9 @@ class LineageIndex:
         return users
 
     def find_output(self, data: LineageInput) -> LineageOutput | None:
-        """Return the output of a run that an input was taken from, or None if it is unknown.
+        """Return the output of another run from which an input was taken, or None if unknown.
 
-        The path of the output is the path of the input, or a folder that contains it.
+        The path of the output is the path of the input, or a folder that contains the input.
         """
         maker = self._find_maker(data.uri, "")
         return maker[1] if maker is not None else None
@@ -504,8 +504,8 @@ class LineageIndex:
     def _find_maker(self, path: str, run_id: str) -> tuple[str, LineageOutput] | None:
         """Return the id of the run that made the file or folder at a path, and the run's output.
 
-        The output is at the path itself, or is a folder that contains the path. None if no other
-        run is known to have made it.
+        The output is at the path itself, or is a folder that contains the path. None if no known
+        run has such an output.
 
         Args:
             path: The path or URI.

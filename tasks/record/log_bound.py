@@ -42,8 +42,8 @@ class LogBound:
     def apply(self, log: Path) -> int:
         """Release the disk space of the middle of a log if the log is larger than the bound.
 
-        The first quarter of the bound and the newest lines stay. A line between them says how many
-        bytes were left out.
+        The first lines (a quarter of `limit_bytes`) and the newest lines (half of `limit_bytes`)
+        stay. A line between them says how many bytes were left out.
 
         Args:
             log: The log file.

@@ -79,7 +79,8 @@ class MetricReader:
         """
         self._place = place
         self._key = key
-        #: Metrics file, key of the step, and values by step of each attempt, by its number.
+        #: Metrics file, key of the step in each line, and values of the metric by step. The keys of
+        #: the mapping are the numbers of the attempts.
         self._attempts: dict[int, tuple[MetricsFile, str, dict[float, float | None]]] = {}
 
     @property

@@ -185,9 +185,10 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """End the run or pipeline, skip its grace periods, or end only this process.
+        """Do what a signal requires: end the run or pipeline, or end only this process.
 
-        In the last case, a later process of the same flow run continues the run or pipeline.
+        A SIGTERM from the worker may end only this process. Then a later process of the same flow
+        run continues the run or pipeline. A second Ctrl-C also skips the grace periods.
 
         Args:
             signum: number of the signal.

@@ -194,7 +194,7 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
 def list_runs_with_specs(
     at_most: int = _SEARCHED_RUNS,
 ) -> list[tuple[Run, Mapping[str, Any]]]:
-    """Return the same runs as `list_runs`, each with its run spec on the Prefect server.
+    """Return the newest runs like `list_runs`, and with each run the spec on the Prefect server.
 
     The spec is empty if the server does not know the run, or if the flow run has no spec.
 
@@ -272,7 +272,7 @@ def parse_since(text: str, now: float) -> float:
 def _read_typed_names() -> dict[str, str]:
     """Return the names that people gave to flow runs, for example in *Custom run*, by flow run id.
 
-    The scheduler names a flow run after its run id, and keeps the other name in a label.
+    Muster's scheduler renames a flow run to its run id, and keeps the earlier name in a label.
     """
     with suppress(ServerAway):
         return {

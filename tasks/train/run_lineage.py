@@ -38,7 +38,7 @@ _CHANGING_EVENTS = ("attempt.begun", "attempt.adopted", "component.exited", "att
 
 
 class LineageRecorder:
-    """The thread that records the lineage of one run in this process."""
+    """Records in a thread which data one run reads, and which data the run makes (its lineage)."""
 
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
@@ -132,7 +132,7 @@ class LineageRecorder:
             self._shown = lineage
 
     def _announce(self, lineage: Lineage) -> None:
-        """Send the events about inputs and outputs that the recorded lineage does not have."""
+        """Send Prefect events about the inputs and outputs that are new since the last record."""
         announcer = current_announcer.get()
         if announcer is None:
             return

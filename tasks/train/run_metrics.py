@@ -42,7 +42,8 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
 
     A row has the keys that the training wrote, and the key `attempt`: the number of the attempt
     that wrote the row. If several attempts reached a step, the row is from the last of them. The
-    row also has the figures of the evaluations of the step's checkpoint, such as `math.accuracy`.
+    row also has the figures (numbers in the results) of evaluations of the step's checkpoint, such
+    as `math.accuracy`.
 
     Raises:
         BadArgument: The files of the run are on another host, the run has neither a metrics file
@@ -80,9 +81,10 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
 def _add_figures(
     rows: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], step_key: str
 ) -> list[dict[str, Any]]:
-    """Return the rows of a training with the figures of its evaluations, sorted by step.
+    """Return the metrics of a training together with the figures of its evaluations, by step.
 
-    A figure never replaces a metric that the training wrote under the same key.
+    Figures are the numbers in the results of evaluations. A figure never replaces a metric that the
+    training wrote under the same key.
 
     Args:
         rows: The rows that the training wrote, one row per step.

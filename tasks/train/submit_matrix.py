@@ -85,7 +85,8 @@ def make_matrix_pipeline(
 def _find_path(spec: RunSpec, key: str) -> str:
     """Return the dotted path in the run spec that a key of the option `--matrix` stands for.
 
-    The key is such a path itself, or the name of an environment variable of the spec in any case.
+    The key is such a path itself, or the name of an environment variable of the spec, in upper or
+    lower case.
 
     Raises:
         BadArgument: The spec has no such key and no such variable.

@@ -147,7 +147,7 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line with the numbers of pruned runs and pipelines, code entries and flow runs.
+        """One line that says how many runs, pipelines, code entries and flow runs were deleted.
 
         If problems prevented deletions, the line ends with the problems.
         """
