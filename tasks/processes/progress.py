@@ -138,8 +138,8 @@ class JsonlProgress:
             path: The file. It need not exist yet.
             key: Key in the JSON object of each line whose value is the training step.
             before: Fingerprint of the file at the start of the attempt. Lines that the file already
-                had then are skipped. None if the attempt starts now: the fingerprint is then taken
-                now.
+                had then are skipped. None if the attempt starts now: this object then takes the
+                fingerprint.
             take: Called with the step and the JSON object of each line that contains a step.
             reader: Reader of the file. None to create a reader.
         """

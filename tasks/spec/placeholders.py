@@ -8,8 +8,8 @@ Different programs replace different placeholders:
 - A training replaces `${checkpoint}` and `${checkpoint.NAME}`, for each evaluation of a checkpoint.
   The run of the evaluation replaces the other placeholders of the evaluation.
 
-Each of them leaves the placeholders of the others unchanged. `$${` stands for a literal `${`. The
-last program that handles a text replaces it.
+Each program leaves the placeholders of the other programs unchanged. `$${` stands for a literal
+`${`, and the last program that handles a text replaces `$${`.
 
 The functions work on plain mappings and lists, so that they can also check a spec with faults.
 """

@@ -35,7 +35,8 @@ def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]
 def list_ancestors(name: str, needs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the names of all stages that must end before a stage begins.
 
-    These are the stages that the stage waits for, and all stages for which those wait.
+    The result contains the stages that the stage waits for, the stages that those stages wait for,
+    and so on.
 
     Args:
         name: Name of the stage.
