@@ -141,6 +141,10 @@ class ActorListeners:
 
         Returns:
             Inode numbers of the sockets that listen at the address.
+
+        Raises:
+            Impostor: Another process listens at the address.
+            UnknownListener: The check failed.
         """
         if before is not None:
             await asyncio.wait([before])

@@ -194,7 +194,7 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
 def list_runs_with_specs(
     at_most: int = _SEARCHED_RUNS,
 ) -> list[tuple[Run, Mapping[str, Any]]]:
-    """Return the newest runs like `list_runs`, and with each run the spec on the Prefect server.
+    """Return the runs of `list_runs` as pairs: the run, and its run spec on the Prefect server.
 
     The spec is empty if the server does not know the run, or if the flow run has no spec.
 
