@@ -107,7 +107,8 @@ class StopEarly(Best):
     """Rule that stops a point of a matrix whose metric is worse than that of the other points."""
 
     by: Text = Field(
-        description="Metric of the runs by which the points are compared.", examples=["reward"]
+        description="Metric of the runs. Muster compares the points by this metric.",
+        examples=["reward"],
     )
     rule: Literal["median", "halving"] = Field(
         "median",

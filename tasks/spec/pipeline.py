@@ -218,8 +218,8 @@ class Stage(Model):
     )
     matrix: Matrix | None = Field(
         None,
-        description="Values of the points of this stage, by key. Each point is a run or step of "
-        "its own. A key is a dotted path in the run spec, the name of an argument in `args`, or "
+        description="Values of the points of this stage, by key. Each point is a separate run "
+        "or step. A key is a dotted path in the run spec, the name of an argument in `args`, or "
         "env.NAME for a command. The values are a list, or {min, max, scale} with `sample`.",
         examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
     )
@@ -904,7 +904,7 @@ def _explain_needs(
         if is_listed and f"{STAGE}{other}" in fault.problem and other not in stage["needs"]:
             remedy = f"add {other} to the needs of this stage"
             if other == stage.get("name"):
-                remedy = "a stage cannot use a value of its own"
+                remedy = "a stage cannot use its own value"
             yield Fault(path=fault.path, problem=fault.problem, remedy=remedy)
         else:
             yield fault
