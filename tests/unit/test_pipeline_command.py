@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -44,6 +46,27 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
     )
     assert "no stage 'sfd' (did you mean `sft`?)" in output
     assert output.endswith("Nothing was started.\n")
+
+
+def test_early_stopping_without_optuna_exits_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = {
+        "name": "grid",
+        "spec": str(ROOT / "deployments/runs/quickstart-sft.yaml"),
+        "matrix": {"progress.total": [30, 40, 50, 60]},
+        "stop_early": {"by": "loss", "mode": "min", "after_step": 5},
+    }
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps({"name": "sweep", "stages": [stage]}))
+    monkeypatch.setitem(sys.modules, "optuna", None)
+
+    code = run(PIPELINE, [str(path)])
+
+    assert code == 2
+    output = capsys.readouterr().err
+    assert "stages.0.stop_early: needs the Python package optuna" in output
+    assert 'pip install "muster[sweeps]"' in output
 
 
 @pytest.mark.parametrize(
