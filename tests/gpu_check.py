@@ -180,7 +180,11 @@ def check(home: Path, end: Callable[[Training], None]) -> list[str]:
 
 
 def main() -> int:
-    """Run all checks on a GPU, print the violated requirements, and return the exit code."""
+    """Run all checks on a GPU, and print the violated requirements.
+
+    Returns:
+        The exit code: 1 if a requirement was violated, otherwise 0. Also 0 without a GPU.
+    """
     if not read_gpus()["gpus"]:
         print("no GPU here")
         return 0

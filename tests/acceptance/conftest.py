@@ -74,7 +74,7 @@ class Run:
             pytest.fail(f"the run did not end within {within_s:g} s:\n{self.text()}")
 
     def flow_run(self) -> dict[str, Any]:
-        """Return the flow run from the Prefect server."""
+        """Return the run's flow run as JSON, from the Prefect server."""
         flow_run: dict[str, Any] = send_request(
             "GET", f"{self.api}/flow_runs/{self.record()['flow_run_id']}"
         )

@@ -314,7 +314,7 @@ def _by_slow_polls(triples: int) -> list[Row]:
 
 
 def _computed(launcher: str) -> Row:
-    """Return the row of a launcher as computed from its polling period, without a measurement.
+    """Return the result row of a launcher, computed from its polling period instead of measured.
 
     The reaction time is distributed uniformly between 0 and the period.
     """

@@ -122,7 +122,7 @@ async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
 
 
 def _set_misbehaviour(url: str, **order: str) -> None:
-    """Let the fake server misbehave from now on."""
+    """Let the fake server misbehave from now on. `order` has fields of `dummy_server.Fault`."""
     body = json.dumps(order).encode()
     request = urllib.request.Request(f"{url}/misbehave", data=body, method="POST")
     urllib.request.urlopen(request, timeout=_WITHIN_S).close()

@@ -27,7 +27,7 @@ class BadTrace(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job of a trace."""
+    """One job of a trace: a list of the jobs that the users of a real cluster submitted."""
 
     #: Value of the column `job_id`.
     id: str

@@ -54,7 +54,7 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Median of the values."""
+        """Median of the samples, in the row's unit."""
         return statistics.median(self.values)
 
     @property

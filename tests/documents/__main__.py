@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the documents whose generated blocks differ from the code; with --check, report them.
 
     Returns:
-        The exit code of the program.
+        The exit code: `EXIT_STALE` if --check finds such a document, otherwise `EXIT_OK`.
     """
     options = _parser().parse_args(arguments)
     stale = [(path, text) for path, text in documents() if path.read_text("utf-8") != text]

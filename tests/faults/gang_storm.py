@@ -114,7 +114,7 @@ class StormVariant:
     hosts: Sequence[WorkingHost] = ()
     #: Random generator for all random decisions of the test.
     random: Random
-    #: Number of runs.
+    #: Number of runs that the test submits.
     runs: int
     #: Allowed final states of the runs that were cancelled, by flow run id. All other runs must
     #: complete.

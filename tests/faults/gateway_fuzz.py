@@ -466,7 +466,7 @@ class World:
     engines: set[asyncio.Task[None]] = field(default_factory=set)
     #: Violated requirements, one text each.
     findings: list[str] = field(default_factory=list)
-    #: Number of requests per result.
+    #: Number of requests that ended with each result, by the name of the result.
     ends: Counter[str] = field(default_factory=Counter)
 
     def find(self, problem: str, *details: object) -> None:
@@ -865,7 +865,7 @@ def _judge(
             world.find(f"a broken answer looks complete ({seed})", message, script)
             return
         _compare(world, requests[number], message, expected, seed)
-    # After an answer without a length, the gateway must close the connection.
+    # If the last answer has no Content-Length and no chunks, the gateway must close the connection.
     is_closed = answers and answers[-1].is_open_ended
     if len(answers) < len(requests) and is_good and not is_closed:
         script = world.scripts[requests[len(answers)].id]

@@ -294,7 +294,11 @@ def judged(run: LlmRun) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code."""
+    """Inject each fault into a training, and print the results.
+
+    Returns:
+        The exit code: 0 if all requirements were met, 1 if not, 2 if vLLM is not installed.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.llm",
         description=__doc__,

@@ -67,7 +67,8 @@ _TRUE_WITHIN_S = 240.0
 #: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
-#: Ways to start and to recover a run. The runs use them in this order, again and again.
+#: Ways to start and to recover a run, as `way` describes them. Each element is used by a quarter of
+#: the runs, so half of the runs use "adopt".
 _WAYS = ("adopt", "stop", "adopt", "direct")
 #: Program that closes the records of lost runs every two seconds, as `muster reconcile` does.
 _RECONCILE_REPEATEDLY = """

@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(trials: Sequence[Trial], leftovers: Sequence[str], seed: int, took_s: float) -> int:
-    """Print the results and return the exit code.
+    """Print the results, and return the exit code: 0, or 1 if there are errors or leftovers.
 
     Args:
         trials: All runs.

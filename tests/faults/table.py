@@ -48,7 +48,7 @@ class Row:
 
 
 def row_of(report: pytest.TestReport) -> Row | None:
-    """Return the table row for a pytest report.
+    """Return the row of the table of fault cases for a test's pytest report.
 
     Returns:
         None if the report belongs to another test, or to a setup or teardown that passed.

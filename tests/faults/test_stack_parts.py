@@ -110,7 +110,10 @@ def start_stack_under_kills(
 def kill_while_starting(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str], up: subprocess.Popen[str]
 ) -> None:
-    """Kill the part `deployments` each time it starts, until `muster up` has ended."""
+    """Kill the process `deployments` of `muster up` during its first `KILLS` starts.
+
+    Return when `muster up` has ended.
+    """
     deadline = time.monotonic() + 600
     while up.poll() is None:
         assert time.monotonic() < deadline

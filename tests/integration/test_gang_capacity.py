@@ -175,7 +175,7 @@ async def test_suspended_head_node_is_an_error_until_it_resumes() -> None:
 
 
 async def wait_until_answered(capacity: Capacity, cluster: RayCluster) -> None:
-    """Wait until the cluster answers with its nodes."""
+    """Wait until a reading of the cluster's capacity succeeds and contains nodes."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:

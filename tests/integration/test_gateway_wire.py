@@ -53,11 +53,11 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
         (505, b"GET /x HTTP/2.0\r\nHost: localhost\r\n\r\n"),
         (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
-        # Request heads above the size limit.
+        # Request heads above the size limit are refused.
         (431, _GET + b"X: " + b"a" * 200_000 + b"\r\n\r\n"),
         (431, b"GET /" + b"a" * 500_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (431, _GET + b"X: a\r\n" * 1000 + b"\r\n"),
-        # Invalid chunks.
+        # Bodies with invalid chunks are refused.
         (400, _CHUNKED + b"3\nabc\r\n0\r\n\r\n"),
         (400, _CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n"),
         (400, _CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n"),
@@ -192,7 +192,7 @@ async def test_invalid_response_counts_as_a_failure_of_the_server(raw: bytes) ->
         (_OK + b"Transfer-Encoding: chunked\r\n\r\n1;x=y\r\na\r\n0\r\nX: 1\r\n\r\n", 200, b"a"),
         (b"HTTP/1.1 204 None\r\nContent-Length: 3\r\n\r\n", 204, b""),
         (b"HTTP/1.1 304 Same\r\nContent-Length: 3\r\n\r\n", 304, b""),
-        # The server sends a second response that was not requested.
+        # The server sends a second response that was not requested. The client gets only the first.
         (_OK + b"Content-Length: 1\r\n\r\na" + _OK + b"Content-Length: 1\r\n\r\nb", 200, b"a"),
     ],
 )

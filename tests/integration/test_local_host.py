@@ -156,7 +156,7 @@ async def test_server_gets_the_environments_of_the_run_and_of_its_slot(hosts: Ho
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        # The server crashes, or is killed by SIGKILL.
+        # The server crashes with an exit code, or SIGKILL ends it.
         ("echo no memory; exit 3", "exit code 3"),
         ("echo no memory; kill -9 $$", "killed by SIGKILL"),
         # A server must never exit by itself, so exit code 0 is also a death.

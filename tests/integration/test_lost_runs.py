@@ -101,7 +101,7 @@ def test_all_processes_with_the_mark_are_ended(tmp_path: Path, marked: Marked) -
 def test_process_with_a_reused_pid_is_not_ended(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """A new process has the pid from the registry. Only the start time of the process differs."""
+    """A new process has the pid that the registry names, but another start time than recorded."""
     registered_process = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
     cleanup = finish(

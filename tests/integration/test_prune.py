@@ -68,7 +68,7 @@ def test_prune_deletes_old_files_and_reports_their_number(host_env: HostEnvironm
     assert state["message"].startswith("removed the files of 1 run")
     assert not log.exists()
     assert log.parent.parent.joinpath("run.json").exists()
-    # The log of this run is kept, because a scheduled flow run will resume from its checkpoint.
+    # The log of this run is kept: a scheduled flow run will resume from a checkpoint of the run.
     assert wanted_log.exists()
 
 

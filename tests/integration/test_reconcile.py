@@ -358,7 +358,10 @@ def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(
 def test_run_that_moved_to_another_host_is_left_to_that_host(
     host_env: HostEnvironment, pending: Callable[..., Run]
 ) -> None:
-    """Each host has its own MUSTER_HOME. While this host was down, another continued its run."""
+    """While a host was down, another host with its own MUSTER_HOME continued the first host's run.
+
+    The first host must then leave the run unchanged.
+    """
     run = pending(worker=host_name())
     host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
     run.wait_until_running().kill_flow()

@@ -65,7 +65,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             stderr=subprocess.STDOUT,
         )
     try:
-        # Prefect's runner creates its folder before the process writes one of these lines.
+        # Prefect's runner creates its folder before the process reports its start, or an error.
         wait_for(
             lambda: re.search(f"{start_pattern}|Error|are not served", log.read_text()),
             "the process reports its start or an error",

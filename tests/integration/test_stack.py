@@ -336,8 +336,8 @@ def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home)
     [
         ("http://127.0.0.1:{port}", "http://127.0.0.1:{port}"),
         ("http://localhost:{port}", "http://localhost:{port}"),
-        # Origins that are not the UI: a foreign web page in the same browser, and another program
-        # of this machine.
+        # Other origins than the UI are not allowed: a foreign web page in the same browser, and
+        # another program of this machine.
         ("https://example.org", None),
         ("http://127.0.0.1:1", None),
     ],

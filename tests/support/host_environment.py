@@ -375,7 +375,7 @@ class Run:
         return self._name
 
     def flow_run(self) -> dict[str, Any]:
-        """Return the flow run from the Prefect server."""
+        """Return the run's flow run as JSON, from the Prefect server."""
         flow_run: dict[str, Any] = self.host_env.get(f"/flow_runs/{self.flow_run_id}")
         return flow_run
 

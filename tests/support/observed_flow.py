@@ -118,7 +118,7 @@ class ObservedFlow:
         return run_id
 
     def flow_run(self) -> dict[str, Any]:
-        """Return the flow run from the Prefect server."""
+        """Return the run's flow run as JSON, from the Prefect server."""
         with_name = {"flow_runs": {"name": {"any_": [self.run_id]}}}
         flow_run: dict[str, Any]
         [flow_run] = send_request("POST", f"{self._forkserver.api}/flow_runs/filter", with_name)

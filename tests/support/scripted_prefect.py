@@ -98,7 +98,7 @@ class ScriptedPrefect:
         return run_id
 
     def run(self, id: UUID) -> FlowRun:
-        """Return a copy of a flow run."""
+        """Return a copy of the flow run with this id."""
         return self._runs[id].model_copy(deep=True)
 
     def history(self, id: UUID) -> list[str]:

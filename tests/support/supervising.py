@@ -105,7 +105,7 @@ class FlowInstructions:
 
 
 def supervise(part: FlowInstructions) -> int:
-    """Run the flow with the instructions of the test, and return the exit code for the process."""
+    """Run the flow as the test instructs, and return the exit code that the flow process has."""
     cwd = part.plan["cwd"]
     components = part.plan["components"]
     # The test reads the events from this file. So the test needs no Prefect server and no directory
@@ -370,7 +370,7 @@ CONDITIONS_OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 
 def run_flow_process(directory: Path) -> int:
-    """Run the flow with the instructions in `part.pickle`, and return its exit code."""
+    """Run the flow as the file `part.pickle` instructs, and return its exit code."""
     part: FlowInstructions = pickle.loads((directory / "part.pickle").read_bytes())
     at = (part.at,) if part.oddity in CONDITIONS_OF_A_MOMENT else ()
     exit_code: list[int] = []

@@ -49,7 +49,7 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
 @pytest.mark.parametrize(
     ("second", "expected", "states"),
     [
-        # nothing has changed
+        # position and reason are unchanged, so nothing is printed
         ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
         # another run has joined the queue behind this run, so nothing is printed
         ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
@@ -59,7 +59,7 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],
             0,
         ),
-        # the reason changes
+        # the reason for waiting changes, so it is printed, and the state on the server is updated
         (
             {"place": 3, "length": 3, "reason": "is first"},
             ["position 3 of 3 in the queue; needs 1 GPU; is first"],

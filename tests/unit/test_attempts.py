@@ -95,7 +95,7 @@ def test_decision_after_an_attempt(
         ((FULL,), 20),
         ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
-        ((FULL,) * 4, 100),  # the longest delay
+        ((FULL,) * 4, 100),  # no delay is longer
         # the last attempt did run, so the next delay is the shortest again
         ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),

@@ -92,7 +92,7 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[st
 @pytest.mark.parametrize(
     ("layout", "word", "replacement", "fault"),
     [
-        # a misspelt option, and an option of another backend
+        # a misspelt option, and an option of another backend, are unknown
         ("SGLang TP16 over 2x8", "--nnodes", "--nnode", "has no argument --nnode"),
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
         # vLLM reads the option -rank as -r with the value "ank"

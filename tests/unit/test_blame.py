@@ -38,7 +38,7 @@ def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
         # The log only reports that a process was killed, and not why.
         (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
         (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
-        # The log names no cause.
+        # The log names no cause, so the rule is `exit`: only the signal decides.
         ("step 8", 11, FailureKind.RUNTIME_ERROR, "exit"),
         ("step 8", 9, FailureKind.UNKNOWN, "exit"),
     ],

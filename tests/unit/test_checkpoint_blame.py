@@ -98,11 +98,11 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),
-        # the log does not show that the checkpoint was loaded
+        # the log does not show whether the checkpoint was loaded, so it is only suspected
         (attempt_of(), Blame.SUSPECTED),
         (attempt_of(log_tail=TRAINING), Blame.SUSPECTED),
         (attempt_of(message="No CUDA GPUs are available"), Blame.SUSPECTED),
-        # the failure has another cause than the checkpoint
+        # the failure has another cause than the checkpoint, which is not blamed
         (attempt_of("PORT_CONFLICT"), Blame.NONE),
         (attempt_of("NETWORK"), Blame.NONE),
         (attempt_of("GPU_HARDWARE"), Blame.NONE),
@@ -111,7 +111,7 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("UNKNOWN", signal="SIGTERM"), Blame.NONE),
         (attempt_of(component="api"), Blame.NONE),
         (attempt_of(exit_code=0, rule="success-not-reached"), Blame.NONE),
-        # the training continued after the checkpoint was loaded
+        # the training continued after it had loaded the checkpoint, which is not blamed
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
         # step 3 is progress here, because this trainer counts its steps from zero in each attempt

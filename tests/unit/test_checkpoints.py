@@ -102,14 +102,14 @@ def test_last_complete_checkpoint_of_a_folder(
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
-        # the named checkpoint was deleted
+        # the checkpoint that the pointer file names was deleted, so no checkpoint is used
         (
             "latest",
             "step-000010.npz",
             ["step-000020.npz"],
             None,
         ),
-        ("latest", "", ["step-000020.npz"], None),  # a full disk left it empty
+        ("latest", "", ["step-000020.npz"], None),  # a full disk left the pointer file empty
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
         # the checkpoint that the pointer file names was deleted. Checkpoints with lower steps are
         # complete, so the newest of them is used

@@ -202,7 +202,7 @@ class Store(
         self.keys: dict[bytes, Any] = {}
         #: Bundles that were requested from version 2 of the autoscaler, with their counts.
         self.constraints: list[tuple[dict[str, float], int]] = []
-        #: Ray tokens that were received.
+        #: Ray tokens in the received requests.
         self.received_tokens: list[str] = []
         #: The control store answers requests while this event is set.
         self.answers = threading.Event()
@@ -444,7 +444,7 @@ async def test_missing_control_store_raises_no_answer(look: ClusterReader, store
     ("code", "error"),
     [
         (grpc.StatusCode.UNAUTHENTICATED, Denied),
-        # a control store of another Ray release lacks the method
+        # the control store of another Ray release lacks the method, which counts as a refusal
         (grpc.StatusCode.UNIMPLEMENTED, Denied),
         (grpc.StatusCode.INTERNAL, NoAnswer),
     ],

@@ -275,9 +275,10 @@ def test_other_servers_do_not_get_the_password(
 def test_stopped_stack_or_stack_with_a_user_s_password_gets_no_password(
     stack: Callable[..., None], about: dict[str, bool]
 ) -> None:
-    """Another user's program may listen at the address of a stopped stack.
+    """`muster` must not send a stack's password in two cases.
 
-    A password that the user chose for the stack must be set by the user for `muster` too.
+    If the stack is stopped, another user's program may listen at its address. If the user chose the
+    password, the user must also set it for the command `muster`.
     """
     stack(**about)
     make_server_password()
@@ -353,7 +354,7 @@ def test_server_in_the_environment_is_kept(
         # the profile in PREFECT_PROFILE is used instead of the active profile
         ("local", "far", True),
         ("far", "local", False),
-        # PREFECT_PROFILE names a profile that does not exist
+        # the active profile does not exist, so the stack's server is used
         ("gone", None, False),
     ],
 )

@@ -74,7 +74,7 @@ class Server:
 
 @dataclass
 class ServerWithFlowRun(Server):
-    """A Prefect server with one flow run."""
+    """A fake Prefect server with one flow run, which may hold a lease."""
 
     state: State[Any] = field(default_factory=Pending)
     lease_id: UUID | None = LEASE

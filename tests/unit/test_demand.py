@@ -23,7 +23,7 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
         (demand(1, 8), [node(8)]),
         # a gang fits: the cluster has more nodes than the gang needs
         (demand(2, 4), [node(8), node(8), node(0)]),
-        # the node has exactly the number of CPUs that the gang needs
+        # the node has exactly the number of CPUs that the gang needs, so the gang fits
         (demand(1, 8), [node(8, cpus=24)]),
         # the number of CPUs of the node is unknown, so it is not checked
         (demand(1, 8), [node(8, cpus=None)]),
@@ -38,7 +38,7 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
     [
         # the gang needs more GPUs on a node than the largest node has
         (demand(1, 9), [node(8), node(8)]),
-        # the cluster has one node too few
+        # the cluster has one node too few, so the gang can never start
         (demand(3, 8), [node(8), node(8)]),
         # the node has one CPU too few, so verl's placement group would wait forever
         (demand(1, 8), [node(8, cpus=23)]),

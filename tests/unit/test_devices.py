@@ -85,7 +85,7 @@ def test_only_gpus_that_an_outer_scheduler_makes_visible_may_be_granted(
         (Gpu(ecc_errors=2), "2 uncorrectable ECC errors"),
         (Gpu(has_failed_rows=True), "rows of memory"),
         (Gpu(is_lost=True), "GPU is lost"),
-        # The driver cannot recover from the last error (Xid) by itself.
+        # The driver cannot recover from the last error (Xid) by itself, so the GPU is not granted.
         (Gpu(recovery_action=1), "requests a recovery"),
     ],
 )

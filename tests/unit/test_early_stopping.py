@@ -81,7 +81,7 @@ def test_only_a_figure_worse_than_the_median_is_a_reason(
         (history([]), FIVE),
         # the point has not reached the step after which points are compared
         (constant(0.1, 9), FIVE),
-        # fewer than three other points have reached the step
+        # fewer than three other points have reached the step, so the point continues
         (constant(0.1), FIVE[:2]),
         (constant(0.1), [*FIVE[:2], constant(0.9, 9)]),
         (constant(0.1), [*FIVE[:2], history([], last_step=30)]),
@@ -95,7 +95,7 @@ def test_points_are_not_compared_too_early(
 
 
 def test_point_is_compared_at_the_last_common_step() -> None:
-    """A point that is faster than the others is compared with their figures at an earlier step."""
+    """A matrix point that is ahead of the others is compared at the last step that all reached."""
     others = [history([step / 100 for step in range(1, 13)]) for _ in range(3)]
 
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
@@ -106,7 +106,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
 
 
 def test_best_figure_so_far_counts() -> None:
-    """A point whose last figures are bad continues, because rewards are noisy."""
+    """A matrix point whose best reward is good continues: bad last rewards may be noise."""
     noisy = history([0.1] * 9 + [0.5] + [0.1] * 10)
 
     assert find_reason_to_stop(rule(), noisy, FIVE) == ""

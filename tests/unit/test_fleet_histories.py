@@ -33,7 +33,7 @@ class HistoryChecker:
     dice: Random
     #: Number of broadcasts so far. Each broadcast sends other weights.
     broadcasts: int = 0
-    #: Descriptions of the violations.
+    #: Descriptions of the violated rules.
     violations: list[str] = field(default_factory=list)
     #: Lifecycle groups (servers that start and stop together) that the random events have damaged
     #: since their last start. Only these groups may fail.

@@ -109,7 +109,7 @@ def test_killed_or_crashed_fleet_is_lost(
         # the fleet ran out of memory, which would happen again, so it does not count as lost
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
-        # another component than the fleet failed
+        # another component than the fleet failed, so the fleet is not lost
         ({"signal": 9, "component": "trainer"}, "step 8\n", "UNKNOWN"),
     ],
 )

@@ -79,7 +79,7 @@ def make_places(nodes: FakeNodes, **fleet: Any) -> Places:
     [
         # one server with eight GPUs on each node
         (TP16, 4, [{"CPU": 1.0, "GPU": 8.0}] * 4),
-        # servers without GPUs
+        # servers without GPUs request only a CPU
         (CPU, 2, [{"CPU": 1.0}] * 2),
     ],
 )

@@ -106,7 +106,7 @@ def test_engine_size_follows_from_parallelism(
             "must contain ${server.port}",
             "set a variable in env",
         ),
-        # kinds of parallelism that the backend `command` does not support
+        # kinds of parallelism that the backend `command` does not support are rejected
         (
             {**COMMAND, "tensor_parallel": 2},
             "tensor_parallel",
@@ -131,7 +131,7 @@ def test_engine_size_follows_from_parallelism(
             "2 does not divide the number of GPUs of an engine, which is 3",
             "multiple of 2",
         ),
-        # numbers of parallel ranks that SGLang does not support
+        # numbers of parallel ranks that SGLang does not support are rejected
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
@@ -191,7 +191,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide tensor_parallel, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # numbers of parallel ranks that LMDeploy does not support
+        # numbers of parallel ranks that LMDeploy does not support are rejected
         (
             {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
             "expert_parallel",
@@ -222,7 +222,7 @@ def test_engine_size_follows_from_parallelism(
             "3 does not divide the number of GPUs of an engine, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        # numbers of parallel ranks that vLLM does not support
+        # numbers of parallel ranks that vLLM does not support are rejected
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
@@ -254,7 +254,7 @@ def test_engine_size_follows_from_parallelism(
             "an engine would have 8 GPUs, 8 on each node, but its parallelism needs 4",
             "write 4",
         ),
-        # invalid values of `recovery`
+        # invalid values of `recovery` are rejected
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
@@ -274,7 +274,7 @@ def test_engine_size_follows_from_parallelism(
             "leave it out",
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
-        # invalid values of `health`
+        # invalid values of `health` are rejected
         (
             {**COMMAND, "health": {"path": "health"}},
             "health.path",
@@ -320,8 +320,8 @@ def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy
 @pytest.mark.parametrize(
     ("fleet", "word", "remedy"),
     [
-        # arguments that Muster sets itself: the value is in the next word, or after `=`, and the
-        # option has another spelling
+        # arguments that Muster sets itself, in several spellings: the value is in the next word or
+        # after `=`, or the option has another name
         (SGLANG, "--port", "leave it out"),
         (SGLANG, "--port=1", "leave it out"),
         (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N instead"),

@@ -311,7 +311,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
 @pytest.mark.parametrize(
     ("rollout", "trainer", "changes", "path", "problem", "remedy"),
     [
-        # The gateway listens on loopback only.
+        # A Ray job cannot reach the gateway, which listens on loopback only.
         (
             {},
             JOB,
@@ -337,7 +337,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "trainer runs on the cluster",
             "",
         ),
-        # Servers run on the nodes of a Ray cluster.
+        # Servers on the nodes of a Ray cluster cannot reach the gateway, which listens on loopback
+        # only.
         (
             {"placement": "ray", "args": ["${rollout.url}"]},
             {"command": ["train"]},
@@ -384,13 +385,13 @@ def test_unreachable_address_is_a_fault_of_the_spec(
 @pytest.mark.parametrize(
     ("rollout", "trainer"),
     [
-        # The trainer runs on this machine.
+        # The trainer runs on this machine, so it can reach the gateway on loopback.
         ({}, {"command": ["train", "${rollout.url}", "${rollout.engines}"]}),
         ({"placement": "ray"}, {"command": ["train", "${rollout.url}"]}),
         # Muster sends the readiness probe of a Ray job from this machine, so the probe reaches the
         # gateway on 127.0.0.1.
         ({}, {**JOB, "command": ["train"], "ready": {"http": "${rollout.url}/muster/health"}}),
-        # The gateway listens on an address that other machines reach.
+        # The gateway listens on an address that other machines reach, so a Ray job may use it.
         ({"host": "10.0.0.7"}, JOB),
     ],
 )
@@ -603,7 +604,7 @@ ONE_MACHINE = "a local fleet runs only on this machine, but an engine spans 2"
         # A single server of LMDeploy would span several nodes, so the fleet is rejected.
         (LMDEPLOY_TP16, "ray", "requests the GPUs of the other nodes from Ray", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
-        # The nodes of an engine cannot be on a single machine.
+        # An engine on several nodes cannot run on a single machine, so the fleet is rejected.
         (SGLANG_TP16, "local", ONE_MACHINE, "write 1, or placement: ray"),
         ({**FLEET, "nodes_per_engine": 2}, "local", ONE_MACHINE, "write 1, or placement: ray"),
     ],

@@ -26,7 +26,7 @@ class Server:
     parameters: dict[str, Any]
     #: True if the server refuses connections.
     is_away: bool = False
-    #: The states that were set, in order.
+    #: States that the flow run was set to, in order.
     states: list[State[Any]] = field(default_factory=list)
 
     def __enter__(self) -> Self:

@@ -142,7 +142,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a user has set the state of a requeued flow run, which has no process
         (flow_run(RUNNING, 60), host(waiting=("a-run",)), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(waiting=("a-run",)), None),
-        # the next process of the requeued flow run was killed
+        # the next process of the requeued flow run was killed, so the flow run has crashed
         (flow_run(RUNNING, 60, infrastructure_pid="7"), host(waiting=("a-run",)), "Crashed"),
         # flow runs of a worker of type gang are processes of this host, those of type kubernetes
         # are not
@@ -263,7 +263,7 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),
         (RUNNING, closed(RunState.FAILED), "Failed", "the run's own"),
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
-        # the run has no record
+        # the run has no record, so its state becomes Crashed
         (RUNNING, None, "Crashed", "the cause"),
         # the server allows only Cancelled after Cancelling
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),

@@ -55,7 +55,7 @@ def test_full_file_system_is_named_as_the_cause(
     ("failure", "file_system"),
     [
         (make_failure(exit_code=1), FREE_DISK),
-        # The log shows another cause than a full disk.
+        # The log shows another cause, so the full disk is not blamed.
         (make_failure("value-error", "USER_ERROR", exit_code=1), FULL_DISK),
         # SIGKILL, exit code 143 (SIGTERM) and exit code 0 are not consequences of a failed write.
         (make_failure(signal="SIGKILL"), FULL_DISK),

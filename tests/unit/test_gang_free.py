@@ -66,14 +66,14 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
     [
         # the run uses no GPUs yet, so the granted GPUs count
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
-        # the run uses the granted GPUs
+        # the run uses exactly the granted GPUs, and each of them counts once
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
         # Ray placed the run on other nodes than granted, so only the used GPUs count
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
         # the run uses only a part of its GPUs, on other nodes than granted, so both count
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
         ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
-        # the run uses more GPUs than it was granted
+        # the run uses more GPUs than it was granted, so the used GPUs count
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
         # a run that uses a part of a GPU holds the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
@@ -176,7 +176,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
-        # the granted node is present under the granted name
+        # the granted node is present under the granted name, so its GPUs count for this name
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )

@@ -303,15 +303,16 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # several gangs start before the first waiting gang and still run when it can start: their
-        # GPUs are added up
+        # gangs that would still run when the first waiting gang can start: their GPUs are added up,
+        # so only one of them may start now
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # the GPUs of a gang that ends before the first waiting gang can start are not counted
+        # a gang that ends before the first waiting gang can start does not count, so a third gang
+        # may start, too
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],

@@ -143,11 +143,11 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """Check the list of Prefect's methods that the gang worker overrides.
+    """Check which methods of Prefect's worker the gang worker overrides.
 
-    Other tests check the private method. The method `run` is public, so every worker class may
-    define it. `__aenter__` only chooses the folder for temporary files, and then calls Prefect's
-    method.
+    Other tests check the private method `METHOD`. The method `run` is public, so every worker class
+    may define it. `__aenter__` only chooses the folder for temporary files, and then calls
+    Prefect's method.
     """
     overridden = {
         name
@@ -224,7 +224,7 @@ class SchedulerOfAnotherLeader:
             granted: Number of runs to start in each pass.
         """
         self.granted = list(granted)
-        #: Number of passes until now.
+        #: Number of scheduling passes until now.
         self.passes = 0
 
     async def decide(self, *_: object, **_options: object) -> tuple[Any, list[Any]]:

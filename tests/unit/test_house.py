@@ -43,11 +43,11 @@ def test_standalone_programs_exist(path: str) -> None:
         ("tasks/record/a.py", "import importlib\nimportlib.import_module('tasks.show')"),
         ("deployments/stack.py", "import tests.unit"),
         ("tasks/train/a.py", "from tasks.command import main"),
-        # an import from a folder of the same layer
+        # an import from another folder of the same layer is forbidden
         ("tasks/show/a.py", "from tasks.processes import tree"),
-        # a folder of `tasks/` that the list of layers does not contain
+        # a folder of `tasks/` that the list of layers does not contain is forbidden
         ("tasks/extra/a.py", ""),
-        # imports of packages that the module's folder must not use
+        # third-party packages that the module's folder must not import
         ("tasks/spec/a.py", "import psutil"),
         ("tasks/processes/a.py", "import prefect.client"),
         ("tasks/queue/a.py", "import ray"),

@@ -246,7 +246,7 @@ def pace() -> Iterator[Callable[..., Pace]]:
         ([(0, 80), (10, 100)], 500, 2.0),
         # after the return to a checkpoint, only the later steps count
         ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),
-        # a repeated step is not progress
+        # a repeated step is not progress, so the rate is unknown
         ([(0, 5), (10, 5)], 10, None),
     ],
 )

@@ -127,7 +127,7 @@ READ = ("read",)
             [("write", "a\nb\n"), ("copy_begun", "3"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
         ),
-        # another process still writes to the renamed file
+        # another process still writes to the renamed file, so the lines of both files are read
         (
             [
                 ("write", "a\n"),
@@ -179,7 +179,7 @@ READ = ("read",)
             ],
             ["a", "b", "c", "d", "e", "f", "g"],
         ),
-        # the log is rotated while a line is incomplete
+        # the log is rotated while a line is incomplete: the parts of the line are joined
         (
             [("write", "a\nb"), READ, ("write", "c"), ("copy",), ("write", "d\ne\n"), READ],
             ["a", "bcd", "e"],

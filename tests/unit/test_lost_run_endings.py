@@ -63,7 +63,7 @@ def record_of(directory: Path, until: str, verdict: str = "", retried: bool = Fa
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Return the JSON of a record file."""
+    """Return the content of a run's record file, which is JSON."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 

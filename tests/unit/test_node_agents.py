@@ -146,7 +146,7 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # a request to end the processes of all attempts of the run
+        # the request ends the processes of all attempts of the run, so also those of this job
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
@@ -213,7 +213,8 @@ def test_forged_and_replayed_orders_are_refused(
         lambda nonce: (order, ""),
         lambda nonce: (order, "00" * 256),
         lambda nonce: (order, another.sign(signed_text(NODE, nonce, order))),
-        # the signature is for another node, for an earlier connection, or for another order
+        # the signature is for another node, for an earlier connection, or for another order, so the
+        # order is refused
         lambda nonce: (order, key.sign(signed_text(OTHER, nonce, order))),
         replayed,
         lambda nonce: (order, key.sign(signed_text(NODE, nonce, order.replace(b"1", b"2")))),

@@ -41,7 +41,7 @@ CONTAINER_V1 = "34 23 0:27 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup r
             CONTAINER_V1,
             ["/sys/fs/cgroup/memory/part", "/sys/fs/cgroup/memory"],
         ),
-        # A container with its own cgroup namespace.
+        # In a container with its own cgroup namespace, the only path is the root of the hierarchy.
         ("0::/\n", V2, ["/sys/fs/cgroup"]),
         # The mounted part of the hierarchy does not contain the cgroup of the process, so there are
         # no paths.
@@ -69,7 +69,7 @@ def test_memory_groups_of_a_process_are_listed_from_the_innermost(
             67108864,
             67104768,
         ),
-        # Before Linux 5.19, cgroups have no file memory.peak.
+        # Before Linux 5.19, cgroups have no file memory.peak, so the peak is unknown.
         ({"memory.events": "oom_kill 0\n", "memory.max": "max\n"}, 0, None, None),
         (
             {

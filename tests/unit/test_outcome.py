@@ -18,7 +18,7 @@ from tasks.spec.failure_kinds import FailureKind
         (0, None, "", "exit code 0"),
         (137, None, "", "exit code 137"),
         (None, signal.SIGSEGV, "", "killed by SIGSEGV"),
-        # A real-time signal has no name.
+        # A real-time signal has no name, so its number is shown.
         (None, 40, "", "killed by signal 40"),
         (None, None, "", "exit status unknown"),
         (None, None, "its guardian died", "exit status unknown: its guardian died"),

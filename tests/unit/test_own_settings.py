@@ -24,7 +24,7 @@ from tasks.spec.own_settings import (
 from tasks.train.spec_check import check_spec
 from tests.support.house import ROOT
 
-#: Values that Muster does not understand.
+#: Environment variables with values that Muster rejects.
 BAD_VALUES = [
     ("MUSTER_MAX_CONTAINMENT", "l2"),
     ("MUSTER_MAX_CONTAINMENT", "2"),
@@ -167,7 +167,7 @@ def test_unknown_variable_is_reported_with_the_most_similar_setting(
 
 
 def test_variables_that_muster_sets_are_not_reported() -> None:
-    """A component has these variables in its environment, and may itself run Muster."""
+    """Muster sets these variables for components. A component that runs Muster gets no warning."""
     variables = dict.fromkeys((*COMPONENT_VARIABLES, *INTERNAL_VARIABLES), "x")
 
     assert find_unknown_variables(variables) == ()

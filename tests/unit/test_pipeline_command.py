@@ -122,13 +122,13 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
             StateType.FAILED,
             "stage b: NODE_LOST: n1 (flow run 7)",
         ),
-        # the flow process of the stage's run was lost
+        # the flow process of the stage's run was lost, so the pipeline has failed
         (
             ended("Crashed", RunState.FAILED, "its process is gone"),
             StateType.FAILED,
             "stage b: Crashed: its process is gone (flow run 7)",
         ),
-        # a user cancelled only the run of the stage
+        # a user cancelled only the run of the stage, so the pipeline is cancelled, too
         (
             ended("Cancelled", RunState.CANCELLED, "cancelled from Prefect"),
             StateType.CANCELLED,

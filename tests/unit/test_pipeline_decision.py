@@ -68,7 +68,8 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         ([], 0, Begin(stage="a", number=1)),
         # the run of stage a is waiting or running, so it stays
         ([A_OPEN], 0, A_OPEN),
-        # the run of stage a is waiting or running, and a user has started the pipeline again
+        # the run of stage a is waiting or running, and a user has started the pipeline again: the
+        # run stays
         ([A_OPEN], 99, A_OPEN),
         # a complete stage is never repeated
         ([A_DONE], 0, Begin(stage="b", number=1)),
@@ -246,7 +247,7 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (1, False), (2, False)], 0),
         # the pipeline failed at 9 s, and a user retried it at 20 s
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
-        # the pipeline failed twice, and a user retried it each time
+        # the pipeline failed twice, and a user retried it each time: the last retry counts
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
         # `muster reconcile` has scheduled the lost pipeline again, which is no new start by a user
         ([(0, False), (2, False), (30, False), (31, False)], 0),

@@ -462,7 +462,10 @@ def test_stopped_point_is_the_best_if_no_point_has_completed(server: FakeRuns) -
 
 
 def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:
-    """The process of the pipeline was killed between the record of the reason and the cancel."""
+    """A pipeline's process was killed after it recorded why a matrix point must stop.
+
+    It had not cancelled the run of this point yet. The next process must cancel the run.
+    """
     session = start(reward_grid())
     session.advance()
     server.runs[1] = replace(server.runs[1], stop_reason="reward 0 is too low")

@@ -90,7 +90,7 @@ A = {"name": "a", "spec": spec()}
                 "found the text 'preflight/cluster'"
             ],
         ),
-        # faults in the run spec of a stage
+        # faults in the run spec of a stage are reported
         (
             pipeline(A, {"name": "b", "spec": spec(workload="dance")}),
             [
@@ -148,7 +148,7 @@ A = {"name": "a", "spec": spec()}
                 "FOLDER in the component, or checkpoint: PATTERN in the stage)"
             ],
         ),
-        # an unknown name in the key `checkpoint` of a stage
+        # an unknown name in the key `checkpoint` of a stage is reported
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [

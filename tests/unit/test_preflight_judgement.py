@@ -74,11 +74,11 @@ def test_healthy_node_has_no_finding() -> None:
         (node(skew_s=2.2, skew_error_s=0.1), "clock"),
         (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
         (node(carriers=[carrier("ended")]), "leftovers"),
-        # Ray has eight GPUs, but the driver finds only seven
+        # Ray has eight GPUs, but the driver finds only seven, which is reported
         (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
-        # the GPU driver does not answer
+        # the GPU driver does not answer, which is reported
         (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
-        # a process that has ended still holds GPU memory
+        # a process that has ended still holds GPU memory, which is reported
         (
             node(facts=node().facts | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}),
             "gpus",

@@ -113,10 +113,10 @@ def test_connection_is_shown_with_both_ends(address: str) -> None:
         ("0000000000000020", signal.SIGABRT, True),
         ("0000000000000020", signal.SIGTERM, False),
         ("0000000000004000", signal.SIGTERM, True),
-        # the signals with the lowest and the highest number
+        # the lowest and the highest signal number have the lowest and the highest bit
         ("0000000000000001", 1, True),
         ("8000000000000000", 64, True),
-        # the process has ended, so /proc has no file about it
+        # the process has ended, so /proc has no file about it: it catches no signal
         (None, signal.SIGABRT, False),
     ],
 )

@@ -206,7 +206,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
             "running-run is scheduled to start at 2026-01-02 15:05 UTC.",
         ),
-        # no scheduler has read the run yet
+        # no scheduler has read the run yet, so no reason for waiting is known
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},

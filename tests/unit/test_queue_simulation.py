@@ -198,10 +198,10 @@ def test_figures_are_compared_with_fifo(tmp_path: Path, capsys: pytest.CaptureFi
         ("job_id,duration_s,gpus\n", "missing columns: submit_s; there are: job_id, duration_s"),
         ("job_id,submit_s,duration_s,nodes\n", "missing columns: gpus, or nodes and gpus_per_node"),
         ("job_id,submit_s,duration_s,gpus\n", "has no jobs"),
-        # an empty cell in a column that requires a value
+        # an empty cell in a column that requires a value is reported
         ("job_id,submit_s,duration_s,gpus\na,0,1,1\nb,,1,1\n", "line 3: submit_s is empty"),
         ("job_id,submit_s,duration_s,gpus\na,0,1,\n", "line 2: gpus is empty, and so is nodes or"),
-        # a row that is too short
+        # a row of the CSV file has too few cells, which is reported
         ("job_id,submit_s,duration_s,gpus\na,0,1\n", "line 2: gpus is empty"),
         ("job_id,submit_s,duration_s,gpus\na,soon,1,1\n", "submit_s is 'soon', no number"),
         ("job_id,submit_s,duration_s,gpus\na,0,-1,1\n", "duration_s is '-1', no number"),

@@ -91,7 +91,7 @@ def test_truncated_checkpoint_is_rejected(tmp_path: Path, kept_fraction: float) 
         (2, "", [1, 2]),
         # The checkpoint contains all trained steps, so no line is removed.
         (4, "", [1, 2, 3, 4]),
-        # A crash of the machine can cut the last line.
+        # A crash of the machine can cut the last line, which is then removed.
         (4, '{"step": 5, "at"', [1, 2, 3, 4]),
         # The last line has no newline and is also removed. Otherwise the next line would be
         # appended to it.

@@ -127,10 +127,10 @@ def test_stream_is_refused(server: InferenceServer, path: str) -> None:
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        # The request is not JSON, or is no JSON object.
+        # A request that is not JSON, or no JSON object, is refused.
         (b"{", "not JSON"),
         ([], "not a JSON object"),
-        # The prompt is missing, or has tokens outside the vocabulary.
+        # A request without a prompt, or with tokens outside the vocabulary, is refused.
         ({}, "prompt"),
         ({"prompt": {"prompt_token_ids": [len(VOCABULARY)]}}, "prompt"),
         ({"prompt": [-1]}, "prompt"),

@@ -51,7 +51,7 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
         # The batch is empty. The trainer must not use it, because the training step would look like
         # progress.
         {"batch": []},
-        # The Atropos API never gives this response.
+        # The response has another form than the responses of the Atropos API.
         {},
         [],
     ],

@@ -42,7 +42,7 @@ def adoptable(record: RunRecord, path: Path) -> AttemptRecord | None:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Return the JSON of a record file."""
+    """Return the content of a run's record file, which is JSON."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 
@@ -355,7 +355,7 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
         (("attempt.begun", "attempt.ready"), {}, True),
         # the teardown has begun, but Muster has not requested the stop of the job
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
-        # Muster has requested the stop of the job
+        # Muster has already requested the stop of the job, so the job cannot be adopted
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
     ],
 )

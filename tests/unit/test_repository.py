@@ -84,7 +84,7 @@ def planted_repository(at: Path, program: Path) -> None:
 def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
     shared: Path, proof: Path, caplog: pytest.LogCaptureFixture, is_file: bool
 ) -> None:
-    """CVE-2022-24765: the attacker owns `.git` in a folder like `/tmp` above the project."""
+    """An attacker creates `.git` in a folder above the project, as in CVE-2022-24765."""
     project = own_project(shared)
     program = shared / "evil.sh"
     attack("sh", "-c", f"printf '#!/bin/sh\\nid -u >> {proof}\\ncat\\n' > {program}")

@@ -119,7 +119,7 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
         # the request comes from a web page of another server on this machine, maybe of another user
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
-        # the request comes from a page of another website
+        # the request comes from a page of another website, so it is refused
         (
             {"Host": "127.0.0.1:8000", "Origin": "https://evil.example"},
             False,

@@ -113,7 +113,7 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
                 "components.rollout.args.0: Muster itself sets -tp",
             ],
         ),
-        # no fleet
+        # the spec has no fleet
         (
             None,
             None,
@@ -122,13 +122,13 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
                 "it has no inference servers to plan (write"
             ],
         ),
-        # an engine that is too large for a node
+        # an engine needs more GPUs than a node has
         (
             {"backend": "sglang", "model": "m", "tensor_parallel": 8},
             {"gpus_per_node": 4},
             ["components.rollout: an engine needs 8 GPUs of one node, which has 4"],
         ),
-        # an engine on two nodes in a local fleet
+        # an engine needs two nodes, but a local fleet has only one
         (
             {**FLEET, "placement": "local"},
             None,

@@ -434,13 +434,13 @@ def plan(*engines: Engine) -> TopologyPlan:
     ("engines", "fault"),
     [
         ((), "no engines"),
-        # Plans whose ranks are wrong.
+        # Plans with wrong ranks are rejected.
         ((engine(slot(0, ranks=(0, 0))),), "engine 0, server 0: a rank is listed twice: 0"),
         (
             (engine(slot(0)), engine(slot(1, engine=1, ranks=(1, 0)))),
             "engine 1, server 1: a rank is listed twice: 0",
         ),
-        # Engines without a server, or without a server that accepts requests.
+        # Engines without a server, or without a server that accepts requests, are rejected.
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
@@ -460,7 +460,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, ranks=(0, 1, 2))),),
             "engine 0: no server updates the weights of ranks 1, 2",
         ),
-        # Two servers with the same address.
+        # Two servers with the same address are rejected.
         (
             (engine(slot(0), slot(1, port=30000)),),
             "engine 0, server 1: an address is used twice: http://n0:30000",

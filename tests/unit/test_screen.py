@@ -46,7 +46,7 @@ def region(*texts: str) -> Text:
     ("text", "shown"),
     [
         ("plain, with Umlauts: äöü ━", "plain, with Umlauts: äöü ━"),
-        # control sequences for colours
+        # control sequences for colours are removed
         ("\x1b[1;31mred\x1b[0m", "red"),
         # sequences that move the cursor and erase a line are removed
         ("up\x1b[2A\x1b[K", "up"),
@@ -60,7 +60,7 @@ def region(*texts: str) -> Text:
         ("one\r\ntwo\r\n", "one\ntwo\n"),
         ("bell\x07, backspace\x08, null\x00, C1 \x9b31m", "bell, backspace, null, C1 31m"),
         ("a\tb", "a   b"),
-        # the text ends with an incomplete control sequence
+        # an incomplete control sequence at the end of the text is removed
         ("end \x1b", "end "),
     ],
 )

@@ -91,10 +91,11 @@ def requests_of_session(
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),
-        # A terminal is closed: the kernel, the shell and an init system each send a signal.
+        # A terminal is closed: the kernel, the shell and an init system each send a signal. The
+        # signals count as one request.
         (False, [HUP, HUP, TERM]),
-        # One press of Ctrl-C. A wrapper program in the terminal's process group sends the signal
-        # again.
+        # One press of Ctrl-C counts once, although a wrapper program in the terminal's process
+        # group sends the signal again.
         (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
         # The user cancels the run in Prefect's UI, and presses Ctrl-C once.
         (False, [Change.CANCELLED, (INT, 3.0)]),
@@ -303,7 +304,7 @@ def test_signal_after_the_run_changes_nothing(
 
 
 def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
-    """The kernel may deliver a signal to another thread than the main thread, which is blocked."""
+    """The main thread is blocked, so the kernel delivers the signal to another thread."""
     is_received = threading.Event()
     results = []
     lock = threading.Lock()

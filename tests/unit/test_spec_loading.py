@@ -400,10 +400,10 @@ def test_unreadable_file_has_one_fault(tmp_path: Path) -> None:
         ("12.10", "12.10"),  # a version number, different from 12.1
         ("1.0e-4", "1.0e-4"),
         ("1e-4", "1e-4"),
-        ("022", "022"),  # PyYAML reads 18
+        ("022", "022"),  # PyYAML alone would read the number 18
         ("0x10", "0x10"),
         ("1_000", "1_000"),
-        ("12:30", "12:30"),  # PyYAML reads 750
+        ("12:30", "12:30"),  # PyYAML alone would read the number 750
         ("+5", "+5"),
         ('"yes"', "yes"),
         ("a=b", "a=b"),

@@ -65,7 +65,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "-um", "no.such.module", "x.py"],
         ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
         ["python", "-", "none.py"],
-        ["python", "--unknown-option", "none.py"],  # may take a value
+        ["python", "--unknown-option", "none.py"],  # the option may take a value
         ["python"],
         ["python", "${run.dir}/none.py", "--config", "${attempt.dir}/none.yaml"],
         ["python", "${run.dir}", "none.py"],
@@ -74,7 +74,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["sh", "-c", "none.sh --config none.yaml", "none.sh"],
         ["bash", "-euc", "none"],
         ["bash", "-eo", "pipefail", "run.sh"],
-        ["bash", "+x", "none.sh"],  # may take a value
+        ["bash", "+x", "none.sh"],  # the option may take a value
         ["bash", "on-the-path.sh"],  # bash also searches PATH
         ["sh", "run.sh", "--config", "none.yaml"],  # the script may change its directory first
         ["node", "app.js"],
@@ -213,11 +213,11 @@ def test_a_missing_directory_is_a_fault(root: Path, cwd: str, problem: str, reme
     ("run", "component", "script"),
     [
         (".", None, "sub/job.py"),
-        ("sub", None, "job.py"),  # directory of the run
-        (".", "sub", "job.py"),  # directory of the component
+        ("sub", None, "job.py"),  # relative to the directory of the run
+        (".", "sub", "job.py"),  # relative to the directory of the component
         # the component's directory is relative to the project's root, not to the run's directory
         ("data", "sub", "job.py"),
-        ("${run.dir}", None, "anything.py"),  # does not exist yet
+        ("${run.dir}", None, "anything.py"),  # the directory does not exist yet
         (".", "${attempt.dir}", "./anything.py"),
     ],
 )
@@ -267,7 +267,7 @@ def test_commands_of_ray_jobs_are_not_checked(root: Path) -> None:
     ("path", "expected"),
     [
         ("/usr/bin:/bin", "/venv/bin:/usr/bin:/bin"),
-        ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # already first
+        ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # it is already the first entry
         ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # must be the first entry
         ("", "/venv/bin"),
     ],

@@ -119,12 +119,12 @@ def test_password_in_a_url_is_masked_for_any_name() -> None:
     ("value", "is_secret"),
     [
         ("hunter2", True),
-        ("abcd", True),  # the shortest
-        ("abc", False),  # occurs within words
+        ("abcd", True),  # the shortest secret that is masked
+        ("abc", False),  # too short: it may occur within words
         ("", False),
         ("true", False),
         ("None", False),
-        ("12345", False),  # may be a step, a port or a size
+        ("12345", False),  # the number may also be a step, a port or a size
         ("123456", True),
     ],
 )

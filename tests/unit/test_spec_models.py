@@ -156,8 +156,8 @@ def test_spec_is_immutable() -> None:
     [
         ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
-        ("environment", "complete"),  # as in Hermes' training tool
-        ("sandbox", "fail"),  # any other name
+        ("environment", "complete"),  # the default of Hermes' training tool, too
+        ("sandbox", "fail"),  # the default for every other name
     ],
 )
 def test_default_of_on_exit_zero_depends_on_the_component(name: str, meaning: str) -> None:
@@ -275,7 +275,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        # a liveness probe that only checks the processes of the component
+        # a liveness probe may check only the processes of the component
         ("trainer.live", {"processes": "scheduler"}),
         # a liveness probe that checks processes and also sends an HTTP request
         (

@@ -40,7 +40,7 @@ def faults_of(spec: RunSpec) -> list[Fault]:
     [
         ("${a}", "<a>"),
         ("x${a}y${b.c}", "x<a>y<b.c>"),
-        ("$${a}", "${a}"),  # escaped
+        ("$${a}", "${a}"),  # an escaped placeholder
         ("$$${a}", "$${a}"),  # a dollar sign, then an escaped placeholder
         ("$${${a}}", "${<a>}"),
         ("$", "$"),

@@ -79,7 +79,7 @@ def make_ended_process() -> ProcessId:
 
 @pytest.fixture
 def place(muster_home: Path) -> StackPlace:
-    """The empty directory of the stack in MUSTER_HOME."""
+    """Return the stack's directory in MUSTER_HOME, which is empty."""
     place = StackPlace.of_home()
     place.directory.mkdir()
     return place
@@ -533,7 +533,7 @@ def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -
         # The user sets a token, for example the token of another cluster.
         ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}),
         ({"RAY_AUTH_TOKEN_PATH": "/own"}, {"RAY_AUTH_MODE": "token"}),
-        # The user switches tokens off.
+        # The user switches tokens off, so the stack creates no token.
         ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled"}),
     ],
 )

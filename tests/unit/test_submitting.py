@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SubmitServer:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    """A spec in a folder of a project."""
+    """Return the path of a spec file in a folder of a project."""
     (tmp_path / ".git").mkdir()
     (tmp_path / "runs").mkdir()
     path = tmp_path / "runs" / "spec.yaml"

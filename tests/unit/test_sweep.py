@@ -80,7 +80,7 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
         # the process belongs to another run, whose id is longer or shorter than the id of this run
         {"MUSTER_RUN_ID": "{run_id}-2"},
         {"MUSTER_RUN_ID": "swept"},
-        # the id of the run is in another variable
+        # the id of the run is in another variable, so the process does not belong to the run
         {"MY_MUSTER_RUN_ID": "{run_id}"},
         # the process belongs to another attempt, or to another component, or has only the run id
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},

@@ -55,7 +55,7 @@ class Trainer:
     is_hung: bool = False
     is_ready: bool = True
     exit: object = None
-    #: Times of the warning signals.
+    #: Time of each warning signal that the fake trainer received, in seconds.
     warned_at: list[float] = field(default_factory=list)
     #: Requests to delay SIGKILL: the time of each request, and the requested delay in seconds.
     delays: list[tuple[float, float]] = field(default_factory=list)
@@ -263,7 +263,7 @@ async def test_no_save_is_waited_for_if_nobody_can_save(tmp_path: Path, state: s
 async def test_end_without_notice_waits_for_the_checkpoint_after_the_warning(
     tmp_path: Path,
 ) -> None:
-    """The trainer finishes its step for 40 s after the warning, and then saves for 20 s."""
+    """The wait lasts 60 s: the trainer finishes its step in 40 s, and then saves in 20 s."""
     scene = make_scene(
         tmp_path,
         warn_s=600.0,

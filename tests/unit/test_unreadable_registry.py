@@ -330,7 +330,7 @@ def test_process_does_not_lose_the_lock_of_its_own_run(muster_home: Path, run_id
 
 
 def test_run_of_an_unknown_machine_is_kept(muster_home: Path, run_id: str) -> None:
-    """Several machines may share a registry, and a run may belong to another machine."""
+    """A run whose machine is unknown may run on another machine that shares this registry."""
     directory = register_lost_run(muster_home, run_id)
     elsewhere = ProcessId(pid=os.getpid(), start_ticks=1, boot_id="another machine")
     enter(directory, make_entry(run_id, guardian=elsewhere, process=elsewhere))
@@ -447,7 +447,7 @@ def test_job_is_unknown_if_its_submission_is_unreadable_as_well(
 def test_entries_are_written_while_the_disk_forces_a_record(
     muster_home: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start of a component must not wait until a record is safe from a power failure."""
+    """The start of a component must not wait for fsync of another record in the registry."""
     register = RunRegistration.opened(run_id)
     is_released = threading.Event()
     is_forcing = threading.Event()

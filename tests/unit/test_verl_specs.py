@@ -80,7 +80,7 @@ def test_specs_start_an_adoptable_ray_job_on_a_worker_node(path: Path) -> None:
         ("verl-sft", "algorithm.adv_estimator=grpo", "no such key"),
         # a key of verl 0.3, which newer releases do not have
         ("verl-ppo", "critic.model.fsdp_config.param_offload=True", "no such key"),
-        # a value of the wrong type
+        # a value of the wrong type is reported
         ("verl-grpo", "actor_rollout_ref.rollout.n=many", "must be int, found 'many'"),
         # an existing key with Hydra's prefix `+`, which is only for new keys
         ("verl-ppo", "+trainer.nnodes=2", "leave out the +"),

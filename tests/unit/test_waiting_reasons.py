@@ -94,7 +94,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first("1", drained={"n3": 8}),
             "to end, expected time unknown; would fit on drained",
         ),
-        # the run would fit on a node without a worker
+        # the run would fit on a node without a worker, so the text says how to start one
         (
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
@@ -103,7 +103,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
         (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
         # programs outside the queue use the GPUs that the run needs
         (first(others=5), "programs outside this queue use 5 GPUs"),
-        # enough GPUs are free, but too few CPUs
+        # enough GPUs are free, but too few CPUs: the text names the CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
             "too few nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
@@ -160,7 +160,7 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str)
             "waits for its Ray cluster, http://ray:8265, which does not answer "
             "(no answer within 5 s)",
         ),
-        # a run whose spec names no Ray cluster
+        # the spec names no Ray cluster, and the pool lists none
         (
             no_answer_message(SMALL, "", "the pool lists none"),
             "waits for nodes: the pool lists none",

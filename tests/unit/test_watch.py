@@ -92,7 +92,7 @@ def curve(name: str, values: Iterable[float | str | None]) -> Lines:
         ([1.0] + [None] * 9, {}),
         ([1.0] + [None] * 10, {"loss_not_finite": 11}),
         ([None] * 10, {"loss_not_finite": 10}),
-        # This trainer writes the metric every 10 steps.
+        # A trainer that writes the metric only every 10 steps raises no alarm.
         (([1.0] + [None] * 9) * 3, {}),
         (([1.0] + [None] * 9) * 3 + [None] * 9, {"loss_not_finite": 39}),
     ],
@@ -148,19 +148,19 @@ def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> 
         (curve("actor/grad_norm", [1.0, math.inf]), {"gradient_not_finite": 2}),
         (curve("grad_norm", [5e3] * 3), {"gradient": 3}),
         (curve("grad_norm", [5e3, 1.0] * 20), {}),
-        # the metrics have the names that verl uses
+        # metrics with the names that verl uses are recognized
         (
             [{"step": n, "data": {"actor/ppo_kl": 20.0}} for n in (1, 2, 3)],
             {"kl": 3},
         ),
         (curve("response_length/clip_ratio", [0.95] * 10), {"length": 10}),
         (curve("frac_reward_zero_std", [1.0] * 10), {"no_variance": 10}),
-        # the reward rises and falls again
+        # the reward rises and falls again, which raises an alarm
         (
             curve("reward", [*(n / 50 for n in range(50)), *([0.05, 0.07] * 5)]),
             {"reward_collapsed": 53},
         ),
-        # the reward was high from the first step
+        # the reward is high from the first step and then falls, which raises an alarm
         (curve("reward", [*([0.8, 0.78, 0.82] * 5), *([0.1, 0.12] * 4)]), {"reward_collapsed": 18}),
         (curve("reward", [-5.0, -4.0, -3.0, -2.0, -1.0, -1.1, -0.9, -1.2, -1.0]), {}),
     ],
