@@ -29,7 +29,8 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize(
     ("status", "request_"),
     [
-        # Requests with two lengths: two HTTP parsers could find different ends of the body.
+        # Requests with two lengths are refused: two HTTP parsers could find different ends of the
+        # body.
         (400, _POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc"),
@@ -37,7 +38,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (501, _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
         (501, _POST + b"Transfer-Encoding: identity\r\n\r\n"),
         (400, b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-        # Lines and header names that two HTTP parsers could end at different places.
+        # Lines and header names are refused if two HTTP parsers could end them at different places.
         (400, b"GET /x HTTP/1.1\nHost: me\n\n"),
         (400, _GET + b"X: a\n\r\n"),
         (400, _GET + b"X: a\r\n b\r\n\r\n"),
@@ -45,7 +46,8 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, _GET + b"X: a\x00b\r\n\r\n"),
         (400, _GET + b"Host: another\r\n\r\n"),
         (400, b"GET /x HTTP/1.1\r\n\r\n"),
-        # The target is no path of this server, or the protocol is not HTTP/1.1.
+        # The request is refused: its target is no path of this server, or its protocol is not
+        # HTTP/1.1.
         (400, b"GET http://other/x HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (400, b"GET other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (501, b"CONNECT other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),

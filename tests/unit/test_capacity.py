@@ -93,7 +93,7 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
 @pytest.mark.parametrize(
     ("drained", "found"),
     [
-        # no name is given, but Ray itself is draining the node `far`
+        # no name is given, but Ray itself is draining the node `far`, which counts as drained
         ((), {"far"}),
         ((ONE,), {ONE, "far"}),
         # an address without a node id stands for all nodes at this address

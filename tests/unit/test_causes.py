@@ -488,19 +488,19 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "Volatile Uncorr. ECC |   0 |   N/A",
         "srun: error: node7: task 0: Exited with exit code 1",
         "Error: see above",
-        # Lines about an error after which the program tries again.
+        # These lines report an error after which the program tries again, so it is not the cause.
         "ERROR client: Connection refused, retrying in 2 s",
         "Port 29500 is already in use, trying port 29501 instead.",
         "retrying after timeout: read timed out (3/10)",
         "CUDA out of memory at batch size 64, falling back to 32",
-        # Harmless log levels in the formats of several loggers.
+        # These lines have harmless log levels, such as INFO, in the formats of several loggers.
         "WARNING 05-05 12:00:00 [cuda.py:12] CUDA out of memory in the probe run",
         "2026-01-01 00:00:00,120 - INFO - client - ConnectionResetError: peer",
         "[W1107 10:04:31.990 socket.cpp:464] [c10d] Address already in use",
         "[2026-01-01 00:00:00,120] [INFO] [io.py:8:save] No space left on device: other disk",
         "/lib/a.py:46: ResourceWarning: ConnectionResetError: peer",
         "+ echo 'No space left on device'",
-        # Ray only lists possible reasons for the death of an actor.
+        # Ray only lists possible reasons for the death of an actor here, and not the actual one.
         "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )

@@ -192,9 +192,11 @@ def test_run_with_a_deleted_flow_run_ends(server: ScriptedServer) -> None:
 @pytest.mark.parametrize(
     ("refusal", "times"),
     [
-        # A Prefect server whose database is being restored may give this answer a few times.
+        # A Prefect server whose database is being restored may give this answer a few times, so the
+        # run continues.
         ("Flow run not found", 3),
-        # The answer comes from a proxy or from another program, not from the Prefect server.
+        # The answer comes from a proxy or from another program, not from the Prefect server. So the
+        # run continues.
         ("Not Found", 20),
     ],
 )

@@ -77,9 +77,9 @@ def test_only_a_figure_worse_than_the_median_is_a_reason(
 @pytest.mark.parametrize(
     ("point", "others"),
     [
-        # the point has no figure, for example because the metric has another name
+        # the point has no figure, for example because the metric has another name: it continues
         (history([]), FIVE),
-        # the point has not reached the step after which points are compared
+        # the point has not reached the step after which points are compared, so it continues
         (constant(0.1, 9), FIVE),
         # fewer than three other points have reached the step, so the point continues
         (constant(0.1), FIVE[:2]),

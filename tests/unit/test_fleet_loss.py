@@ -79,9 +79,9 @@ def judge(
         # USER_ERROR.
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
-        # a process outside the run has stopped the fleet with a signal
+        # a process outside the run has stopped the fleet with a signal, so the fleet is lost
         ({"code": 0}, "INFO stopped\n"),
-        # earlier errors of the fleet's servers are not the cause of its end
+        # earlier errors of the fleet's servers are not the cause of its end, so the fleet is lost
         ({"signal": 9}, "WARNING server.died why=ray.exceptions.NodeDiedError: lost\n"),
         # the fleet's process was killed together with its guardian, so the exit status is unknown
         ({}, "INFO gateway on http://127.0.0.1:8000\n"),

@@ -98,9 +98,9 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 60), ALIVE, None),
         (flow_run(RUNNING, 60), ALIVE, None),
         (flow_run(CANCELLING, 60), ALIVE, None),
-        # the host has a process, but it belongs to another flow run
+        # the host has a process, but of another flow run, so this flow run has crashed
         (flow_run(RUNNING, 60), host(alive={str(uuid4()): (7,)}), "Crashed"),
-        # the state is too new for a decision, or exactly old enough
+        # a state of less than 30 s is too new for a decision; a state of exactly 30 s is old enough
         (flow_run(PENDING, 29.9), host(), None),
         (flow_run(PENDING, 30), host(), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(), None),

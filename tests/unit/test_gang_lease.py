@@ -290,7 +290,8 @@ async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease)
 @pytest.mark.parametrize(
     ("within_s", "is_taken_over"),
     [
-        # the lease has expired, but its holder may still be writing to the server
+        # the lease has expired, but its holder may still be writing to the server, so the lease is
+        # taken over only later
         (14.0, False),
         (16.0, True),
     ],

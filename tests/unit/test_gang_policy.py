@@ -188,7 +188,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a requeued gang starts when its delay is over
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # a requeued gang may wait longer for its GPUs than for its delay
+        # a requeued gang must wait for its GPUs longer than for the end of its delay
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],

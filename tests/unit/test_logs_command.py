@@ -138,7 +138,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # A beginning without the complete time may also fit another run on the server.
+        # The beginning of a run id may also fit another run on the server if it lacks a part of the
+        # time.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),

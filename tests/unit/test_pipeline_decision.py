@@ -291,7 +291,7 @@ def test_last_completed_run_is_used_by_later_stages() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # by default, the newest checkpoint from which the run could be resumed
+        # by default, the stage gives the newest checkpoint from which its run could be resumed
         (None, "trainer/step-9"),
         # the stage names its checkpoint with a path, or with a file name pattern
         ("${run.dir}/hf", "hf/model-3"),

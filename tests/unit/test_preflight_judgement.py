@@ -97,7 +97,8 @@ def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
         # the clock skew was measured with a large error, so the clock may be correct
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
-        # a living process holds the GPU memory, or the holder of the memory is unknown
+        # a living process holds the GPU memory, or the holder of the memory is unknown, so the GPU
+        # may be healthy
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
         # the GPU driver itself may use this amount of memory, without a process

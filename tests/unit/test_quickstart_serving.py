@@ -135,7 +135,7 @@ def test_stream_is_refused(server: InferenceServer, path: str) -> None:
         ({"prompt": {"prompt_token_ids": [len(VOCABULARY)]}}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["7"]}, "prompt"),
-        # A number is out of range, or the value is a boolean instead of a number.
+        # A request with a number out of range, or with a boolean instead of a number, is refused.
         ({"prompt": "7", "n": 0}, "n:"),
         ({"prompt": "7", "n": True}, "n:"),
         ({"prompt": "7", "max_tokens": 10**9}, "max_tokens:"),
@@ -172,9 +172,9 @@ def test_answers_use_one_version_of_weights_during_a_change(server: InferenceSer
     [
         b"",
         b"not an archive",
-        # The file of weights is truncated.
+        # The file of weights is truncated, so it is rejected.
         Weights(policy=make_constant_policy(1), step=7).as_bytes()[:-100],
-        # The weights belong to a policy of another size.
+        # The weights belong to a policy of another size, so they are rejected.
         Weights(
             policy=Policy(
                 hidden_weight=np.zeros((2, 2)),

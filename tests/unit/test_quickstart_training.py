@@ -69,7 +69,7 @@ def test_response_without_a_batch_raises_an_error(answer: object) -> None:
         ([7, 0, 4, 2, EOS, 7], 1.0),
         # The answer ends too early, so missing tokens lower the reward.
         ([7, 0, EOS], 0.4),
-        # The answer has a wrong token in place of the end token EOS.
+        # The answer has a wrong token in place of the end token EOS, so one of five is wrong.
         ([7, 0, 4, 2, 2], 0.8),
         # No token is at its right position, so the reward is 0.
         ([0, 4, 2, EOS], 0.0),

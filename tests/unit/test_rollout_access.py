@@ -117,7 +117,8 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # malformed
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
-        # the request comes from a web page of another server on this machine, maybe of another user
+        # the request comes from a web page of another server on this machine, maybe of another
+        # user, so it is refused
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
         # the request comes from a page of another website, so it is refused
         (
@@ -126,10 +127,11 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ),
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
-        # a web page sends this request without an Origin header, for example for a picture
+        # a web page of another site sends this request without an Origin header, for example for a
+        # picture, and it is refused
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
-        # a browser sends this header if a person has typed the URL
+        # a browser sends this header if a person has typed the URL, so the request is accepted
         (
             {"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "none"},
             True,

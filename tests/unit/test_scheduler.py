@@ -810,12 +810,13 @@ def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
     ("states", "age_s", "starts"),
     [
         # A user has set the state to Scheduled a second ago, while the process of the run worked.
+        # This process may still run, so the scheduler does not start another.
         ([StateType.RUNNING, StateType.SCHEDULED], 1.0, False),
         ([StateType.RUNNING, StateType.SCHEDULED, StateType.SCHEDULED], 1.0, False),
         # A user has set the state a minute ago. The process of the run must have ended since,
-        # because a living process corrects the state.
+        # because a living process corrects the state. So the scheduler starts the run.
         ([StateType.RUNNING, StateType.SCHEDULED], 61.0, True),
-        # A user has retried a failed run, so no process of the run exists.
+        # A user has retried a failed run. It has no process, so the scheduler starts the run.
         ([StateType.RUNNING, StateType.FAILED, StateType.SCHEDULED], 1.0, True),
     ],
 )

@@ -85,9 +85,11 @@ def requests_of_session(
     ("has_worker", "arrivals"),
     [
         # A run is cancelled: the worker sends SIGTERM, and the server reports the cancellation.
+        # Both count as one request.
         (True, [TERM, Change.CANCELLED, Change.CANCELLED]),
         (True, [Change.CANCELLED, TERM]),
-        # A stop sends SIGTERM several times: to the process itself and to its process group.
+        # A stop sends SIGTERM several times: to the process itself and to its process group. The
+        # signals count as one request.
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),
@@ -97,7 +99,8 @@ def requests_of_session(
         # One press of Ctrl-C counts once, although a wrapper program in the terminal's process
         # group sends the signal again.
         (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
-        # The user cancels the run in Prefect's UI, and presses Ctrl-C once.
+        # The user cancels the run in Prefect's UI, and presses Ctrl-C once. Both count as one
+        # request.
         (False, [Change.CANCELLED, (INT, 3.0)]),
         (False, [TERM, (INT, 3.0)]),
     ],

@@ -196,13 +196,13 @@ tags: [""]
         "components.trainer.command.1",
         "components.trainer.command.2",
         "components.api.ports.0",
-        "components.api.command",  # missing
+        "components.api.command",  # this key is missing
         "components.rollout.backend",
         "retry.CUDA_OOM.attempts",
         "success",
         "success.step",
         "tags.0",
-        "name",  # missing
+        "name",  # this key is missing
     }
 
 

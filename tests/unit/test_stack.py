@@ -324,11 +324,12 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
     ("change", "is_alive"),
     [
         ({}, True),
-        # the record is about an earlier process that had the same pid
+        # the record is about an earlier process that had the same pid, and that has ended
         ({"start_ticks": 1}, False),
-        # a process had the same pid and start time before a restart of the machine
+        # the recorded process had the same pid and start time, but before a restart of the machine
         ({"boot_id": "another"}, False),
-        # the start time 0 means that no process had this pid when the identity was recorded
+        # the start time 0 means that no process had this pid when the identity was recorded, so the
+        # recorded process counts as ended
         ({"start_ticks": 0}, False),
     ],
 )

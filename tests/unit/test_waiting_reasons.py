@@ -108,7 +108,8 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first("1", free={"n0": 8, "n1": 8}),
             "too few nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
         ),
-        # the queue waits for a run whose name is unknown, or for many runs
+        # the queue waits for a run whose name is unknown, or for several runs; at most four names
+        # are shown
         (first("unknown"), "waits for unknown to end"),
         (first("1", "2", "3", "4"), "waits for grpo-a, ppo-b, sft-c and grpo-d to end"),
         (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
@@ -123,7 +124,7 @@ def test_reason_of_the_first_run_is_shown(message: Message, expected: str) -> No
     [
         ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
-        # the runs hold more GPUs of a node than the node has
+        # the runs hold more GPUs of a node than the node has, so the node counts as 0 free GPUs
         ({"a": 0, "b": -8}, "0 on 2 nodes"),
         ({"a": 1, "b": 4, "c": 8}, "8 on 1 node, 4 on 1 node, 1 on 1 node"),
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),
