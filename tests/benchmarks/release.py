@@ -125,8 +125,8 @@ def measure(*, quick: bool) -> Result:
 def _by_plan(*, quick: bool) -> Row:
     """Measure a loop that checks once a minute if the GPUs are free, and then starts the next run.
 
-    The measured time begins with the end of a run. It ends with the first line that the component
-    of the next run prints.
+    The measured time begins with the end of a run. The time ends with the first line that the
+    component of the next run prints.
     """
     title, step = f"a loop every {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
     if quick:

@@ -1,4 +1,4 @@
-"""Points of a matrix are stopped early if their figures are worse than those of the others."""
+"""Points of a matrix are stopped early if their metrics are worse than those of other points."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def history(
     last_step: int | None = None,
     has_ended: bool = False,
 ) -> PointHistory:
-    """Return a point with one figure for each step from `begin`."""
+    """Return a matrix point with one metric value for each step from `begin`."""
     figures = {float(begin + index): value for index, value in enumerate(values)}
     return PointHistory(
         figures=figures,
@@ -39,7 +39,7 @@ def history(
 
 
 def constant(value: float, until: int = 20, *, has_ended: bool = False) -> PointHistory:
-    """Return a point that has the same figure at each step."""
+    """Return a matrix point that has the same metric value at each step."""
     return history([value] * until, has_ended=has_ended)
 
 
@@ -156,7 +156,7 @@ def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -
 
 
 def advance(points: dict[int, PointHistory], active: set[int], until: int) -> None:
-    """Let the active points reach a step with their figures unchanged."""
+    """Let the active matrix points reach a step with unchanged metric values."""
     for number in active:
         points[number] = constant(next(iter(points[number].figures.values())), until)
 

@@ -32,7 +32,7 @@ def hang(harness: FleetHarness, *ranks: int) -> None:
 
 
 def cut_off(harness: FleetHarness, *ranks: int) -> None:
-    """Cut the network to servers. They still answer requests from their own machine."""
+    """Cut the network to servers. The servers still answer requests from their own machine."""
     for rank in ranks:
         harness.host[rank].answers = "hang"
 

@@ -1,4 +1,4 @@
-"""Tests of HTTP questions to servers that answer, refuse, hang or do not speak HTTP."""
+"""Tests of HTTP probes of servers that answer, refuse, hang or do not speak HTTP."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def held(
 ) -> Held:
     """Return a running gang.
 
-    The keyword arguments are its GPUs by node. It has `cpus` CPUs for each GPU, and is expected to
-    end in `left_s` seconds.
+    The keyword arguments are its GPUs by node. The gang has `cpus` CPUs for each GPU, and is
+    expected to end in `left_s` seconds.
     """
     return Held(
         id=id,
@@ -62,7 +62,7 @@ def waits(
 ) -> Waiting:
     """Return the waiting gang with the name `w<place>`, at the position `place` of the queue.
 
-    It must wait for at least `in_s` seconds, for example after a requeue.
+    The gang must wait for at least `in_s` seconds, for example after a requeue.
     """
     return Waiting(
         id=f"w{place}",

@@ -26,7 +26,9 @@ def run(
     seen: str = "",
     **changes: Any,
 ) -> History:
-    """Return the history of a correct run with one component. It is submitted at `number` / 100 s.
+    """Return the history of a correct run with one component.
+
+    The run is submitted at `number` / 100 s.
 
     Args:
         number: Number of the run, which also is its position in the queue.

@@ -142,7 +142,7 @@ def only_step(decision: PipelineDecision) -> Begin | StageRun | None:
 
 
 def plan(name: str, *needs: str, points: int = 0, **further: Any) -> StagePlan:
-    """Return the facts about a stage. It has a matrix if `points` is not 0."""
+    """Return the plan of a stage, which has a matrix of `points` points unless `points` is 0."""
     units = tuple(f"{name}.{number + 1}" for number in range(points)) or (name,)
     return StagePlan(name=name, needs=needs, units=units, **further)
 

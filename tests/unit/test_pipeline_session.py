@@ -89,7 +89,7 @@ class FakeRuns:
         )
 
     def report(self, unit: str, values: Mapping[int, float]) -> None:
-        """Append figures to the metrics file of a run, by step."""
+        """Append one metric value for each step to the metrics file of a run."""
         run = next(run for run in self.runs if run.stage == unit)
         place = RunPlace.of(run.name)
         attempt = place.attempt(1).directory
@@ -464,7 +464,7 @@ def test_stopped_point_is_the_best_if_no_point_has_completed(server: FakeRuns) -
 def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:
     """A pipeline's process was killed after it recorded why a matrix point must stop.
 
-    It had not cancelled the run of this point yet. The next process must cancel the run.
+    The killed process had not cancelled the run of this point. The next process must cancel it.
     """
     session = start(reward_grid())
     session.advance()

@@ -406,7 +406,7 @@ def test_questions_to_a_command_come_from_its_spec(
 
 
 def slot(rank: int, **changes: Any) -> ServerSlot:
-    """Return a server of engine 0 with one rank. It updates the weights of this rank."""
+    """Return the plan of a server of engine 0, which updates the weights of one rank."""
     defaults: dict[str, Any] = {
         "ranks": (rank,),
         "engine": 0,

@@ -531,8 +531,8 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         return [entry.id for entry in started] == [first]
 
     # Number of requests until the scheduler has read the runs with GPUs twice. Each reading takes
-    # three requests. One more request comes between the readings, and a further one if another
-    # scheduler has decided in between.
+    # three requests. The other requests come between the readings and after them. If another
+    # scheduler has decided in between, there is one more request, which reads the waiting runs.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
