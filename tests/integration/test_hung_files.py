@@ -55,7 +55,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
 
 
 def end(harness: ComponentHarness, supervisor: Supervisor) -> Verdict:
-    """End an attempt, and return its verdict. Fail if this takes longer than `DEADLINE_S`."""
+    """End an attempt, and return its result. Fail if the end takes longer than `DEADLINE_S`."""
     verdicts: list[Verdict] = []
     thread = threading.Thread(target=lambda: verdicts.append(harness.end(supervisor)), daemon=True)
     thread.start()

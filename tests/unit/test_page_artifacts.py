@@ -171,7 +171,7 @@ def run(tmp_path: Path) -> SimpleNamespace:
 
 
 def begin_attempt(run: SimpleNamespace, page: RunPage) -> None:
-    """Begin the first attempt of the run, and notify the run's page about it."""
+    """Begin the first attempt of the run, and notify `page`, which writes the run's artifacts."""
     run.record.begin_attempt(1)
     run.attempt = run.place.attempt(1)
     page.observe(Event(at=1.0, name="attempt.begun", fields={"attempt": 1}))
