@@ -100,7 +100,7 @@ def _figures(result: Replay, fifo: Replay) -> list[str]:
 
 
 def _line(name: str, figure: str) -> str:
-    """Return the line that the benchmark prints for a figure: the figure's name and its value."""
+    """Return the line that this command prints for a figure: the figure's name and its value."""
     return f"{name:<26}{figure}"
 
 

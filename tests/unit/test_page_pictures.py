@@ -142,13 +142,13 @@ def test_picture_becomes_one_line_of_markdown() -> None:
 @pytest.mark.parametrize(
     "points",
     [
-        # the curve has only a single point, so it has no line
+        # the curve has only a single point, which is drawn as a dot
         [(1.0, 0.5)],
         # all values are equal, so the axis needs a range around the value
         [(1.0, 0.5), (2.0, 0.5)],
         [(0.0, 0.0), (1.0, 0.0)],
         [(1.0, -3.0), (2.0, 8e9)],
-        # the curve has more points than the picture has pixels; the picture stays small
+        # the curve has more points than the picture has pixels, so some points are left out
         [(float(step), step % 7) for step in range(5000)],
     ],
 )

@@ -534,7 +534,7 @@ def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -
         # The user sets a token, for example the token of another cluster.
         ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}),
         ({"RAY_AUTH_TOKEN_PATH": "/own"}, {"RAY_AUTH_MODE": "token"}),
-        # The user switches tokens off, so the stack creates no token.
+        # The user switches tokens off, so the stack uses no token.
         ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled"}),
     ],
 )
