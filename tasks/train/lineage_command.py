@@ -1,4 +1,4 @@
-"""The command `muster lineage`: what a run was made from, and what was made from it."""
+"""The command `muster lineage`: the inputs and outputs of a run, and the runs that they link."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _MAX_USERS = 20
 
 
 def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
-    """Show what a run was made from, and what was made from it: the data and the checkpoints that
-    it read with the runs that made them, its checkpoints, and the evaluations, the exports and the
-    further runs that used them.
+    """Show the data and the checkpoints from which a run was made, with the runs that made them.
+    Also show the checkpoints of the run, and the evaluations, exports and further runs that used
+    the checkpoints.
 
     Exit: 0 shown; 2 there is no such run.
 
