@@ -18,6 +18,8 @@ from tasks.pipeline.stage_specs import CannotBegin
 from tasks.record.checkpoints import find_superfluous_checkpoints
 from tasks.record.evaluations import EvaluationsJson
 from tasks.record.states import RunState
+from tasks.server import flow_runs
+from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import ServerAway
 from tasks.spec.loading import parse_spec
 from tasks.train import evaluating
@@ -93,7 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     def cancel(_client: object, flow_run_id: UUID, _message: str) -> None:
         fake.cancelled.append(flow_run_id)
 
-    monkeypatch.setattr(evaluating.flow_runs, "cancel", cancel)
+    monkeypatch.setattr(flow_runs, "cancel", cancel)
     return fake
 
 
@@ -145,7 +147,7 @@ def list_superfluous(run: RunSession) -> list[int]:
     paths = find_superfluous_checkpoints(
         run.spec, run.place, record.attempts, record.foreign_checkpoints
     )
-    return [int(path.stem.removeprefix("step-")) for path in paths]
+    return [int(path.name.removeprefix("step-").removesuffix(".txt")) for path in paths]
 
 
 def warnings(run: RunSession) -> list[str]:
@@ -332,7 +334,7 @@ def test_evaluation_that_ends_after_its_training_records_its_end(
         run.close()
     shown: list[str] = []
     monkeypatch.setattr(
-        evaluating.Artifacts, "show", lambda _self, _client, _key, page: shown.append(page.data)
+        Artifacts, "show", lambda _self, _client, _key, page: shown.append(page.data)
     )
     evaluation: Any = SimpleNamespace(
         flow_run_id=UUID(server.runs[0].flow_run_id),
