@@ -29,7 +29,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills by-hand ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
+.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills by-hand ray-kills pipeline-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -147,6 +147,9 @@ by-hand: install  ## each change that a person can make to runs [MUSTER_SEED=1 M
 
 ray-kills: install  ## flow processes of Ray jobs, killed at random [ARGS='--runs 20 --seed 1']
 	@exec $(PY) -m tests.faults.ray_kills $(ARGS)
+
+pipeline-kills: install  ## the programs around a pipeline, killed at random [ARGS='--kills 10 --seed 1']
+	@exec $(PY) -m tests.faults.pipeline_kills $(ARGS)
 
 gang-storm: install  ## the gang queue under kills, cancels and requeues [ARGS='--runs 100 --only NAME']
 	@exec $(PY) -m tests.faults.gang_storm $(ARGS)

@@ -39,6 +39,7 @@ COMMANDS = (
     "tests.benchmarks.queue",
     "tests.faults.soak",
     "tests.faults.gang_storm",
+    "tests.faults.pipeline_kills",
     "tests.faults.ray_kills",
     "tests.faults.fleet_chaos",
     "tests.faults.gateway_fuzz",
