@@ -200,7 +200,7 @@ def check_answers(
         rows = [row for row, answer in enumerate(batch.answers) if answer.version == version]
         if version not in kept_weights:
             source = _describe_source(batch.answers[rows[0]])
-            raise OutOfStep(f"{source}, which is not known here")
+            raise OutOfStep(f"{source}, but the trainer has no weights of this version")
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
@@ -212,8 +212,8 @@ def check_answers(
                 key=lambda version: float(_compute_gaps(model, batch, kept_weights[version])[row]),
             )
             raise OutOfStep(
-                f"{_describe_source(batch.answers[row])}, and its log-probabilities are "
-                f"{gaps[worst]:.3g} nats off; those of version {best_version} fit best"
+                f"{_describe_source(batch.answers[row])}, but its log-probabilities differ "
+                f"by {gaps[worst]:.3g} nats; the weights of version {best_version} fit best"
             )
         largest_gap = max(largest_gap, float(gaps[worst]))
 

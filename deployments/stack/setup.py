@@ -235,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Create the work pools, the automations and the deployments of prefect.yaml on "
         "the Prefect server of PREFECT_API_URL. The command can be repeated: it updates code and "
         "specs, and keeps your changes of pools, automations and deployments.",
-        epilog="Exit: 0 done; 1 a file or the server prevented it; 2 an argument was passed.",
+        epilog="Exit: 0 done; 1 a file or the server prevented the setup; 2 an argument was "
+        "passed.",
     )
 
 

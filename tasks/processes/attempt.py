@@ -578,7 +578,7 @@ class SupervisedAttempt:
             if self.components[component_plan.name].is_launched
         ]
         if others := [name for name in launched if name != component.name]:
-            reason = f"{message}; {', '.join(others)} was given that port already"
+            reason = f"{message}; {', '.join(others)} was already started with this port"
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:
@@ -924,8 +924,8 @@ class SupervisedAttempt:
             words = "\n".join(text.splitlines()[-_LAST_LINES:])
         if sigterm_line := _SIGTERM_HEARD.search(words):
             message = (
-                f"{component} was asked to end from outside ({sigterm_line[0]}) "
-                f"and left with exit code 0{self._describe_missing_steps()}"
+                f"{component} was asked from outside Muster to end ({sigterm_line[0]}), "
+                f"and ended with exit code 0{self._describe_missing_steps()}"
             )
             kind = FailureKind.UNKNOWN
             self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
@@ -933,7 +933,8 @@ class SupervisedAttempt:
         if required is not None and not is_finished:
             reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = (
-                f"{component} left with exit code 0, but {reached}: success is step {required:g}"
+                f"{component} ended with exit code 0, but {reached}: "
+                f"`success` requires step {required:g}"
             )
             if problem:
                 message += f"; {problem}"
@@ -949,9 +950,9 @@ class SupervisedAttempt:
         elif last is not None and is_short and (step is None or step < last - 1):
             # Warn about a step below `last - 1` only. A trainer that counts its steps from zero
             # reports the last step as `last - 1`.
-            warning = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
+            warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
-            warning = f"{component.name} left, but no step is known"
+            warning = f"{component.name} ended, but no step is known"
         if warning and problem:
             warning += f": {problem}"
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
@@ -1028,8 +1029,8 @@ class SupervisedAttempt:
         ready = component.plan.ready
         is_preparation = ready is not None and ready.exit is not None
         before = "" if component.is_ready or is_preparation else " before it was ready"
-        early = " while it should have stayed" if exit.is_zero else ""
-        message = f"{component} {ended}{before or early} after {component.seconds_alive():.1f} s"
+        early = ", although the run still needed it" if exit.is_zero and not before else ""
+        message = f"{component} {ended}{before} after {component.seconds_alive():.1f} s{early}"
         if self._progress.is_finished:
             message += f"; {self._progress.describe_end()}"
         self._fail(component, message, "exit", exit=exit)
@@ -1251,7 +1252,7 @@ class SupervisedAttempt:
                 if leftovers := await component.end():
                     left[component.name] = leftovers
         except Exception as error:
-            _log.exception("the end of %s has failed", component.name)
+            _log.exception("%s could not be ended", component.name)
             errors[component.name] = repr(error)
             with contextlib.suppress(Exception):
                 component.kill()
@@ -1416,7 +1417,7 @@ class SupervisedAttempt:
         await asyncio.sleep(max(0.0, end_at - time.time()))
         if self._progress.is_finished:
             return
-        message = f"it has run for its {limit}"
+        message = f"the attempt has reached its {limit}"
         failure = Failure(kind=FailureKind.TIME_LIMIT, message=message, rule="time-limit")
         self._decide(Decision.of(Verdict.failed(failure, time.monotonic()), warns=True))
 

@@ -194,7 +194,7 @@ def mark_own(mark: int) -> None:
     try:
         resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
     except ValueError:
-        why = "the limit on file locks cannot be set: run `ulimit -x unlimited` before"
+        why = "the limit on file locks cannot be set: run `ulimit -x unlimited`, then retry"
         raise OSError(errno.EPERM, why) from None
 
 

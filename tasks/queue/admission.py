@@ -338,7 +338,10 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
             return
 
         kind = failure.kind.value
-        reason = f"{other_runs[0].name} and {run_id} failed on it within a day, the latter: {kind}"
+        reason = (
+            f"{other_runs[0].name} and {run_id} failed on this node within a day; "
+            f"{run_id} failed with {kind}"
+        )
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})
         await write_settings(client, pool, new_settings)

@@ -531,9 +531,9 @@ def _confirm(
         )
         if has_older or newer is None:
             return Completeness.INCOMPLETE, f"{pointer.name} says {pointer.text!r}"
-        return Completeness.COMPLETE, f"{newer.name} was saved after it"
+        return Completeness.COMPLETE, f"{newer.name} was saved later"
     if newer is not None:
-        return Completeness.COMPLETE, f"{newer.name} was saved after it"
+        return Completeness.COMPLETE, f"{newer.name} was saved later"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
         return Completeness.UNKNOWN, "no pointer file names it, and no newer checkpoint confirms it"
@@ -541,7 +541,10 @@ def _confirm(
         reason = "it has weights but no training state, and no newer checkpoint confirms it"
         return Completeness.UNKNOWN, reason
     if is_running:
-        return Completeness.UNKNOWN, "nothing newer confirms it yet, and its layout is unknown"
+        return (
+            Completeness.UNKNOWN,
+            "no newer checkpoint confirms it yet, and its layout is unknown",
+        )
     layout = f"layout {candidate.verdict.layout}" if candidate.verdict.layout else "unknown layout"
     return Completeness.COMPLETE, f"it has not changed since the trainer ended ({layout})"
 

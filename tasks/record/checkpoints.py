@@ -171,7 +171,10 @@ def plan_resume(
     if loadable:
         newest = loadable[0]
         others = [one for one in refused if one.path != str(newest.path)]
-        rule = f"{why_unfit(newest)}, and there is no other complete checkpoint: it is loaded again"
+        rule = (
+            f"{why_unfit(newest)}, but this checkpoint is loaded again, because there is no other "
+            "complete checkpoint"
+        )
         return _plan_from(spec, newest, rule, others, notes)
     if start is not None:
         return _plan_start(start, refused, notes)
@@ -521,7 +524,9 @@ def judge_checkpoints(
         if one.is_fit:
             position = newest_first.index(checkpoint.path)
             if position < _NEVER_REMOVED:
-                yield ("the newest complete checkpoint", "the complete one before it")[position]
+                yield ("the newest complete checkpoint", "the second newest complete checkpoint")[
+                    position
+                ]
             elif component.keep is not None and position < component.keep:
                 yield f"keep: {component.keep}"
         if paths & in_use:

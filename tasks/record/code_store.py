@@ -125,8 +125,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
-            f"{name[:12]} is not the name of a code, but of its tree. The file spec.yaml of a run "
-            "has the name of its code."
+            f"{name[:12]} is the name of a list of files, not of a copy of a project's code. "
+            "Use the name in the key `code` of a run's spec.yaml."
         )
         raise NoCode(message) from None
 

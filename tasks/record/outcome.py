@@ -198,7 +198,7 @@ class Verdict:
         """
         listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
         problem = (
-            f"the end of these components has failed in Muster's own code ({listed}). "
+            f"an error in Muster prevented the end of these components ({listed}). "
             "If processes remain, `muster reconcile` ends them"
         )
         left = {

@@ -85,8 +85,10 @@ class RankFailure:
         if not self.alive:
             return f"{subject} {end}"
         ranks = ", ".join(map(str, self.alive))
-        noun = "rank" if len(self.alive) == 1 else "ranks"
-        return f"{subject} {end}, after it waited in vain for {noun} {ranks}, still alive"
+        noun, verb = ("rank", "was") if len(self.alive) == 1 else ("ranks", "were")
+        return (
+            f"{subject} {end}, after it waited in vain for {noun} {ranks}, which {verb} still alive"
+        )
 
 
 def find_first_rank(text: str) -> RankFailure | None:

@@ -119,7 +119,7 @@ def repository_at(work_tree: Path) -> Repository | None:
         if is_present(git_dir / "commondir"):
             common_dir = _named_in(git_dir / "commondir", "")
         if not is_present(git_dir / "HEAD") or not (common_dir / "objects").is_dir():
-            raise ValueError("HEAD or the objects are missing")
+            raise ValueError("the file HEAD or the folder objects is missing")
         if fault := _fault_of(git_dir, common_dir):
             warn_ignored(mark, fault)
             return None

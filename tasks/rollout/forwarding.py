@@ -387,7 +387,7 @@ class _ForwardedRequest:
         except Malformed as error:
             return request.send(make_unreadable_body_error(error))
         if not is_whole:
-            message = f"a body has at most {_LONGEST_BODY} bytes"
+            message = f"the body has more than {_LONGEST_BODY} bytes, the limit"
             return request.send(make_error(413, "bad_request", message))
         session = read_session(request.headers, self._body, by_user=shared.by_user)
         give_up_at_s: float | None = None
@@ -400,7 +400,7 @@ class _ForwardedRequest:
                 entrypoint = await self._take_entrypoint(session)
             except NoEntrypoint as error:
                 kind = "overloaded" if isinstance(error, LineFull) else "no_active_server"
-                reason = f"{error}; before: {failure}" if failure else str(error)
+                reason = f"{error}; earlier failure: {failure}" if failure else str(error)
                 return request.send(make_unavailable_error(reason, kind))
             try:
                 status_or_failure = await self._try_entrypoint(entrypoint)

@@ -158,7 +158,8 @@ class Access:
             if not is_order:
                 return None
             message = (
-                "this token allows only requests: use the trainer's MUSTER_ROLLOUT_TOKEN for orders"
+                "this token does not allow changes of the fleet: use the trainer's "
+                "MUSTER_ROLLOUT_TOKEN"
             )
             return make_error(403, "forbidden", message)
         message = "send the token: `Authorization: Bearer TOKEN`, or api_key of OpenAI's client"
@@ -543,7 +544,8 @@ class Gateway:
         try:
             body, is_whole = await request.read_up_to(_LONGEST_ORDER)
             if not is_whole:
-                return make_bad_request_error(f"an order has at most {_LONGEST_ORDER} bytes")
+                message = f"the body has more than {_LONGEST_ORDER} bytes, the limit of this path"
+                return make_bad_request_error(message)
             order = model.model_validate_json(body.strip() or b"{}")
         except Malformed as error:
             return make_unreadable_body_error(error)
@@ -564,13 +566,14 @@ class Gateway:
         except asyncio.CancelledError:
             if not task.done():
                 _log.warning(
-                    "the client of %s closed its connection; the order continues", request.target
+                    "the client of %s closed its connection; its request is still carried out",
+                    request.target,
                 )
             elif task.cancelled():
                 return make_error(503, "stopping", "the fleet is being stopped")
             raise
         except Exception as error:
-            _log.exception("the order %s failed", request.target)
+            _log.exception("the request %s failed", request.target)
             message = f"{type(error).__name__}: {error}; the fleet's log has the details"
             return make_error(500, "failed", message)
 

@@ -426,7 +426,7 @@ class HttpRequest:
         try:
             return await self.content.read_up_to(most, piece_within_s=BODY_PIECE_WITHIN_S)
         except TimeoutError:
-            why = f"no more of it came within {BODY_PIECE_WITHIN_S:g} s"
+            why = f"its next part did not arrive within {BODY_PIECE_WITHIN_S:g} s"
             raise Malformed(why, 408) from None
 
     def send(self, answer: Answer) -> int:

@@ -36,7 +36,7 @@ class Evaluation(Model):
     command: Words = Field(
         description="Program of the evaluation and its arguments, with one list item for each "
         "argument. ${checkpoint} is the path of the checkpoint, and ${checkpoint.step} is its "
-        "training step. The program may write figures as JSON to the file that the variable "
+        "training step. The program may write numbers as JSON to the file that the variable "
         "MUSTER_RESULT names.",
         examples=[["python", "evaluate.py", "${checkpoint}"]],
     )
@@ -84,12 +84,12 @@ class KeepBest(Model):
     """Figure that chooses the best checkpoint, which the key `keep` never removes."""
 
     by: DottedKey = Field(
-        description="Figure of an evaluation: EVALUATION.KEY, where KEY is a number in the result "
+        description="Number of an evaluation: EVALUATION.KEY, where KEY is a number in the result "
         "of the evaluation.",
         examples=["math.accuracy"],
     )
     mode: Literal["max", "min"] = Field(
-        "max", description="max: a larger figure is better. min: a smaller figure is better."
+        "max", description="max: a larger number is better. min: a smaller number is better."
     )
 
 

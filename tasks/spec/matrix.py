@@ -112,7 +112,7 @@ class StopEarly(Best):
     )
     rule: Literal["median", "halving"] = Field(
         "median",
-        description="median: a point stops if its best figure is worse than the median of "
+        description="median: a point stops if its best value is worse than the median of "
         "all points at the same step. halving: at `after_step`, at twice this step, at four "
         "times this step and so on, only the better half of the points continues.",
     )

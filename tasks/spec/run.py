@@ -389,8 +389,8 @@ class RunSpec(Document):
     )
     keep_best: KeepBest | None = Field(
         None,
-        description="Choice of the best checkpoint by a figure of an evaluation. `keep` never "
-        "removes the best checkpoint.",
+        description="Choice of the best checkpoint by a number in the result of an evaluation. "
+        "`keep` never removes the best checkpoint.",
         examples=[{"by": "math.accuracy", "mode": "max"}],
     )
 

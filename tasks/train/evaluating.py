@@ -301,7 +301,7 @@ class Evaluator:
             try:
                 if not read_evaluation_figures(self._run.place, note.name, note.checkpoint):
                     path = locate_evaluation_result(self._run.place, note.name, note.checkpoint)
-                    message = f"it wrote no figures to {path}"
+                    message = f"it wrote no numbers to {path}"
             except InvalidResult as error:
                 state = EvaluationState.FAILED
                 message = self._run.mask(str(error))

@@ -174,6 +174,6 @@ def _check_time(deadline: float, limit_s: float, must_end: Callable[[], bool]) -
         subprocess.SubprocessError: The time is over, or the run must end.
     """
     if must_end():
-        raise subprocess.SubprocessError("the run must end")
+        raise subprocess.SubprocessError("the run is ending")
     if time.monotonic() > deadline:
         raise subprocess.SubprocessError(f"there was no answer within {limit_s:g} s")

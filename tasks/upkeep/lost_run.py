@@ -115,7 +115,7 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
         add_listed_clusters(read_listed_clusters(lost.owner.api_url))
     for file in lost.unknown_jobs:
         # The run stays registered, because its job may still run.
-        leftovers.append(f"{file}, so that its Ray job is unknown")
+        leftovers.append(f"{file}, so its Ray job is unknown")
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)
         leftovers += ended.left

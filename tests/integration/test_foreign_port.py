@@ -256,7 +256,7 @@ def test_port_used_by_an_earlier_component_is_not_replaced(
     thread.join()
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.PORT_CONFLICT
-    assert "trainer was given that port already" in verdict.failure.message
+    assert "trainer was already started with this port" in verdict.failure.message
 
 
 @pytest.mark.slow

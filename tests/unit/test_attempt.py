@@ -205,7 +205,8 @@ async def test_server_that_exits_fails_the_run(begin: MakeAttempt) -> None:
     process("api").ends(1.0, code=0)
     verdict = await verdict_of(attempt)
 
-    assert "ended with exit code 0 while it should have stayed" in verdict.message
+    assert "ended with exit code 0 after" in verdict.message
+    assert "although the run still needed it" in verdict.message
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, RunState.COMPLETED), (1, RunState.FAILED)])
@@ -295,7 +296,7 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None and verdict.failure.rule == "success-not-reached"
-    assert "exit code 0" in verdict.message and "success is step 60" in verdict.message
+    assert "exit code 0" in verdict.message and "`success` requires step 60" in verdict.message
 
 
 @pytest.mark.parametrize("is_readable", [True, False])

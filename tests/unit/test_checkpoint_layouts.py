@@ -235,7 +235,7 @@ def test_unknown_layout_waits_for_a_confirmation(tmp_path: Path) -> None:
     assert running.completeness is Completeness.UNKNOWN
     assert ended.is_complete and "since the trainer ended" in ended.reason
     assert (older.path, older.is_complete) == (first, True)
-    assert "step_20 was saved after it" in older.reason
+    assert "step_20 was saved later" in older.reason
     assert newer.completeness is Completeness.UNKNOWN
 
 

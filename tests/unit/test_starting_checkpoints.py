@@ -283,7 +283,7 @@ def test_reasons_to_keep_each_checkpoint_are_listed(parent: Run) -> None:
         "step_10.pt": ("another run was started from it",),
         "step_20.pt": ("a link in the folder leads to it",),
         "step_30.pt": (),
-        "step_40.pt": ("the complete one before it",),
+        "step_40.pt": ("the second newest complete checkpoint",),
         "step_50.pt": ("the newest complete checkpoint",),
         "step_60.pt": ("it is not known to be complete",),
     }
