@@ -242,9 +242,11 @@ def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
     }
 
     risky = {path: calls for path, calls in calls_by_path.items() if calls}
-    # `Screen` draws on a safe console that writes into memory.
-    assert set(risky) == {"tasks/show/output.py", "tasks/show/screen.py"}
-    assert [call.split()[-1] for call in risky["tasks/show/screen.py"]] == ["SafeConsole"]
+    # `Screen` and `render_plain` draw on a safe console that writes into memory.
+    in_memory = {"tasks/show/markdown_output.py", "tasks/show/screen.py"}
+    assert set(risky) == {"tasks/show/output.py", *in_memory}
+    for path in in_memory:
+        assert [call.split()[-1] for call in risky[path]] == ["SafeConsole"], path
 
 
 @pytest.mark.parametrize(

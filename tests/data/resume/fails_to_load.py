@@ -1,4 +1,4 @@
-"""Cannot load step_20, and says so: the next attempt starts from step_10 at once."""
+"""Fail to load step_20 with an error message. The next attempt then starts from step_10."""
 
 from trainer import ATTEMPT, START, die, save, train
 

@@ -17,7 +17,7 @@ RESUME_FROM = sys.argv[2]
 ATTEMPT = int(os.environ["MUSTER_ATTEMPT"])
 #: Training step of the checkpoint from which the trainer resumes, or 0 without a checkpoint.
 START = int(RESUME_FROM.rpartition("_")[2]) if RESUME_FROM else 0
-#: Seconds for which the training programs in this folder sleep in each pause.
+#: Length of each pause of the training programs in this folder, in seconds.
 PAUSE_S = float(os.environ.get("PAUSE_S", "0.5"))
 
 
