@@ -209,7 +209,7 @@ def test_next_component_starts_after_all_processes_of_a_preparation_step(
 ) -> None:
     # The component `prepare` exits at once. Its child process ignores SIGTERM, and writes the file
     # `prepared` after this exit.
-    child = "(trap '' TERM; sleep 0.3; touch prepared) &"
+    child = "trap '' TERM; (sleep 0.3; touch prepared) &"
     verdict = harness.run(
         harness.component(
             "prepare",
