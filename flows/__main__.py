@@ -18,7 +18,11 @@ from tasks.processes.signals import expect_one_run
 from tasks.queue.fork_server import TEMPLATE, serve
 from tasks.server.concurrency_lease import exit_if_lease_was_lost, keep_runs_without_lease
 from tasks.server.flow_parameters import fail_on_wrong_names
-from tasks.server.flow_process import retry_while_server_starts, share_ssl_contexts
+from tasks.server.flow_process import (
+    read_flow_run_id,
+    retry_while_server_starts,
+    share_ssl_contexts,
+)
 
 if __name__ == "__main__":
     retry_while_server_starts()
@@ -29,6 +33,7 @@ if __name__ == "__main__":
     expect_one_run()
     # runpy prints a warning, because the module is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-    exit_if_lease_was_lost(sys.argv[-1])
-    with fail_on_wrong_names(sys.argv[-1]):
+    flow_run_id = read_flow_run_id()
+    exit_if_lease_was_lost(flow_run_id)
+    with fail_on_wrong_names(flow_run_id):
         runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

@@ -53,6 +53,15 @@ M = TypeVar("M", bound=BaseModel)
 _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
+def read_flow_run_id() -> str:
+    """Return the id of the flow run of this process, where Prefect's own engine looks for it.
+
+    The id is the first argument of the process. Without arguments, the id is the value of the
+    environment variable PREFECT__FLOW_RUN_ID.
+    """
+    return sys.argv[1] if len(sys.argv) > 1 else os.environ["PREFECT__FLOW_RUN_ID"]
+
+
 def retry_while_server_starts() -> None:
     """Make Prefect's clients retry refused connections until the flow of this process begins.
 
