@@ -28,8 +28,8 @@ __all__ = ["BadArgument", "InvalidSpec", "MusterError", "RunHandle", "find", "su
 
 #: Names of Muster's packages.
 _PACKAGES = ("tasks", "flows", "deployments")
-#: File by which the folder of Muster's packages is recognised. A project may also have a package
-#: with the name `tasks`, but not with this file.
+#: A file that only Muster has. The folder that contains this file is the folder of Muster's
+#: packages, and not a project with its own package `tasks`.
 _MARKER = Path("tasks", "processes", "own_modules.py")
 
 

@@ -67,7 +67,7 @@ class Training:
     """A run with one GPU, with its own MUSTER_HOME and its own Prefect server."""
 
     def __init__(self, home: Path) -> None:
-        """Start a run with one GPU by `muster train`.
+        """Start `muster train` with a spec that needs one GPU.
 
         Args:
             home: MUSTER_HOME of the run, which does not exist yet.

@@ -108,7 +108,7 @@ class PipelineDecision:
     active: tuple[StageRun, ...]
     #: State of each stage, by name, at a time when the runs in `begins` are not created yet.
     states: Mapping[str, StageState]
-    #: Reason why a stage is skipped, by the name of the stage. Contains only skipped stages.
+    #: The skipped stages. The key is the name of a stage, and the value is the reason.
     skipped: Mapping[str, str]
     #: Failed or cancelled run after which no further run begins, or None.
     ended_by: StageRun | None

@@ -36,8 +36,8 @@ class EarlyStops:
     ) -> Iterator[tuple[StageRun, str]]:
         """Cancel the run of each matrix point that must be stopped early.
 
-        Yields the run and the reason. If the Prefect server does not accept the request for a run,
-        the run is not yielded. The next call then sends the request again.
+        Yields each run that was cancelled, with the reason. If the Prefect server rejects the
+        request for a run, the run is not yielded, and the next call repeats the request.
 
         Args:
             spec: The pipeline.

@@ -27,7 +27,8 @@ _FIGURES_EVERY_S = 10.0
 class MatrixPage:
     """Shows a picture and a table of each matrix of a pipeline in the Prefect UI.
 
-    A matrix of a stage runs the stage once for each of several sets of values, the points. Each
+    A matrix of a stage is a list of sets of values. Each set of values is a point, and the stage
+    is run once for each point. Each
     matrix has one Prefect artifact, which is updated in place.
     """
 
@@ -54,14 +55,14 @@ class MatrixPage:
         #: State of each point of a matrix at the last update of the artifact, by the name of the
         #: stage.
         self._states: dict[str, list[str]] = {}
-        #: Time of the last update of each matrix's artifact, as `clock` returned it, by the name of
-        #: the stage.
+        #: Time at which the artifact of a matrix was last updated, in seconds of `clock`. The key
+        #: is the name of the stage with the matrix.
         self._updated_s: dict[str, float] = {}
         #: Artifact of each matrix, by the key of the artifact.
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:
-        """Update the artifact of each matrix of which a run exists, if the content has changed.
+        """Update the artifact of each matrix that has a run, if the content has changed.
 
         If no run has changed its state, an artifact is updated at most every ten seconds.
 

@@ -126,8 +126,8 @@ def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
     If several points have the best number, the first of them is returned.
 
     Args:
-        figures: Number by which the points are compared, by the name of each completed point. The
-            points have the order of the matrix.
+        figures: The compared number of each completed point. The keys are the names of the
+            points, in the order of the matrix.
         mode: `max` if a larger number is better, or `min`.
     """
     known = {unit: figure for unit, figure in figures.items() if figure is not None}

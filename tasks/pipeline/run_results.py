@@ -81,7 +81,7 @@ class RunResults:
         return self._results[run.flow_run_id]
 
     def figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
-        """Return the number by which the key `best` compares a run, or None if it has none.
+        """Return the number of a run that the key `best` compares, or None if it is unknown.
 
         For a step (a function or a command), the number is in the step's result. For a training, it
         is the last value of a metric.

@@ -97,7 +97,7 @@ class PipelineSession:
         self._runs: list[StageRun] = []
         #: State of each stage at the last decision, by name.
         self._states: Mapping[str, StageState] = {}
-        #: Reason why a stage is skipped, by the name of the stage. Contains only skipped stages.
+        #: The skipped stages. The key is the name of a stage, and the value is the reason.
         self._skipped: Mapping[str, str] = {}
         #: Results of the completed runs. Secrets of the environment are masked in them.
         self._results = RunResults(self._requests, find_env_secrets(os.environ))

@@ -106,14 +106,14 @@ class StageValues:
         return stopped | self.completed_points(name)
 
     def read_figures(self, name: str) -> dict[str, float | None]:
-        """Return the number by which `best` compares the points of a stage's matrix.
+        """Return the number of each matrix point that the key `best` of a stage compares.
 
         Args:
             name: Name of the stage.
 
         Returns:
-            The number of each point that completed or was stopped early, by the point's name
-            `STAGE.N`. None if unknown.
+            The numbers of the points that completed or were stopped early. The keys are the names
+            `STAGE.N` of the points. A number is None if it is unknown.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None

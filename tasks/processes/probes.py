@@ -287,8 +287,8 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Identity of the file (see `identity_of`) at the last check in the background. None before
-        #: the first check.
+        #: Value of `identity_of` for the file at the last background check, to notice that the file
+        #: was replaced. None before the first check.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:

@@ -73,7 +73,8 @@ class TimeToSave:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: True if the components must be ended at once, even if they have not saved a checkpoint.
+    #: True if a second cancel has ended the grace periods. Components are then killed at once, even
+    #: while they save a checkpoint.
     is_hurried: bool = False
     #: Facts about each component that was warned by a signal before its end, by component name.
     _warned: dict[str, _Warned] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Number of consecutive synchronisations with the Prefect server in which another worker of the
-#: same name left no trace, after which that worker counts as ended.
+#: Another worker of the same name counts as ended if it left no trace in this number of consecutive
+#: synchronisations with the Prefect server.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = "Muster: process of this worker. It shows if two workers have the same name."

@@ -1,6 +1,6 @@
 """The record of a run's evaluations, `evaluations.json`, and their figures.
 
-The flow process of the training owns the file. Each evaluation is a run of its own, and writes its
+The flow process of the training owns the file. Each evaluation is a separate run, and writes its
 result to a file in the directory of the training's run. The *figures* of an evaluation are the
 numbers in its result. They are known even if the evaluation ends after the training.
 """
@@ -126,9 +126,9 @@ class EvaluationsJson(Recorded):
 def lock_evaluations(place: RunPlace) -> Iterator[None]:
     """Hold the lock of a run's `evaluations.json` while the context is open.
 
-    The training and the evaluations that end after the training change the record. A file system
-    without file locks cannot lock the record. Then two evaluations that end at the same moment may
-    lose the state of one of them, but no figure.
+    Both the training and its evaluations write to the record, so they take a file lock first. If
+    the file system has no file locks, the record is not locked. If two evaluations then end at the
+    same moment, the recorded state of one may be wrong. Their results are complete.
 
     Raises:
         OSError: The lock file cannot be opened.
@@ -177,7 +177,7 @@ class EvaluatedCheckpoint:
     #: Numbers in the result of the evaluation, by their dotted keys. Empty before the evaluation
     #: has written a result.
     figures: dict[str, float]
-    #: True if the checkpoint is the newest of those that were saved at its path.
+    #: True if no newer checkpoint was saved at the same path.
     is_current: bool
 
     @property

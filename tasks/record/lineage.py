@@ -236,7 +236,7 @@ def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...
 
 
 def classify_uri(uri: str) -> DataKind:
-    """Return the kind of data to which a path or URI probably leads, judged by the path alone."""
+    """Return the probable kind of the data at a path or URI. Only the path is considered."""
     if (run_id := find_run_id(uri)) and uri == make_result_uri(run_id):
         return DataKind.RESULT
     kind = classify_name(uri.rstrip("/").rpartition("/")[2])

@@ -68,7 +68,7 @@ def make_asset_key(uri: str) -> str:
 def list_asset_events(
     flow_run: FlowRun, lineage: Lineage, outputs: Iterable[LineageOutput], *, with_inputs: bool
 ) -> Iterator[Event]:
-    """Yield the events about the data that a run reads and makes.
+    """Yield the Prefect asset events about the data that a run reads and makes.
 
     The id of an event depends only on the run and the data. The server therefore stores the event
     once, even if two processes of the run send it.

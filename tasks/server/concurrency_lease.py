@@ -165,10 +165,15 @@ def exit_if_lease_was_lost(flow_run_id: str) -> None:
     """Exit with code 0 if the server has lost the concurrency lease of a flow run.
 
     Call this before the process of the flow run sets the state Running. The worker then returns the
-    flow run to the queue. If the server does not answer, return.
+    flow run to the queue. If the server does not answer, return. If the id is not a UUID, return,
+    too: Prefect's engine then reports the invalid id.
     """
+    try:
+        run_uuid = UUID(flow_run_id)
+    except ValueError:
+        return
     with suppress(httpx.HTTPError, PrefectException):
-        if has_lost_lease(UUID(flow_run_id)):
+        if has_lost_lease(run_uuid):
             raise SystemExit(0)
 
 

@@ -57,9 +57,10 @@ def read_flow_run_id() -> str:
     """Return the id of the flow run of this process, where Prefect's own engine looks for it.
 
     The id is the first argument of the process. Without arguments, the id is the value of the
-    environment variable PREFECT__FLOW_RUN_ID.
+    environment variable PREFECT__FLOW_RUN_ID. If the variable is not set either, the result is an
+    empty string, and Prefect's engine reports that the id is invalid.
     """
-    return sys.argv[1] if len(sys.argv) > 1 else os.environ["PREFECT__FLOW_RUN_ID"]
+    return sys.argv[1] if len(sys.argv) > 1 else os.environ.get("PREFECT__FLOW_RUN_ID", "")
 
 
 def retry_while_server_starts() -> None:

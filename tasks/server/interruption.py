@@ -185,7 +185,7 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """Do what a signal requires: end the run or pipeline, or end only this process.
+        """End the run or pipeline after a signal, or end only this process.
 
         A SIGTERM from the worker may end only this process. Then a later process of the same flow
         run continues the run or pipeline. A second Ctrl-C also skips the grace periods.

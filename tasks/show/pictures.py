@@ -268,7 +268,7 @@ _MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#a
 #: Largest number of data points that the curves of one matrix may have together. More data points
 #: are thinned out, so that the picture stays small.
 _MAX_MATRIX_CORNERS = 4000
-#: Smallest number of data points to which one curve of a matrix is thinned out.
+#: A curve of a matrix keeps at least this number of data points when it is thinned out.
 _MIN_CORNERS = 8
 #: The curves of a matrix with more curves than this number have no labels, except the best curve.
 _MAX_LABELLED_CURVES = 12

@@ -1,6 +1,6 @@
 """Evaluations of checkpoints: the keys `evals` and `keep_best` of a run spec.
 
-An evaluation is a step: a run of its own with a single component. This module builds the run spec
+An evaluation is a step: a separate run with a single component. This module builds the run spec
 of an evaluation. The training creates the run when a checkpoint is complete.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tasks.spec.formatting import join_commas, suggest_name
+from tasks.spec.matrix import Best
 from tasks.spec.placeholders import fill_in_checkpoint, mapping_or_empty
 from tasks.spec.step import RESULT_VARIABLE, STEP, build_run_spec
 from tasks.spec.step_resources import Resources, check_ray_secrets, check_resources
@@ -31,7 +32,7 @@ from tasks.spec.values import (
 
 
 class Evaluation(Model):
-    """Program that Muster starts for the complete checkpoints of a run during the training."""
+    """Program that evaluates a checkpoint. Muster starts the program for complete checkpoints."""
 
     command: Words = Field(
         description="Program of the evaluation and its arguments, with one list item for each "
@@ -80,16 +81,13 @@ class Evaluation(Model):
     )
 
 
-class KeepBest(Model):
-    """Figure that chooses the best checkpoint, which the key `keep` never removes."""
+class KeepBest(Best):
+    """Rule that chooses the best checkpoint. The key `keep` never deletes this checkpoint."""
 
     by: DottedKey = Field(
-        description="Number of an evaluation: EVALUATION.KEY, where KEY is a number in the result "
-        "of the evaluation.",
+        description="Number that is compared, as EVALUATION.KEY. EVALUATION is the name of an "
+        "evaluation in `evals`, and KEY is a key in the JSON result of the evaluation.",
         examples=["math.accuracy"],
-    )
-    mode: Literal["max", "min"] = Field(
-        "max", description="max: a larger number is better. min: a smaller number is better."
     )
 
 
@@ -153,7 +151,7 @@ def _check_keep_best(
 
 
 def find_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> object:
-    """Return where an evaluation runs: `ray` for a Ray node, or `host` for the worker's host.
+    """Return the place of an evaluation: `ray` for a Ray node, or `host` for the worker's host.
 
     If the value of the key `on` is invalid, this value is returned.
 

@@ -304,7 +304,7 @@ def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[F
 
 
 def _find_program_faults(place: str, program: str | None, path: str) -> Iterator[Fault]:
-    """Yield a fault if a program does not exist, whatever the working directory is.
+    """Yield a fault if a program does not exist in any working directory.
 
     Call this for a component whose working directory does not exist or is not known yet. A program
     that depends on the working directory, such as `./train.sh`, is not checked.

@@ -2,7 +2,7 @@
 
 All requests to the server and all reads of checkpoints are made in one background thread, so a
 server or file system that does not answer never delays the training. An error in the thread is
-logged, and the work is tried again a few seconds later.
+logged, and the thread retries the work a few seconds later.
 """
 
 from __future__ import annotations

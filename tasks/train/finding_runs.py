@@ -304,7 +304,10 @@ def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
 
 
 def _match_typed_names(runs: Sequence[Run], text: str) -> list[Run]:
-    """Return the runs to which a person gave a name that is the text, or that contains the text."""
+    """Return the runs whose name in the Prefect UI was typed by a user and contains a text.
+
+    If a name is equal to the text, only the runs with this name are returned.
+    """
     typed_names = _read_typed_names()
     exact = [run for run in runs if typed_names.get(run.flow_run_id) == text]
     return exact or [run for run in runs if text in typed_names.get(run.flow_run_id, "")]
@@ -315,7 +318,7 @@ def find_run(name: str) -> Run:
 
     Args:
         name: `latest`; the id of the run or of its flow run; the first or last characters of either
-            id; the name in the spec; the name that somebody gave to the flow run in the Prefect UI;
+            id; the name in the spec; the name that a user gave to the flow run in the Prefect UI;
             or any part of a run id or name that no other run has.
 
     Raises:

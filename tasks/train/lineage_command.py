@@ -77,8 +77,8 @@ def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, Lineage]:
     """Return the known lineages of all runs, by run id.
 
-    The lineage of a run comes from the first of these places that has one: the run's files on this
-    machine, the artifact on the Prefect server, and the run spec on the Prefect server.
+    The lineage of a run is read from the run's files on this machine. Without these files, it is
+    read from the artifact on the Prefect server, or else from the run spec on the server.
 
     Args:
         run: The run that the user asked for. For this run, the present checkpoints are searched,

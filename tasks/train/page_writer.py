@@ -264,7 +264,7 @@ class RunPage:
             )
 
     def _read_metrics(self, attempt: AttemptPlace) -> None:
-        """Read the new metrics of an attempt. Runs in a thread of its own, because it may block."""
+        """Read the new metrics of an attempt. Runs in a separate thread, because it may block."""
         figures = self._figures or self._open_metrics(attempt)
         figures.read_new()
         if attempt is self._run.attempt:

@@ -33,7 +33,7 @@ _CHECKPOINTS_EVERY_S = 30.0
 _END_TIMEOUT_S = 3.0
 #: Timeout of a request to the Prefect server, in seconds.
 _REQUEST_TIMEOUT_S = 5.0
-#: Events after which the lineage may have changed.
+#: Events that may change the lineage.
 _CHANGING_EVENTS = ("attempt.begun", "attempt.adopted", "component.exited", "attempt.ended")
 
 
@@ -83,7 +83,7 @@ class LineageRecorder:
     def _work(self) -> None:
         with ExitStack() as stack:
             client: SyncPrefectClient | None = None
-            # A temporary server ends with the run, so nobody could read an artifact there.
+            # A temporary server ends with the run, so an artifact there would be lost.
             if find_lasting_api_url():
                 stack.enter_context(override_client_settings(retries=0))
                 # Without HTTP settings, `get_client` would return the flow's client, which the flow

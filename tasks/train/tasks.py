@@ -390,7 +390,7 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 
 
 def _was_cancelled_while_stopping(run: RunSession) -> bool:
-    """Return True if a run was cancelled on the Prefect server after its last attempt had a result.
+    """Return True if a user has cancelled a run on the Prefect server after its last attempt.
 
     If the server does not answer, the result is False.
     """

@@ -76,7 +76,7 @@ def _is_pipeline(path: Path) -> bool:
 def _changed_at(folder: Path) -> float:
     """Return the last change of a folder or of a file in the folder, in UTC epoch seconds.
 
-    The result is infinite if another process has deleted the folder.
+    If another process has deleted the folder, the result is `math.inf`.
     """
     times: list[float] = []
     for parent, _, names in os.walk(folder):

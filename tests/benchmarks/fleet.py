@@ -46,7 +46,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how fast failed servers leave the routing, and how fast many servers are probed."""
+    """Measure the times until a gateway avoids a failed server, and to check all servers."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(

@@ -67,8 +67,8 @@ class Limit:
     The page derives from this bound the largest load, for example the largest number of runs.
     """
 
-    #: Load whose limit the table shows, for example "waiting runs of a scheduler": the counted
-    #: things, and the program that handles them.
+    #: Kind of load whose largest number the table shows, for example "waiting runs of a
+    #: scheduler".
     what: str
     #: Name of the series of values in the results of the benchmark `limits`.
     group: str

@@ -51,9 +51,9 @@ TARGETS = ("pipeline", "worker", "server", "ray")
 _POINTS = 3
 #: Time limit of one pipeline, in seconds.
 _ENDS_WITHIN_S = 900.0
-#: Seconds after the end of a pipeline within which its processes must be gone.
+#: After the end of a pipeline, its processes must be gone within this number of seconds.
 _GONE_WITHIN_S = 120.0
-#: Longest time, in seconds, for which the Prefect server is down.
+#: Longest downtime of the Prefect server, in seconds.
 _SERVER_DOWN_S = 5.0
 #: Functions of the steps. One call of `os.write` appends each line, so that lines never mix.
 _STEPS = """
@@ -88,7 +88,7 @@ class Trial:
     target: str
     #: Share of the duration of an undisturbed pipeline that passes before the kill.
     share: float
-    #: Seconds for which the Prefect server is down.
+    #: Downtime of the Prefect server, in seconds.
     down_s: float
     #: Id of the pipeline's flow run.
     flow_run_id: str = ""
@@ -231,7 +231,7 @@ def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[by
 
 
 def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the worker, and start another one."""
+    """Kill the worker, and start a new worker."""
     assert stage.worker is not None
     stage.worker.kill()
     stage.worker.wait()

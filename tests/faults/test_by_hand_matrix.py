@@ -282,7 +282,7 @@ class Matrix:
             row.before = self.observe(row)
 
     def _has_begun(self, row: Row) -> bool:
-        """Return True if the run's component has started and, where its phase needs it, is ready.
+        """Return True if the run's component has started, and is ready if the phase requires this.
 
         The component of a run in the phase `starting` or `requeued` need not be ready.
         """

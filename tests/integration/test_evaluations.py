@@ -1,4 +1,4 @@
-"""Evaluations beside a training, on a real Prefect server with a real worker."""
+"""Evaluations of checkpoints during a training, on a real Prefect server with a real worker."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class HostEnvironment:
     home: Path
     #: URL of the Prefect server's API.
     api: str
-    #: Further environment variables of the host's programs, in addition to those in `env`.
+    #: Environment variables that the host's programs get in addition to the variables in `env`.
     extra_env: dict[str, str] = field(default_factory=dict)
     #: Programs that the test has started on the host.
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -75,7 +75,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ScriptedServer:
 
 
 def observe(session: RecordingSession, times: int = 1) -> None:
-    """Let the process of the run read the state of its flow run from the server.
+    """Read the flow run from the server, as the run's own process does to notice changed states.
 
     Args:
         session: Session of the run.

@@ -79,7 +79,7 @@ def test_only_a_figure_worse_than_the_median_is_a_reason(
     [
         # the point has no figure, for example because the metric has another name: it continues
         (history([]), FIVE),
-        # the point has not reached the step after which points are compared, so it continues
+        # the point has not reached `after_step`, so it continues
         (constant(0.1, 9), FIVE),
         # fewer than three other points have reached the step, so the point continues
         (constant(0.1), FIVE[:2]),
@@ -133,7 +133,7 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_one() -> None:
 
 
 def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -> set[int]:
-    """Stop points as long as there is a reason, and return the numbers of the active points."""
+    """Stop bad points until no further point must stop. Return the numbers of the active points."""
     active = {number for number, point in points.items() if not point.has_ended}
     while True:
         stopped = {

@@ -89,7 +89,7 @@ BOTH = ("n1", "n2")
 
 
 def with_state(at: float, type: str, name: str) -> History:
-    """Return the history of the correct run `ONE`, with one more state of its flow run.
+    """Return a copy of the history `ONE`, with one more state of the flow run.
 
     Args:
         at: Time of the state, in seconds.
@@ -101,16 +101,16 @@ def with_state(at: float, type: str, name: str) -> History:
 
 
 def with_part(attempt: int, began: float, ended: float) -> History:
-    """Return the history of the correct run `ONE`, with one more component process (pid 7)."""
+    """Return a copy of the history `ONE`, with one more component process (pid 7)."""
     return replace(
         ONE, parts=[*ONE.parts, ComponentProcess(attempt=attempt, pid=7, began=began, ended=ended)]
     )
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return the history of the correct run `ONE`, but its component reports other GPUs.
+    """Return a copy of the history `ONE` in which the component has used the given GPUs.
 
-    The argument None stands for a component without a list of GPUs.
+    If a device is None, the component has no list of GPUs.
     """
     devices_seen = None if None in devices else devices
     return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])

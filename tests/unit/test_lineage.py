@@ -128,7 +128,7 @@ def make_record(*attempts: AttemptRecord, workload: str = "sft") -> RunJson:
 
 
 def describe(spec: dict[str, Any], record: RunJson) -> Lineage:
-    """Write the spec of the last attempt, and return the lineage of the run."""
+    """Return the lineage of a run, after the spec of its last attempt was written to its file."""
     place = RunPlace.of(OWN)
     resolved = json.loads(json.dumps(spec).replace("${run.dir}", str(place.directory)))
     attempt = place.attempt(len(record.attempts))
