@@ -14,7 +14,7 @@ from tasks.show.run_view import Shown
 from tasks.spec.evaluations import KeepBest
 from tasks.spec.formatting import format_count, format_datetime
 
-_HEADINGS = ("checkpoint", "evaluation", "state", "figures", "run")
+_HEADINGS = ("checkpoint", "evaluation", "state", "metrics", "run")
 #: Largest number of evaluations in the table.
 _MAX_ROWS = 200
 #: Largest number of figures (numbers in the result) of one evaluation in the table.

@@ -47,7 +47,7 @@ def show_lineage(lineage: Lineage) -> Shown:
     if inputs:
         parts += ["### Made from", markdown_table(["kind", "data", "made by"], inputs)]
     if outputs:
-        parts += ["### Made", markdown_table(["kind", "step", "data", "figures"], outputs)]
+        parts += ["### Made", markdown_table(["kind", "step", "data", "metrics"], outputs)]
     content = json.dumps(lineage.as_json(), indent=1)
     parts += [_JSON_HEADING, code_block(content)]
     return Shown(headline=headline, data="\n\n".join(parts))
