@@ -117,7 +117,7 @@ def _reaction(
         home.mkdir()
         wrapper: Sequence[str] = ()
         if is_disk_full:
-            wrapper = in_mounts(f"mount -t tmpfs -o size=4m none {home}")
+            wrapper = in_mounts(f"mount -t tmpfs -o size=4m,mode=700 none {home}")
         flow = stack.enter_context(FlowProcess(place, spec, url, wrapper))
         pid = flow.components(_STARTS_WITHIN_S)["trainer"]["pid"]
         if is_disk_full:
