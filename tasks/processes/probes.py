@@ -106,14 +106,14 @@ async def wait_for_success(
 ) -> None:
     """Repeat the check of a probe until it succeeds. The caller must set a time limit.
 
-    Between two checks, `glance` is called every 10 ms. If its value changes, the check is repeated
-    at once.
+    Between two checks, `probe.glance` is called every 10 ms. If its result changes, the next check
+    follows at once.
 
     Args:
         probe: The probe.
-        every_s: Smallest interval between two checks, in seconds. The interval grows to a tenth of
-            the time since the first check, but at most to one second.
-        on_no: Called with the reason for a failure, if it differs from the last reason.
+        every_s: Smallest interval between two checks, in seconds. The interval grows with the time
+            since the first check: it is a tenth of that time. It does not grow beyond one second.
+        on_no: Called with the reason why a check has failed. Not called again for the same reason.
     """
     reason = None
     began = time.monotonic()
@@ -287,8 +287,8 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Value of `identity_of` for the file at the last background check, to notice that the file
-        #: was replaced. None before the first check.
+        #: Last result of `identity_of` for the file, read in the thread of the reader. `glance`
+        #: returns it. None before the first read, or if the file does not exist.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:
@@ -313,8 +313,8 @@ class FileChangeProbe(ComponentProbe):
     def __init__(self, path: Path, reader: PlaceReader) -> None:
         """
         Args:
-            path: The file.
-            reader: Reader of the file.
+            path: File that the component changes regularly while it works.
+            reader: Reads the file in a thread, because its file system may not answer.
         """
         self.question = f"file {path}"
         self._path = path
@@ -438,7 +438,7 @@ class NotifyProbe(ComponentProbe):
 
 
 class WatchdogProbe(ComponentProbe):
-    """Succeeds if the component has sent WATCHDOG=1 since the last check. A liveness probe.
+    """Liveness probe that succeeds if the component has sent WATCHDOG=1 since the last check.
 
     Source: sd_notify(3), sd_watchdog_enabled(3).
     """
@@ -472,8 +472,8 @@ class AliveProbe(ComponentProbe):
     def __init__(self, alive_s: float, since_monotonic_s: float) -> None:
         """
         Args:
-            alive_s: Required time in seconds.
-            since_monotonic_s: Start of the component, in CLOCK_MONOTONIC seconds.
+            alive_s: Seconds from the component's start to the success of the probe.
+            since_monotonic_s: Time of the component's start, in CLOCK_MONOTONIC seconds.
         """
         self.question = f"alive for {alive_s:g} s"
         self._at = since_monotonic_s + alive_s

@@ -43,7 +43,7 @@ _SAMPLED_AT_MOST_S = 600.0
 
 
 async def growing_intervals() -> AsyncIterator[None]:
-    """Yield each time when the next sample of the GPU utilisation is due.
+    """Yield each time a sample of the GPU utilisation is due.
 
     The interval grows with the time since the first call, from 15 seconds to 10 minutes.
     """
@@ -55,8 +55,8 @@ async def growing_intervals() -> AsyncIterator[None]:
         yield
 
 
-#: Number of JSON objects without the configured key of the training step, after which Muster
-#: reports that the key is probably wrong.
+#: Number of JSON objects that are read before Muster warns the user that none of them contains the
+#: key `progress.step`. The key in the spec is then probably wrong.
 _PROBABLY_WRONG_AFTER = 20
 #: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
 #: that the file system does not answer.
@@ -84,10 +84,7 @@ class HttpProgress:
 
     @property
     def unanswered(self) -> str:
-        """Always an empty text: a source with requests does not hang.
-
-        Each request to the server ends after at most 5 seconds.
-        """
+        """Always an empty text, because no read hangs: each request ends after at most 5 s."""
         return ""
 
     async def step(self) -> float | None:
@@ -147,10 +144,10 @@ class JsonlProgress:
         self._take = take
         self._reader = reader or PlaceReader(path)
         self._before = before
-        #: The open file; None until the fingerprint is known. Only the reader's thread uses it.
+        #: The metrics file; None until the reader's thread has opened it. Only that thread uses it.
         self._file: MetricsFile | None = None
         #: Groups of new lines that the reader's thread has read, oldest group first. Each group has
-        #: a flag: True if the file was rewritten, so that the group begins at its first line.
+        #: a flag: True if the file was rewritten, so that the lines of earlier groups are outdated.
         self._added: deque[tuple[bool, list[dict[str, Any]]]] = deque()
         self._key = key
         self._step: float | None = None
@@ -350,7 +347,8 @@ class _Output:
 
     def __init__(self, log: HeldLog) -> None:
         self._log = log
-        #: Number of bytes at the start of the log that were read and end with a complete line.
+        #: Number of bytes from the start of the log to the end of the last complete line that was
+        #: read.
         self._read_bytes = 0
         #: Size of the log in bytes at the last check; -1 before the first check.
         self._size = -1
@@ -379,7 +377,8 @@ class _Output:
         complete_bytes = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self._read_bytes = start + complete_bytes
         lines = data[:complete_bytes].decode("utf-8", "replace").splitlines()
-        # Use a list and not a generator, so that `_is_new` remembers every line.
+        # Pass a list to `any`, so that `_is_new` is called for every line and remembers it. With a
+        # generator, `any` would stop at the first new line.
         is_new = any([self._is_new(line) for line in lines])
         partial_line = data[complete_bytes:].decode("utf-8", "replace")
         has_changed = partial_line != self._partial_line
@@ -461,7 +460,8 @@ class Silence:
 
     def has_output(self) -> bool:
         """Return True if a log has new lines since the last call. The call may block."""
-        # Use a list and not a generator, so that every log is read.
+        # Pass a list to `any`, so that every log is read. With a generator, `any` would stop at the
+        # first log with a new line.
         return any([output.has_grown() for output in self._outputs])
 
     def seconds_without_progress(self, step: float | None, has_output: bool | None = None) -> float:
@@ -486,7 +486,7 @@ class Silence:
         return self._clock() - self._since
 
 
-#: Seconds after which a check for growth of a checkpoint is given up.
+#: Time limit in seconds of one check whether a checkpoint has grown.
 _GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
@@ -497,9 +497,10 @@ _CHECK_EVERY_S = 10.0
 #: A step counts as slow if it takes longer than the median duration of earlier steps, multiplied by
 #: this factor.
 _SLOW = 10.0
-#: Number of step durations that are needed for the median.
+#: Number of step durations from which a median is reliable. No step counts as slow before this
+#: number of durations is known.
 _STEPS_OF_A_PACE = 10
-#: Largest number of step durations that are kept for the median.
+#: Number of step durations from which the median is calculated. Older durations are dropped.
 _PACE_AT_MOST = 1000
 #: Seconds to wait for the last step after the trainer has ended. A server that reports
 #: the step over HTTP may report the last step late.
@@ -509,9 +510,9 @@ _LAST_STEP_WITHIN_S = 3.0
 class ProgressEnd(Enum):
     """Reason why the watch over the progress of an attempt ends."""
 
-    #: The run has made no progress for too long.
+    #: The run has made no progress for longer than `stall_after_s`.
     STALLED = "stalled"
-    #: The last step was reached, but the components did not end in time.
+    #: The last step was reached, but the components did not end within `finish_within_s`.
     FINISHED = "finished"
 
 
@@ -519,7 +520,8 @@ class ProgressEnd(Enum):
 class ProgressWatch:
     """Watches the progress of one attempt, and detects slow steps and stalls.
 
-    `str()` returns a text such as `step 57 of 200`; an empty text if no step is known.
+    `str(watch)` returns the last known step as a text, such as `step 57 of 200`. The text is empty
+    if no step is known.
     """
 
     plan: AttemptPlan
@@ -535,12 +537,13 @@ class ProgressWatch:
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Object that reads the logs of all components in a thread.
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
-    #: Last known training step; None if no step is known.
+    #: Training step that was read last; None if no step is known.
     step: float | None = None
-    #: Highest step that is known; None if no step is known.
+    #: Highest training step that was read; None if no step is known. It stays the same if the
+    #: trainer later reports a lower step.
     highest_step: float | None = None
-    #: Step of the first line that this attempt has added to the metrics file; None if it has added
-    #: no line.
+    #: Step in the first line that this attempt has added to the metrics file. None if the attempt
+    #: has added no line.
     _first_line: float | None = None
     #: True if a warning about the missing step was published.
     _has_warned: bool = False
@@ -554,8 +557,8 @@ class ProgressWatch:
     #: Time at which the current step begins to count as slow, in seconds on the clock of the
     #: asyncio loop.
     _slow_at_s: float = math.inf
-    #: Size of each log in bytes at each of the last `STEPS_OF_SURVIVAL` steps. If this number of
-    #: steps followed an error in a log, the error did not stop the training. See
+    #: Size of each log in bytes at each of the last `STEPS_OF_SURVIVAL` steps, oldest step first.
+    #: The errors that a log contained at the oldest of these steps did not stop the training. See
     #: `size_of_survived_log`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
@@ -582,7 +585,7 @@ class ProgressWatch:
         return self.highest_step >= last
 
     def describe_end(self) -> str:
-        """Return a text that the last step was reached, such as `step 60 of 60 reached`.
+        """Return a text that says that the last step was reached: `step 60 of 60 reached`.
 
         Returns:
             An empty string if the last step is unknown.
@@ -639,7 +642,10 @@ class ProgressWatch:
             await asyncio.sleep(check_every_s if self.source is None else every_s)
 
     async def _has_output(self) -> bool:
-        """Return True if a log has new lines since the last call, and the logs can be read."""
+        """Return True if a log has new lines since the last call.
+
+        Returns False if the logs cannot be read in time.
+        """
         try:
             return await self.log_reader.ask(self.silence.has_output)
         except PlaceTimeout:
@@ -717,19 +723,23 @@ class ProgressWatch:
         return self.step
 
     def note_line(self, step: float) -> None:
-        """Record the step of the first line that this attempt adds to the metrics file.
+        """Record the step in the first line that this attempt adds to the metrics file.
 
-        Further calls do nothing. The first read of the step may return a later step than this line,
-        because it reads several new lines at once.
+        Calls for further lines do nothing. The step of the first line must be recorded separately:
+        `_read` takes several new lines at once, and uses only the step of the last one.
         """
         if self._first_line is None:
             self._first_line = step
 
     def _compare_first_step(self, first_line: float, step: float) -> str:
-        """Return a warning if the first reported steps do not fit the loaded checkpoint.
+        """Return a warning if the trainer does not seem to have loaded the chosen checkpoint.
+
+        Args:
+            first_line: Step in the first line that this attempt has added to the metrics file.
+            step: Step in the last of the lines that were read together with the first line.
 
         Returns:
-            An empty string if they fit or cannot be compared.
+            An empty string if the steps fit the checkpoint, or cannot be compared with it.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         if self.plan.resume is None or is_server:

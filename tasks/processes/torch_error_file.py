@@ -17,21 +17,26 @@ from pathlib import Path
 from tasks.processes.guarded import Command
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-#: Matches the command line of a launcher that uses torchrun.
+#: Matches a command line that starts torchrun, or starts accelerate, which uses torchrun.
 _LAUNCHER = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate\b")
 #: Largest number of characters of an error file that are read.
 _READ_AT_MOST = 1 << 20
 
 
 class ErrorFile:
-    """The error file of a component whose command is torchrun or accelerate."""
+    """The file in which torchrun reports the error of a component's first failed rank.
+
+    Launchers that use torchrun, such as accelerate, write this file, too. A component with another
+    command has no error file.
+    """
 
     def __init__(self, command: Command) -> None:
-        #: Path of the file; None if the component is another program.
+        #: Path of the error file; None if the component has no error file.
         self._path: Path | None = None
-        #: True if Muster has chosen the path.
+        #: True if Muster has chosen the path of the error file. False if the spec sets the path.
         self._is_own = False
-        #: Time of the last change before the launch in nanoseconds; None if there was no file.
+        #: Modification time (`st_mtime_ns`) of the error file before the launch of the component.
+        #: A file that still has this time contains an older error. None if there was no file.
         self._changed_before_ns: int | None = None
         if _VARIABLE in command.env:
             self._path = command.cwd / command.env[_VARIABLE]
@@ -40,9 +45,10 @@ class ErrorFile:
             self._is_own = True
 
     def prepare(self, command: Command) -> Command:
-        """Return the command with the environment variable, after an old file was removed.
+        """Set the variable TORCHELASTIC_ERROR_FILE for a command, and return the new command.
 
-        A variable that the spec sets stays unchanged, and the file that it names is not removed.
+        An error file of an earlier process is removed. If the spec sets the variable, the command
+        stays unchanged, and the file that the variable names is not removed.
         """
         self._changed_before_ns = self._read_change_time()
         if self._path is None or not self._is_own:
