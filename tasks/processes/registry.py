@@ -72,9 +72,11 @@ _FLOCK = "hhqqi"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
-#: Seconds to wait until the short form of a run's final record is written into reserved disk space.
+#: Time limit in seconds for freeing the disk space that is reserved for `run.json`. It also applies
+#: to writing the short form of the run's final record into its reserved file.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
-#: Seconds to wait until the last files of a run are on the disk, after reserved space was freed.
+#: Seconds to wait again for the last files of a run, after reserved disk space was freed for them.
+#: The space is freed if the files were not on the disk within `_WRITTEN_WITHIN_S`.
 _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 #: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0
@@ -111,8 +113,8 @@ class Owner(_Model):
     worker: str | None = None
     #: Directory of the run; None if the run has no directory.
     directory: Path | None = None
-    #: True if the run's Ray jobs may continue after the death of the process, until another process
-    #: resumes the run.
+    #: True if the run's Ray jobs continue after the death of the supervising process, so that
+    #: another process can resume the run and supervise these jobs.
     adopts: bool = False
     #: Files and directories that must be removed when the run has ended.
     leftovers: tuple[Path, ...] = ()
@@ -137,8 +139,8 @@ class _Entry(_Model):
     component: str
     #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
-    #: Longest time in seconds for which a checkpoint that the component writes delays its end. An
-    #: earlier version of Muster wrote no such value; the time was then `grace_s`.
+    #: Longest time in seconds for which the end of the component is delayed while it writes a
+    #: checkpoint. None in an entry of an earlier version of Muster, which used `grace_s` for this.
     save_grace_s: float | None = None
 
     @classmethod
@@ -457,8 +459,8 @@ class LostRun:
         #: files of the run either, because a submission file is unreadable, too. The Ray jobs may
         #: still run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
-        #: Final record of the run, if the run wrote it into the space that it had reserved in case
-        #: the disk is full. Otherwise None.
+        #: Final record of the run from its reserved disk space. A run writes its record there only
+        #: if the disk is full. None if there is no record in the reserved space.
         self.end = reserved_space.read_final_record(directory)
 
     @property
@@ -854,17 +856,18 @@ def _find_lock_holder(directory: Path) -> int | None:
 
 
 def _rebuild_jobs(owner: Owner, file: UnreadableFile) -> list[JobEntry] | None:
-    """Return the entries of a component's Ray jobs whose entry file cannot be read.
+    """Make new registry entries for the Ray jobs of a component whose entry file cannot be read.
 
-    The run's submission files contain the jobs. A submission file is written before its job is
-    submitted.
+    The submission files in the run's directory describe the jobs. Each job has a submission file,
+    because this file is written before the job is submitted.
 
     Args:
         owner: The process that supervises the run.
-        file: The unreadable entry file.
+        file: The unreadable entry file of the component.
 
     Returns:
-        None if the jobs are unknown, because a submission file of the run cannot be read.
+        The new entries. None if the jobs are unknown, because a submission file of the run cannot
+        be read or the run has no directory.
     """
     if owner.directory is None:
         return None
@@ -901,7 +904,7 @@ def _read_entries(directory: Path, kind: type[_E]) -> tuple[list[_E], list[Unrea
     """Return all entries of a type from a run's registry directory.
 
     Returns:
-        Two values: the entries, and the files whose content is unknown.
+        Two values: the entries, and the entry files that cannot be read.
     """
     entries: list[_E] = []
     unreadable: list[UnreadableFile] = []
@@ -1023,11 +1026,13 @@ class LeftoverCleanup:
 def finish(lost: LostRun) -> LeftoverCleanup:
     """End the leftover processes of a lost run, and remove its files.
 
-    A living guardian, the process that owns a component, ends the component itself within the grace
-    period. The guardian is killed only if it needs longer. Only processes that `tree.mark_own`
-    has marked for the run, or that are in its cgroups, are killed. If the entry of a component
-    cannot be read, its processes are found by the run's environment variables. The function may be
-    called any number of times.
+    A component is owned by its guardian process. A guardian that still lives ends its component
+    itself within the grace period, and is killed only if it needs longer.
+
+    Only processes of the run are killed. They are found by the cgroups of the run's components, and
+    by the number with which `tree.mark_own` has marked them. If the entry of a component cannot be
+    read, its processes are found by their environment variables. The function may be called any
+    number of times.
 
     Raises:
         OSError: The processes of this machine cannot be listed.
@@ -1073,7 +1078,7 @@ def _variables_of(run_id: str, file: UnreadableFile) -> dict[str, str]:
 
     Args:
         run_id: The run.
-        file: Registry file of the component, or of one process of it (`COMPONENT.PART`).
+        file: Registry file of the component, or of a part of the component (`COMPONENT.PART`).
     """
     component = file.component.partition(".")[0]
     return {"MUSTER_RUN_ID": run_id, "MUSTER_COMPONENT": component}

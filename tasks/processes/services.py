@@ -47,11 +47,11 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     #: Longest delay before a restart, in seconds.
     most_delay_s: float = 30.0
-    #: If a service was ready for this number of seconds before its death, the delay of its next
-    #: restart is `first_delay_s` again.
+    #: If a service was ready for at least this number of seconds, the delay after its next death
+    #: is `first_delay_s` again.
     steady_s: float = 30.0
-    #: If a service was not ready once for this number of seconds after its first death, it is not
-    #: started again.
+    #: A service that was not ready during this number of seconds is not started again after its
+    #: next death. The seconds count from the first death after the service was last ready.
     give_up_after_s: float = 300.0
 
 
@@ -160,7 +160,8 @@ class _Death:
     failure: Failure | None
     #: Time in seconds during which the process was ready; None if it was not ready.
     ready_for_s: float | None = None
-    #: True if the process was killed from outside. Its program may then work after a restart.
+    #: True if SIGKILL from outside has ended the process, for example from the OOM killer. Its
+    #: program may have no fault, so a restart can help even if the service was never ready.
     was_killed: bool = False
 
 
@@ -176,7 +177,8 @@ class _Service:
     ) -> None:
         self.plan = plan
         self.report = ServiceReport(name=plan.name)
-        #: asyncio event that is set while the service is ready or done.
+        #: asyncio event that is set while the service is ready or done. Services that need this
+        #: service wait for the event before they start.
         self.is_up = asyncio.Event()
         #: asyncio event that is set when the current process has died. A new process gets a new
         #: event.
@@ -414,7 +416,7 @@ class Services:
                 service dies, both services are ended and started again in the right order.
             policy: Rules for restarts. If None, the defaults of `RestartPolicy` apply.
             on_change: Called in the thread of the services after each change of a service. The
-                guardian process of a process is reported before the process is launched.
+                guardian of each new process is reported before the process is launched.
             make_process: Creates the object for one process of a service.
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.

@@ -60,12 +60,12 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Object that tells a second press of Ctrl-C from a SIGINT that arrives twice for one
-        #: press. It is used before and after the run.
+        #: Tells a second press of Ctrl-C from a repeated SIGINT of the first press. `on_signal`
+        #: uses this object before and after the run. During the run, it is not used.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt for a signal before the run, or for a second Ctrl-C after it."""
+        """Raise KeyboardInterrupt. After the run, raise it only for a second press of Ctrl-C."""
         # A second Ctrl-C ends the program even after the end of the run. So a person need not wait
         # for a server that does not answer.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
@@ -155,7 +155,8 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
         while numbers := receiver.recv(1024):
             at_s = time.monotonic()
             for signum in numbers:
-                # Skip other signals. Python writes the number of every signal with a handler.
+                # Skip other signals. Python writes the number of every signal that has a handler
+                # to the wakeup file descriptor.
                 if signum in ENDING_SIGNALS:
                     receive(signum, at_s)
 

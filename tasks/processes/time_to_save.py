@@ -36,10 +36,10 @@ _CHECK_EVERY_S = 0.2
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
 _WARN_EVERY_S = 2.0
-#: Seconds between two checks whether a machine will end a component.
+#: Seconds between two checks whether a component's machine will end it, for example by a shutdown.
 _PLANNED_END_EVERY_S = 15.0
-#: If the attempt still runs this number of seconds after an end that was announced, the end was
-#: called off. Before a later end, the components then get their warning signal again.
+#: An announced end counts as called off if the attempt still runs this number of seconds after it.
+#: The components then get a new warning signal before a later end.
 _CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
 #: its checkpoint.
@@ -78,8 +78,8 @@ class TimeToSave:
     is_hurried: bool = False
     #: Facts about each component that was warned by a signal before its end, by component name.
     _warned: dict[str, _Warned] = field(default_factory=dict)
-    #: Remaining seconds for which the end of a component may be delayed, by the name of the
-    #: component.
+    #: Remaining seconds for which the end of a component may be delayed while it saves a
+    #: checkpoint, by the name of the component.
     _left_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:
@@ -162,7 +162,10 @@ class TimeToSave:
         )
 
     def _is_warned(self, component: RunningComponent) -> bool:
-        """Return True if a component got a warning, and the announced end may still come."""
+        """Return True if a component got a warning, and the announced end was not called off.
+
+        After an end that was called off, the component can be warned again.
+        """
         warned = self._warned.get(component.name)
         if warned is not None and self.clock() > warned.end_at + _CALLED_OFF_AFTER_S:
             del self._warned[component.name]
@@ -187,7 +190,10 @@ class TimeToSave:
 
     @asynccontextmanager
     async def delaying_kill(self, component: RunningComponent) -> AsyncIterator[None]:
-        """Delay SIGKILL while a component that is stopped in this context writes a checkpoint."""
+        """Delay the SIGKILL of a component while it writes a checkpoint.
+
+        Stop the component while this context is open. The delay ends with the context.
+        """
         delaying = asyncio.create_task(self._delay_kill(component))
         try:
             yield
@@ -198,7 +204,10 @@ class TimeToSave:
                 _log.error("SIGKILL of %s could not be delayed", component.name, exc_info=error)
 
     async def _delay_kill(self, component: RunningComponent) -> None:
-        """Request the delay of SIGKILL repeatedly while a component writes a checkpoint."""
+        """Delay SIGKILL by a few seconds again and again, while a component writes a checkpoint.
+
+        All delays together take at most `stop.save_grace_s` seconds.
+        """
         left_s = self._left_s.get(component.name, component.plan.command.saves_within_s)
         if component.is_hung or left_s <= component.plan.command.grace_s:
             return
@@ -209,7 +218,11 @@ class TimeToSave:
             await self.sleep(_CHECK_EVERY_S)
 
     def _may_wait(self, component: RunningComponent) -> bool:
-        """Return True if the end of a component may be delayed for a checkpoint."""
+        """Return True if the end of a component may be delayed, so that it can save a checkpoint.
+
+        Returns False if the component has ended or hangs, or if a second cancel has ended the grace
+        periods.
+        """
         return not (self.is_hurried or component.is_hung or component.exit is not None)
 
     async def _is_saving(self, component: RunningComponent) -> bool:
@@ -218,10 +231,10 @@ class TimeToSave:
         return is_saving is not None and await self._ask(component, is_saving, False)
 
     async def _has_time_to_react(self, component: RunningComponent) -> bool:
-        """Return True if a component got its warning a short time ago and has not saved since.
+        """Return True if a component may still react to its warning by saving a checkpoint.
 
-        A component has `stop.warn_s` seconds to react. If Muster cannot see the checkpoints of the
-        component, the function returns True for all of these seconds.
+        The component has `stop.warn_s` seconds for this reaction. A new complete checkpoint ends
+        this time early. If Muster cannot see the checkpoints, the time does not end early.
         """
         warned = self._warned.get(component.name)
         warning = component.plan.warning

@@ -23,8 +23,8 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-#: Resource limit on file locks. The kernel has ignored it since 2.4.25, so it can store a mark (see
-#: `mark_own`). Source: getrlimit(2).
+#: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
+#: `mark_own` can use its value to mark processes. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
 #: Smallest number that counts as a mark of Muster's processes, see `mark_own`. Real limits on the
 #: number of file locks are smaller.
@@ -501,14 +501,14 @@ class KillRounds:
 
     @property
     def pause_s(self) -> float:
-        """Longest wait in seconds before the next round of SIGKILL."""
+        """Seconds until the pause after the last round of SIGKILL ends; 0 if it has ended."""
         return max(0.0, self._next_at - self._clock())
 
     def is_due(self) -> bool:
         """Return True if the next round of SIGKILL may begin now.
 
-        Soon after the first round, further rounds follow without a pause. Later rounds wait until
-        `pause_s` is 0.
+        In the first second, the rounds follow each other without a pause. Later, a round may begin
+        only when the pause after the last round has ended.
         """
         return self.lasts_s <= _ROUNDS_AT_ONCE_S or self.pause_s == 0.0
 
