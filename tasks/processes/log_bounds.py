@@ -17,10 +17,10 @@ _CHECK_EVERY_S = 1.0
 async def keep_log_bounded(
     name: str, log: HeldLog, bound: LogBound, warn: Callable[[str], object]
 ) -> None:
-    """Release the disk space of the middle of a log each time the log grows too large.
+    """Free the disk space of the middle of a log each time the log exceeds its size limit.
 
-    The function runs until it is cancelled. It returns only if the file system cannot release a
-    part of a file. Then the size of the log is not limited.
+    The function runs until it is cancelled. It returns early if the file system cannot free the
+    space of a part of a file. In this case, the size of the log is no longer limited.
 
     Args:
         name: Name of the program that writes the log, for the warning.

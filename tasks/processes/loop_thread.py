@@ -50,7 +50,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call a function soon. Returns at once. Does nothing after `close`."""
+        """Schedule a call of a function in the thread of the loop, and return at once.
+
+        Does nothing after `close`.
+        """
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 

@@ -93,7 +93,8 @@ def find_memory_groups(memberships: str, mountinfo: str) -> tuple[Path, ...]:
         chain = (innermost, *innermost.parents)
         directories = tuple(path for path in chain if path.is_relative_to(top))
         if is_version_1:
-            # If version 1 has the memory controller, version 2 does not have it.
+            # Each controller belongs to one version of cgroups only. So the cgroups of version 2
+            # have no memory controller here, and need not be searched.
             return directories
     return directories
 
@@ -161,8 +162,8 @@ class LoggedKill:
 def read_kernel_log() -> str:
     """Return the entries of the kernel log, or an empty string if this user may not read them.
 
-    The string is also empty in a PID namespace, such as that of a container, because the pids in
-    the kernel log are valid only in the first PID namespace of the machine.
+    The kernel log contains the pids of the machine's first PID namespace. In another PID namespace,
+    such as that of a container, processes have other pids. So the string is empty there, too.
     """
     entries: list[bytes] = []
     with suppress(OSError):

@@ -44,10 +44,11 @@ def make_own_command(module: str) -> tuple[str, ...]:
 
 
 def make_own_env() -> dict[str, str]:
-    """Return variables for a program that starts further Python programs with Muster's modules.
+    """Return environment variables for a program whose child processes import Muster's modules.
 
-    Such programs are Prefect's workers, which start the processes of flow runs. The variables must
-    not reach the components of a run.
+    An example is a Prefect worker: the processes of flow runs are its children. The variables
+    remove the folders of the user from the import path of Python. The components of a run import
+    packages from these folders, so do not pass the variables to a component.
     """
     return {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
 
@@ -98,7 +99,7 @@ def find_own_folders() -> list[str]:
 
 
 def _has_muster(folder: str) -> bool:
-    """Return True if an installer has put Muster into a folder."""
+    """Return True if a folder is a site-packages folder in which Muster is installed."""
     try:
         names = os.listdir(folder or ".")
     except OSError:
@@ -128,12 +129,16 @@ def _list_pth_folders(folder: str) -> list[str]:
 
 
 def main() -> None:
-    """Run `muster`, or the module after the option -m, with Muster's own modules."""
+    """Run the command `muster`, or the module that follows the option -m.
+
+    Before that, remove the folders of the user from the import path, so that Python imports
+    Muster's own packages.
+    """
     own = find_own_folders()
     is_own_program = sys.argv[1:2] == [_MODULE_OPTION]
     if is_own_program:
-        # Folder that contains Muster's packages. The program `muster` is a copy of this file in
-        # another folder, so the place of that copy does not say where the packages are.
+        # Keep the folder of Muster's packages on the import path. The folder is known only in this
+        # case, because the program `muster` is a copy of this file in another folder.
         own.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.path[:] = select_own_path(sys.path, foreign=find_foreign_folders(), own=own)
     module = _COMMAND

@@ -43,7 +43,10 @@ class _Read(Generic[T]):
         self.began_s: float | None = None
 
     def run(self) -> None:
-        """Call the function and store its result, unless the call was cancelled in the queue."""
+        """Call the function, and store its result or its error in `result`.
+
+        Does nothing if `result` was cancelled while this call was in the queue.
+        """
         if not self.result.set_running_or_notify_cancel():
             return
         try:

@@ -8,7 +8,8 @@ from pathlib import Path
 #: File in which systemd describes the scheduled shutdown of this machine.
 #: Source: systemd, src/login/logind-dbus.c, SHUTDOWN_SCHEDULE_FILE.
 _SCHEDULE = Path("/run/systemd/shutdown/scheduled")
-#: Values of the key MODE in that file with which the shutdown ends all processes of the machine.
+#: Values of the key MODE in systemd's file about the scheduled shutdown. With these values, the
+#: shutdown ends all processes of the machine.
 _ENDING_MODES = frozenset({"poweroff", "reboot", "halt", "kexec", "soft-reboot"})
 
 

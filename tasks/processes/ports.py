@@ -82,7 +82,7 @@ class PortsReserved:
         """
         Args:
             names: Names of the ports, for example `trainer.port`.
-            key: Secret for the function `lock_name`. If None, `port_key` returns the secret.
+            key: Secret for the function `lock_name`. If None, the result of `port_key` is used.
 
         Raises:
             OSError: No port is free.
@@ -231,7 +231,8 @@ class Listener:
         """True if the process is in another PID namespace, which root has created.
 
         A user without root's rights can create a PID namespace only together with a user namespace.
-        So root has created it if the process is in the user namespace of the calling process.
+        So if the process is in the user namespace of the calling process, root has created the PID
+        namespace.
         """
         own = Path("/proc/self/ns")
         other = Path(f"/proc/{self.pid}/ns")

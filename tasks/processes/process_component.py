@@ -34,8 +34,8 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: Largest number of command lines in the warning about processes that a component left behind.
 _MAX_STRAGGLERS_NAMED = 5
-#: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
-#: the end of the workers counts as a failure.
+#: Seconds in which a component must end after it has ended its own worker processes. If it runs
+#: longer, the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
 #: Time limit in seconds for sending the warning signal to the processes of a component.
 _WARN_WITHIN_S = 5.0

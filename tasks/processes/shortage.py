@@ -29,8 +29,9 @@ class NotChecked(str):
 def is_own_shortage(error: BaseException) -> bool:
     """Return True if an error was caused by a lack of files, memory or ports on this machine.
 
-    The error itself, its causes, and the members of an exception group are checked. Also returns
-    True if this process cannot open another file now.
+    The error itself, its causes, and the members of an exception group are checked. Some libraries
+    do not pass the error number on. So the function also returns True if this process cannot open
+    another file now.
     """
     causes: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -50,7 +51,8 @@ def is_own_shortage(error: BaseException) -> bool:
 def has_no_files_left() -> bool:
     """Return True if this process cannot open another file.
 
-    Call this if an error shows no error number, because some libraries do not pass it on.
+    Call this if an exception contains no error number (`errno`). Some libraries do not pass the
+    number on, so the exception does not show whether too many files were open.
     """
     try:
         os.close(os.open("/", os.O_PATH))

@@ -73,7 +73,7 @@ _MAPPED = "0000000000000000FFFF0000"
 class ConnectedSocket:
     """One end of a TCP connection."""
 
-    #: Uid of the user of the socket. The value is wrong if no process has the socket open.
+    #: Uid of the user of the socket. If `is_open` is False, the kernel may report a wrong user.
     uid: int
     #: True if a process has the socket open.
     is_open: bool
@@ -135,7 +135,7 @@ class SocketTable:
     def find_connection(
         self, local: tuple[str, int], remote: tuple[str, int]
     ) -> ConnectedSocket | None:
-        """Return the socket at one end of a TCP connection whose both ends are on this machine.
+        """Return the socket at one end of a TCP connection between two processes of this machine.
 
         Args:
             local: Address and port of this end.

@@ -23,8 +23,10 @@ class SteadyThreads(ThreadPoolExecutor):
     """An executor that starts all its threads at once, and never another thread.
 
     The threads do not keep the process from exiting. If no thread can be started, `submit` executes
-    the work in the calling thread. asyncio accepts only a `ThreadPoolExecutor` as the executor of a
-    loop, so this class is one. It uses none of the threads of its base class.
+    the work in the calling thread.
+
+    The base class is `ThreadPoolExecutor` only because asyncio accepts no other type as the default
+    executor of a loop. The threads of the base class are not used.
     """
 
     def __init__(self, count: int, name: str) -> None:

@@ -44,8 +44,8 @@ class Supervisor:
             plan: The components and their settings.
             ports: The ports of the run.
             emit: Publishes events.
-            register: The run's registry on disk. None if the run is not registered, so that `muster
-                reconcile` cannot end its leftover processes.
+            register: The run's registry on disk. None if the run is not registered. In this case,
+                `muster reconcile` cannot end the leftover processes of the run.
             template: Helper process that forks the guardians, the processes that own the
                 components. It is closed after all guardians were forked. If None, a new helper
                 process is started when it is needed.

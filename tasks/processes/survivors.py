@@ -22,7 +22,8 @@ _SHOWN_CHARACTERS = 120
 async def describe_survivors(pids: Iterable[int]) -> tuple[str, ...]:
     """Return a description of each process that could not be ended.
 
-    A description has the pid, the command, the user, the kernel's reason and a remedy.
+    A description names the process. It also says why the process could not be ended, and how the
+    user can end it, as far as this is known.
 
     Args:
         pids: The processes. Zombies are left out, except if there are only zombies.

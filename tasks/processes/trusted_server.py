@@ -235,7 +235,8 @@ def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
 class _Backend(httpcore.NetworkBackend):
     """Network backend that sends nothing to servers of untrusted users on this machine.
 
-    Another backend opens each connection. This backend then checks which user's process listens.
+    Another backend opens each connection. Before any data is sent, this backend checks that the
+    server belongs to a trusted user.
     """
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
@@ -263,7 +264,10 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _AsyncBackend(httpcore.AsyncNetworkBackend):
-    """Network backend that checks the server of each connection which another backend opens."""
+    """Network backend for asyncio that sends nothing to servers of untrusted users.
+
+    It opens and checks connections in the same way as `_Backend`.
+    """
 
     def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
         self._inner = inner

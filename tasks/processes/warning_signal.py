@@ -108,7 +108,8 @@ def warn_carriers(
     Args:
         wanted: Names and values of the environment variables.
         signum: Number of the signal.
-        skip: Processes that got the signal before: pid and start time, by the machine.
+        skip: `skip[machine]`: pid and start time of each process that got the signal before. These
+            processes do not get the signal again.
     """
     carriers = {pid for pid in all_pids() if not is_zombie(pid) and was_started_with(pid, wanted)}
     roots = [pid for pid in carriers if read_parent(pid) not in carriers]
