@@ -297,7 +297,8 @@ class ProcessComponent(RunningComponent):
             if port is None:
                 continue
             try:
-                # A listener may also be a process of another component, which is allowed.
+                # Pass the pids of all components, because a process of another component of this
+                # run may listen on the port.
                 check = partial(self._check_listeners, port, self._context.guards.own_pids())
                 try:
                     await reader.ask(check, _LISTENERS_WITHIN_S)

@@ -95,7 +95,7 @@ class HttpProgress:
             content = response.json()
             step = get_number(content, self._key)
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
-            # The server may have ended already. Keep the description of an earlier answer.
+            # Keep the description of an earlier answer, because the server may have ended since.
             if not self._problem:
                 self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
             return None

@@ -82,8 +82,8 @@ _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 _CLAIM_WITHIN_S = 60.0
 #: Seconds between two attempts to lock the registry directory of a run.
 _LOOK_EVERY_S = 0.1
-#: Grace period in seconds of a component whose registry entry cannot be read. A living guardian of
-#: the component knows the real grace period, and has this time to end the component.
+#: Seconds that a living guardian has to end its component, if the component's registry entry cannot
+#: be read. The entry contains the real grace period, which is then unknown to this process.
 _UNKNOWN_GRACE_S = 600.0
 #: Seconds from the stop signal to SIGKILL for a Ray job whose registry entry cannot be read.
 _UNKNOWN_JOB_GRACE_S = 60.0
@@ -532,8 +532,8 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
         host: Name of the machine on which the owner ran. None if it is this machine.
 
     Yields:
-        The run. None if its owner lives, if another process has locked the run, if the run is not
-        registered, or if it belongs to another machine or to an unknown machine.
+        The run. None if its owner lives, or if another process has locked the run. Also None if the
+        run is not registered, or if it does not belong to the machine `host`.
 
     Raises:
         OSError: The registry cannot be read, for example because this process has too many open

@@ -520,8 +520,8 @@ class KillRounds:
     def are_stuck(self, pids: Iterable[int]) -> bool:
         """Return True if it is time to report the remaining processes.
 
-        Processes that this user may not signal are reported early, because no further SIGKILL can
-        end them.
+        The time is `STUCK_AFTER_S`. It is only `REFUSED_AFTER_S` if this user may signal none of
+        the processes, because no further SIGKILL can end them.
 
         Args:
             pids: The remaining processes.
