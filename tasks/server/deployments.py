@@ -215,7 +215,13 @@ def make_overlap_settings(overlap: Overlap) -> dict[str, Any]:
 
 
 def set_overlap(client: SyncPrefectClient, existing: DeploymentResponse, overlap: Overlap) -> None:
-    """Replace the concurrency limit of a deployment by the given treatment of overlapping runs."""
+    """Change the concurrency limit of a deployment, so that overlapping runs are treated as given.
+
+    Args:
+        client: client of the Prefect server.
+        existing: the deployment as the server has it now.
+        overlap: treatment of a run that starts while another run of the deployment is running.
+    """
     client.update_deployment(existing.id, DeploymentUpdate(**make_overlap_settings(overlap)))
 
 

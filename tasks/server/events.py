@@ -374,9 +374,10 @@ current_announcer: ContextVar[Announcer | None] = ContextVar("announcer", defaul
 
 
 def announce_run_event(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-    """Send an event of a run with the announcer of this context. See `Announcer.announce_run`.
+    """Send an event of a run to the Prefect server with `current_announcer`.
 
-    Do nothing if the context has no announcer.
+    Do nothing if `current_announcer` is not set. The arguments are those of
+    `Announcer.announce_run`.
     """
     announcer = current_announcer.get()
     if announcer is not None:

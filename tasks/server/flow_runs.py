@@ -358,8 +358,8 @@ def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
 def read_server_time(client: SyncPrefectClient) -> datetime | None:
     """Return the present time by the server's clock, to the second.
 
-    The times of flow run states come from the same clock. The time is read from the header `date`
-    of a response.
+    The server also sets the times of flow run states by its clock, so the age of a state can be
+    computed. The present time is read from the header `date` of a response.
 
     Returns: None if the header is missing. Some proxies remove the header.
     """
@@ -404,8 +404,8 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # If the flow run's pid is unknown, every flow process of another user may be the process of
-        # this flow run.
+        # This user cannot read the flow run id of another user's process. If the flow run's pid is
+        # unknown, too, each flow process of another user may belong to this flow run.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -517,15 +517,17 @@ def cancel(
     is_now: bool = False,
     has_process: bool = False,
 ) -> None:
-    """Request the cancellation of a flow run. A finished flow run is not changed. Idempotent.
+    """Request the cancellation of a flow run. Idempotent.
+
+    A flow run in a final state is not changed, unless `has_process` is True.
 
     Args:
         client: client of the Prefect server.
         flow_run_id: id of the flow run.
         message: message of the new state.
         is_now: If True, the run skips its grace periods, even if it is being cancelled already.
-        has_process: True if the flow run certainly has a process. The flow run is then cancelled
-            even if a user has set a final state by hand.
+        has_process: True if the flow run certainly has a process. A user may have set a final
+            state by hand while the process still works. Such a flow run is cancelled, too.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """

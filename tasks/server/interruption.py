@@ -60,21 +60,21 @@ class Change(Enum):
 
     #: The flow run is running, or its state is unknown.
     NONE = "none"
-    #: A user has cancelled the flow run. The processes of the run have their grace periods.
+    #: A user has cancelled the flow run. The processes of the run get their grace periods.
     CANCELLED = "cancelled"
     #: A user has cancelled the flow run. The processes of the run are killed at once.
     CANCELLED_NOW = "cancelled now"
-    #: The flow run has another final state, although the process of the flow run still works.
+    #: Somebody has set another final state, although the process of the flow run still works.
     ENDED = "ended"
-    #: The flow run is in a state in which flow runs have no process or wait. But the process of the
-    #: flow run still works.
+    #: Somebody has set a state such as Scheduled or Paused, although the process of the flow run
+    #: still works.
     SET_BACK = "set back"
     #: The flow run does not exist any more.
     DELETED = "deleted"
 
     @staticmethod
     def of_state(state: State[Any] | None) -> Change:
-        """Return the change that a flow run's state shows while the flow run has a process.
+        """Return the change that explains the state of a flow run whose process still works.
 
         Args:
             state: state of the flow run, or None if the state is unknown.

@@ -94,7 +94,7 @@ def find_proxy(url: str, environment: Mapping[str, str] = os.environ) -> Proxy |
             if value := environment.get(variable):
                 return Proxy(variable=variable, value=value, host=host)
             if variable in environment:
-                # An empty variable in lower case turns the variable in upper case off.
+                # If `http_proxy` is set but empty, ignore `HTTP_PROXY`.
                 break
     return None
 

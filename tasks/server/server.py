@@ -230,7 +230,8 @@ def make_server_command(
     # A user may open the server's pages with the IP address or with the name `localhost`.
     origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
-        # Do not start the server with the command `prefect`, because its import takes seconds.
+        # Do not start the server with `prefect server start`, because the import of Prefect's
+        # command line takes seconds.
         argv=(
             *make_own_command("tasks.server.sqlite_server"),
             "--factory",

@@ -79,10 +79,10 @@ def record_provenance(
 
     Args:
         record: The record of the run.
-        code: The submitted code of the run. None if the run uses the project's files directly. The
-            record then names a copy of these files, if they are files of a project.
+        code: The submitted code of the run. None if the run uses the project's files directly. If
+            `root` is a project, a copy of these files is then stored and named in the record.
         spec: The resolved spec of the attempt.
-        root: Root folder of the project.
+        root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.
     """
     path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)

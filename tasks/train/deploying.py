@@ -404,8 +404,8 @@ def deploy(
         print_project(run_spec, root)
         deployment_name = name or run_spec.name
         full_name = f"{TRAIN_FLOW}/{deployment_name}"
-        # The deployment contains a spec. If no parameter is required, *Quick run* in the Prefect UI
-        # starts a run without a form.
+        # Mark no parameter as required, because the deployment already contains the spec. Then
+        # *Quick run* in the Prefect UI starts a run without asking for parameters.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
         source = name_source(spec if spec == STANDARD_INPUT else spec.absolute())
         description = f"{source}, of the project {root}."

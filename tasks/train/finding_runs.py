@@ -83,7 +83,7 @@ class Run:
     started_at: float | None
     #: Time at which the run ended, in UTC epoch seconds. None if the run has not ended.
     ended_at: float | None
-    #: Number of attempts. None if only the host of the run knows it.
+    #: Number of attempts. None if it is unknown here, because the run is on another host.
     attempts: int | None
     #: Host on which the flow process runs or last ran. Empty if the run had no process yet.
     host: str
@@ -221,7 +221,7 @@ def list_runs_with_specs(
 
 def _read_local_records(at_most: int) -> dict[str, RunJson]:
     """Return the content of the newest `run.json` files on this machine, by run id."""
-    # A run id contains the time at which the run was made.
+    # A run id ends with the time at which it was made, so the ids can be sorted by this time.
     newest = sorted(list_local_run_ids(), key=_RUN_ID_END.findall, reverse=True)[:at_most]
     records = [read_local_record(name) for name in newest]
     return {record.run_id: record for record in records if record is not None}

@@ -42,7 +42,8 @@ def logs(
     with suppress(KeyboardInterrupt):
         place = find_local_run(run)
         if place is None:
-            # Import these modules here, because they import Prefect.
+            # Import these modules only here. They import Prefect, which takes long, and a run on
+            # this machine is found without them.
             from tasks.train.finding_runs import find_run
             from tasks.train.run_records import find_last_attempt
 

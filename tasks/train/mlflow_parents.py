@@ -18,9 +18,9 @@ from tasks.train.trackers import needs_mlflow_parent
 
 #: Program that the Python interpreter of a component executes.
 _PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
-#: Longest time in seconds that the program may take for one component.
+#: Longest time in seconds that the program `_PROGRAM` may take for one component.
 _LIMIT_S = 60.0
-#: Seconds between two checks whether the program has ended.
+#: Seconds between two checks whether `_PROGRAM` has ended.
 _PAUSE_S = 0.1
 _PYTHON_NAME = re.compile(r"python[\d.]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -40,9 +40,11 @@ def find_mlflow_parents(
 ) -> dict[str, str]:
     """Return the id of the parent run in MLflow, by name of the component.
 
-    Create the parent run if an earlier attempt has begun a run in MLflow. A component without a
-    parent run is not in the result. An error of MLflow is only a warning, because the training can
-    run without a parent run.
+    Each attempt makes MLflow runs of its own. The parent run groups them in the MLflow UI. It is
+    created when the second attempt starts, if an earlier attempt has begun a run in MLflow.
+
+    A component without a parent run is not in the result. An error of MLflow only causes a
+    warning, because the training does not need a parent run.
 
     Args:
         spec: The resolved spec of the attempt, with the values of Prefect Secret blocks.

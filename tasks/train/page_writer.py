@@ -46,11 +46,12 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: Minimum interval between two updates of an artifact, as a fraction of the age of the run.
+#: Minimum interval between two updates of an artifact, as a fraction of the age of the run. The
+#: interval is at most `_MAX_INTERVAL_S`.
 _INTERVAL_PER_AGE = 0.01
-#: Upper limit, in seconds, of the minimum interval that grows with the age of the run.
+#: Largest value, in seconds, of the minimum interval between two updates of an artifact.
 _MAX_INTERVAL_S = 60.0
-#: Artifacts that contain durations, which are updated even if no event occurs.
+#: Artifacts that are updated even if no event occurs, because they contain durations.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact without an event.
 _TIMED_INTERVAL_S = 30.0

@@ -31,7 +31,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCluster:
-    """The known facts about a cluster of the queue and its nodes."""
+    """A cluster that the queue uses: its nodes, and whether it may get more nodes."""
 
     #: The nodes and GPUs that the queue knows. None if the cluster does not respond.
     cluster: Cluster | None
@@ -106,7 +106,8 @@ def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
     stages = [
         {
             "name": name,
-            # The command has placeholders that only the training can replace.
+            # A stage needs a command. The evaluation's own command cannot be used here, because
+            # only the training can replace the placeholders in it.
             "command": ["true"],
             "on": find_place(written, evaluation),
             "resources": evaluation.get("resources", {}),

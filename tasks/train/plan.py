@@ -76,9 +76,10 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt, or None if unknown. If it is
-    #: unknown for a new attempt, the supervisor takes the fingerprint. If it is unknown for an
-    #: attempt that an earlier process began, the whole file counts as written by the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt. It shows which part of the file
+    #: the attempt has written. None for a new attempt, whose fingerprint the supervisor makes. Also
+    #: None if an earlier process began the attempt and recorded no fingerprint. The whole file then
+    #: counts as written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
@@ -168,7 +169,7 @@ class PlanInputs:
         }
 
     def _plan_component(self, name: str) -> ComponentPlan:
-        """Return the plan of one component: its command, its probes and its warning signal."""
+        """Return the plan of one component, for example its command, its probes and its signals."""
         spec = self.spec
         fleet = self.fleet
         component = spec.processes.get(name)

@@ -129,7 +129,8 @@ def ls(
         # Programs such as grep and cut read one line per run, so no cell is shortened or wrapped.
         for row in rows:
             *cells, step, metric, message = row.cells
-            # The columns that were added last come last, so that scripts find the other columns.
+            # Print the two newest columns at the end of the line. Scripts that select a column by
+            # its number then still work.
             print("\t".join((*cells, message, step, metric)))
         return
     console = console_of(sys.stdout)

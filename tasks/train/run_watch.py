@@ -20,8 +20,8 @@ from tasks.train.local_runs import list_attempts, read_local_record
 
 #: Seconds between two requests for the step of a run on another host.
 _ASK_STEP_EVERY_S = 5.0
-#: When a run has ended on the server, the longest wait, in seconds, until the record of the run on
-#: this machine shows the end, too.
+#: Longest wait, in seconds, until the record of a run on this machine shows its end. The wait
+#: begins when the flow run has ended on the server.
 _RECORD_WITHIN_S = 10.0
 #: Seconds between two reads of the record.
 _READ_EVERY_S = 0.2

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-#: Variables that select one run of W&B. If one of them is set, Muster sets no variable of W&B.
+#: Environment variables with which a user selects one run of W&B. If one of them is set, Muster
+#: sets no variable of W&B, so that the user's choice remains.
 _WANDB_SELECTORS = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-#: Variables that select one run of MLflow, or its tags. If one of them is set, Muster sets no
-#: variable of MLflow.
+#: Environment variables with which a user selects a run of MLflow or the tags of a run. If one of
+#: them is set, Muster sets no variable of MLflow, so that the user's choice remains.
 _MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
 #: Variables that show that a component uses MLflow, and where.
 _MLFLOW_PLACES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
