@@ -45,9 +45,9 @@ class Verb:
     example: str
     #: Name of the document in the folder `docs` that explains how to use the verb.
     guide: str
-    #: Functions that check the spec of the verb, as `module:function`. Faults of the spec are
-    #: reported before the verb's function is imported. The function with the fastest import is
-    #: first.
+    #: Functions that check the spec in the verb's arguments, as `module:function`. They are called
+    #: in this order before the verb's function is imported. That import is slow, so faults of the
+    #: spec are reported sooner. For the same reason, the function with the fastest import is first.
     checks: tuple[str, ...] = ()
     #: True if the command first waits for a `muster up` that is still starting the stack, because
     #: the command needs the Prefect server of the stack.
@@ -416,10 +416,10 @@ def warn_about_missing_init() -> None:
 
 
 def _is_no_invalid_setting(record: logging.LogRecord) -> bool:
-    """Logging filter that rejects Prefect's own report on an invalid setting.
+    """Logging filter that returns False for Prefect's own report on an invalid setting.
 
-    Prefect tries to start its plugins, prints the error in several lines, and raises the error
-    again later. `main` then prints the error in one line.
+    Prefect logs the error in several lines when it starts its plugins, and raises the same error
+    later. The log entry is not needed, because `main` prints the raised error in one line.
     """
     return record.exc_info is None or not isinstance(record.exc_info[1], ValidationError)
 

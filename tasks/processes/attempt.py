@@ -93,8 +93,8 @@ _REPORT_PLACE_AFTER_S = 5.0
 #: Smallest number of seconds between two checks whether a component is writing a checkpoint. Such a
 #: check also shows whether the file system of the checkpoints hangs.
 _CHECK_CHECKPOINTS_EVERY_S = 5.0
-#: Smallest pause between two checks whether a component is writing a checkpoint, as a multiple of
-#: the duration of a check.
+#: Pause after a check whether a component is writing a checkpoint, as a multiple of the duration of
+#: that check. It applies if it is longer than `_CHECK_CHECKPOINTS_EVERY_S`.
 _CHECK_CHECKPOINTS_PAUSE = 50.0
 #: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
@@ -108,7 +108,8 @@ _LAST_LINES = 40
 _MOVES_AT_MOST = 5
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
-#: Smallest pause between two checks of the run's ports, as a multiple of the duration of a check.
+#: Pause after a check of the run's ports, as a multiple of the duration of that check. It applies
+#: if it is longer than `_PORTS_EVERY_S`.
 _PORTS_PAUSE = 20.0
 #: Seconds to wait until the GPU driver reports the GPU utilisation. If the driver does not answer
 #: in that time, the driver is not asked again.
@@ -131,7 +132,7 @@ _OOM_HINT = (
     "Use fewer workers, a smaller batch or less offloading. Or raise the memory limit that the "
     "message names."
 )
-#: Evidence for a component about whose processes this machine's kernel knows nothing.
+#: Evidence if this machine's kernel knows nothing about the deaths of the component's processes.
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
 _EXIT_CODE_HINTS = {
@@ -176,8 +177,8 @@ def make_failure(
     if first_rank is not None and first_rank is evidence.first_death and first_rank.signal_name:
         signal_of_death: str | None = first_rank.signal_name
         if cause is not None and cause.rule.role >= Role.EXCEPTION:
-            # A signal writes no message. The other processes have written this message, because
-            # they have lost the killed process.
+            # A process that a signal kills writes no message. So other processes have written this
+            # message, because they have lost the connection to the killed process.
             cause = None
     else:
         signal_of_death = exit_signal
@@ -192,8 +193,7 @@ def make_failure(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # If the cause in the log is of kind UNKNOWN, for example the line "Killed", keep the given
-        # `kind`.
+        # A cause of the kind UNKNOWN, such as the line "Killed", does not replace the given `kind`.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -206,8 +206,8 @@ def make_failure(
     if first_rank is not None:
         message = f"{message}: {first_rank}"
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
-            # Omit this line from the message. It only says that the rank has ended, which the
-            # message already says, or that another rank has lost the connection to that rank.
+            # Omit this line from the message. The line only says that this rank has ended, or that
+            # another rank has lost the connection to it. The message already names this rank.
             cause_line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
             hint = (
@@ -240,7 +240,12 @@ def make_failure(
 
 
 def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
-    """Return the process of a component that failed first, from the log or from the kernel."""
+    """Return the process of a component that failed first, or None if it is unknown.
+
+    Args:
+        text: End of the component's log, in which a launcher may name this process.
+        evidence: Facts from the kernel, which may contain the death of this process.
+    """
     logged = find_first_rank(text)
     death = evidence.first_death
     if death is None:
@@ -249,11 +254,11 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     if logged is None:
         cause = find_cause(text)
         is_explained = cause is not None and cause.rule.role < Role.CASCADE
-        # A program that fails may kill its own workers before it ends. If the log explains the
-        # failure, only a crash of a worker is the earlier cause.
+        # A program that fails may kill its own workers before it ends. So if the log explains the
+        # failure, a killed worker is not the cause. But a worker that crashed is the cause.
         return death if is_crash or not is_explained else None
-    # A traceback in the log has no exit code. If a fatal signal killed another process before, the
-    # traceback can be its consequence.
+    # If `logged` has no exit code, the log shows only a traceback of that process. The traceback
+    # can be the consequence of another process's crash. So the crash counts as the first failure.
     return death if logged.exit_code is None and is_crash else logged
 
 
@@ -290,7 +295,7 @@ def _make_exit_hint(exit: Exit) -> str:
 
 
 def _describe_shell_code(exit: Exit) -> str:
-    """Return a sentence about an exit code of a shell or launcher that stands for a signal."""
+    """Return a sentence that names the signal for which the exit code of a shell stands."""
     return (
         f"Exit code {exit.exit_code} of a shell or launcher means that {_signal_of_shell(exit)} "
         "ended its program."
@@ -298,9 +303,12 @@ def _describe_shell_code(exit: Exit) -> str:
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
-    """Return the signal that ended a program of a shell, or None if the exit code shows no signal.
+    """Return the name of the signal that ended a program which a shell had started.
 
     If a signal ends the program, the exit code of the shell is 128 plus the number of the signal.
+
+    Returns:
+        None if the exit code stands for no signal.
     """
     code = exit.exit_code or 0
     return signal_name(code - 128) if 128 < code < 128 + 65 else None
@@ -352,10 +360,10 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the decision about the earliest event. Decisions may arrive in any order.
+    """Keeps only the decision whose event happened first. Decisions may arrive in any order.
 
-    The earliest event is the cause of the attempt's failure. Processes that die because of this
-    event, or because the teardown stops them, die later. So they are not blamed for the failure.
+    The first event is the cause of the attempt's end. Processes that die because of this event, or
+    because the teardown stops them, die later. So these processes are not blamed for the end.
     """
 
     def __init__(self) -> None:
@@ -726,9 +734,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # It may be unknown yet what the earliest event means for the run. This failure may have
-        # interrupted the task that finds this out. So give this failure the time of the earliest
-        # event. This failure then decides how the attempt ends.
+        # This failure may have interrupted the task that examines the earliest event, so that this
+        # task makes no decision. Give the failure the time of the earliest event. Otherwise the
+        # failure would be ignored as a later event.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -890,8 +898,8 @@ class SupervisedAttempt:
                     self._conclude(component, exit)
 
     def _conclude(self, component: RunningComponent, exit: Exit) -> None:
-        # Let events after this exit decide nothing. The run does not need its other components any
-        # more.
+        # The run does not need its other components any more. So ignore all events after this exit,
+        # such as the end of another component.
         self.earliest.reserve(exit.at_monotonic_s)
         self._examinations.start(self._check_success(component, exit))
 
@@ -965,10 +973,7 @@ class SupervisedAttempt:
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
-        """Return True if the attempt trained no step, because it was resumed from the last step.
-
-        The checkpoint from which it started then contains the last step.
-        """
+        """Return True if the attempt trained no step, because its checkpoint had the last step."""
         loaded = self._plan.resume.step if self._plan.resume else None
         is_last = loaded is not None and loaded in (self._plan.last_step, self._plan.success_step)
         return step in (None, loaded) and (is_last or self._plan.starts_finished)
@@ -991,8 +996,8 @@ class SupervisedAttempt:
         """Decide whether a component had done its work before a signal ended it.
 
         The work was done if the last step was reached, and a complete checkpoint contains that step
-        or was saved after that step. For a program without checkpoints, the work was also done if
-        the program crashed at its exit after the last step.
+        or was saved after it was reached. A program without checkpoints has also done its work if
+        it reached the last step and then crashed.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
@@ -1209,7 +1214,8 @@ class SupervisedAttempt:
             errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # Read the last step again. It shows whether the attempt has made progress.
+                # Read once more which step was reached. The step shows whether the attempt has made
+                # progress.
                 await self._progress.until_reached(None)
             except Exception:
                 _log.exception("the last step of %s could not be read", self._plan.run_id)
@@ -1242,8 +1248,8 @@ class SupervisedAttempt:
         Args:
             component: The component.
             left: Receives the processes that could not be ended, by the name of the component.
-            errors: Receives the error, by the name of the component. The processes of the component
-                are then killed.
+            errors: Receives an error of this function, by the name of the component. After an
+                error, the processes of the component are killed.
         """
         try:
             if component.is_launched:
@@ -1317,9 +1323,9 @@ class SupervisedAttempt:
             self._fail(self._stalled_component(), why, "stall", kind=FailureKind.STALLED)
 
     def _finish(self, why: str) -> None:
-        """Decide that the attempt is completed, although its components do not end.
+        """Decide that the attempt is completed, although some components still run.
 
-        Called after the attempt has reached the last step of the run.
+        Called if components still run `finish_within_s` seconds after the last step of the run.
         """
         component = self._stalled_component()
         # Mark the component as hung, so that its call stacks are read before it is ended. They show

@@ -50,8 +50,9 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
         The exit, with the current time. Its exit code and signal are None if they are unknown.
     """
     at_monotonic_s = time.monotonic()
-    # The kernel keeps the status either for a zombie or, after the parent has reaped it, in the
-    # pidfd. Read the pidfd again at the end, in case the parent reaps the zombie in between.
+    # The kernel keeps the exit status in the zombie. After the parent has reaped the zombie, the
+    # pidfd contains the status. Read the pidfd a second time, in case the parent reaps the zombie
+    # after the first time.
     for status in (
         _read_status_of_pidfd(pidfd),
         _read_status_of_zombie(process),
@@ -89,12 +90,12 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
     try:
         os.readlink(f"/proc/{process.pid}/exe")
     except PermissionError:
-        # The exit status is unknown: for a process that this user may not examine, /proc/PID/stat
-        # always shows the exit status 0.
+        # This user may not examine the process. /proc/PID/stat then always shows the exit status 0,
+        # so the real exit status is unknown.
         return None
     except OSError:
-        # This user may examine the process. Its link cannot be read, because a zombie has no
-        # program.
+        # This user may examine the process. The link `exe` cannot be read because the process is a
+        # zombie, which has no program.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None

@@ -61,8 +61,8 @@ class ComponentPlan:
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if Muster checks only one port of the component, `NAME.port`. The component itself then
-    #: starts and watches the servers on all other ports.
+    #: True if the component itself starts and watches the servers on all its ports except
+    #: `NAME.port`. Muster checks only `NAME.port` in this case.
     manages_ports: bool = False
     #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
     checkpoints: str = ""
@@ -100,8 +100,8 @@ class AttemptPlan:
     #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
-    #: Fingerprint of the `progress.jsonl` file at the start of the attempt. None if the attempt has
-    #: not started yet: the supervisor then takes the fingerprint.
+    #: Fingerprint of the `progress.jsonl` file at the start of the attempt, by which lines of
+    #: earlier attempts are skipped. None if the attempt has not started yet.
     metrics: FileFingerprint | None = None
     #: Alarm rules on the metrics, by their name.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
@@ -137,13 +137,13 @@ class AttemptPlan:
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
         total = self.progress.total if self.progress else None
-        # A run may count as successful before the last step of its training. So use the larger of
-        # the two steps.
+        # The training may go on after `success_step`. So use the larger one of `success_step` and
+        # `total`.
         return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
     def starts_finished(self) -> bool:
-        """True if an earlier attempt reached the last step, and its checkpoint is loaded."""
+        """True if an earlier attempt reached the last step, and this attempt starts from there."""
         last = self.last_step
         loaded = self.resume.step if self.resume else None
         before = self.best_step_before
@@ -170,10 +170,11 @@ def _log_error(error: BaseException) -> None:
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    The level of containment in the plan decides which of the shared resources are used.
+    Which resources are used depends on the containment level in the plan. For example, only level
+    L4 uses a PID namespace.
 
-    Call `begin`, then create the components, then call `settle`. Call `close` at the end of the
-    attempt.
+    Call `begin` before the components are created, and `settle` after all components were created.
+    Call `close` at the end of the attempt.
     """
 
     plan: AttemptPlan
@@ -243,7 +244,7 @@ class AttemptContext:
 
         Args:
             component: The component that the job runs.
-            about: Further fields of `JobEntry`.
+            about: Further fields of the entry, see `JobEntry`.
 
         Raises:
             OSError: The entry could not be written.
@@ -268,8 +269,8 @@ class AttemptContext:
         if self.register is None:
             log.hold()
         else:
-            # Use the thread for registry entries, because the thread for records may be busy with
-            # an fsync.
+            # Use the thread for registry entries. The thread for records may be busy with an fsync,
+            # which would delay the start of the component.
             await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
 
     def read_first_bytes_of_logs(self) -> None:
@@ -299,7 +300,8 @@ class AttemptContext:
     def hurry(self) -> None:
         """Request a scan of /dev/shm at once. Call it before processes of the attempt are ended.
 
-        The scan finds shared memory that these processes have made.
+        The scan finds the shared memory segments that these processes have made, so that the
+        segments can be removed later.
         """
         if self._shared_memory is not None:
             self._shared_memory.hurry()
@@ -370,12 +372,13 @@ class RunningComponent(ABC):
         self._emit = context.emit
         #: Log of the component. Read it from `log.source`: its file may be moved or removed.
         self.log = context.logs[plan.name]
-        #: Result of `identity_of` for each file that a probe checks, from before the component's
-        #: start, by the path of the file. The probe compares this result with the result after the
-        #: start.
+        #: State of the file that the readiness probe checks, by the path of the file. The state was
+        #: recorded before the component's start (see `probes.identity_of`). The probe succeeds only
+        #: if the state has changed since.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
-        #: Size of the log in bytes before the launch. Earlier processes have written that part.
+        #: Size of the log in bytes before the launch. The bytes before this offset were written by
+        #: earlier processes, so they are not read.
         self._log_since = 0
 
     @property
@@ -578,7 +581,10 @@ class RunningComponent(ABC):
         return read_since_step(self.log.source, since=since, until=until)
 
     async def examine(self) -> None:
-        """Write a report on a component that hangs. Call it before the component is ended."""
+        """Write a report on a component that hangs, with the call stacks of its processes.
+
+        Call it before the component is ended, because an ended process has no call stacks.
+        """
         return
 
     async def warn(self, signum: int) -> list[str]:

@@ -30,17 +30,19 @@ from tasks.record.ranks import RankFailure
 _FIRST_SEARCH_S = 0.1
 #: Pause between two searches, as a share of the time since the start of the component.
 _PAUSE_PART = 0.05
-#: Smallest pause between two searches, in seconds.
+#: Lower bound in seconds of the pause that results from `_PAUSE_PART`.
 _PAUSE_AT_LEAST_S = 0.25
-#: Largest pause between two searches, in seconds.
+#: Upper bound in seconds of the pause that results from `_PAUSE_PART`.
 _PAUSE_AT_MOST_S = 5.0
-#: Smallest pause between two searches, as a multiple of the duration of a search.
+#: Pause after a search, as a multiple of the duration of that search. It applies if it is longer
+#: than the pause that results from `_PAUSE_PART`.
 _PAUSE_PER_SEARCH = 50.0
 #: Time limit in seconds for a search. /proc can block for a process that is stuck in the kernel.
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512
-#: Seconds before the end of the component in which the death of a process can be its cause.
+#: The death of a descendant is a possible cause of the component's end only if it happened in this
+#: number of seconds before that end. The same is true for a kill by the OOM killer.
 _CAUSE_WITHIN_S = 30.0
 #: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})
@@ -102,11 +104,12 @@ class DescendantWatch:
     _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
     #: Time of the latest kill in each memory cgroup in CLOCK_MONOTONIC seconds, by the directory.
     _kill_times: dict[Path, float] = field(default_factory=dict)
-    #: Memory cgroups of each process, without duplicates. The innermost cgroup is first.
+    #: Memory cgroups of the component's processes. Each key is one cgroup with the cgroups around
+    #: it, the innermost first. Processes in the same cgroup share a key. The values are unused.
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
     #: Pidfd and description of each watched descendant, by its pid.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
-    #: Pids of all processes that the component had in a search.
+    #: Pids of all processes of the component that the searches have found so far.
     _pids: set[int] = field(default_factory=set)
     #: Deaths of descendants, oldest first.
     _deaths: list[tuple[_Process, Exit]] = field(default_factory=list)
@@ -114,7 +117,8 @@ class DescendantWatch:
     _is_over: bool = False
 
     def __post_init__(self) -> None:
-        # The component inherits the memory cgroup of this process.
+        # The component inherits the memory cgroup of this process. Record the state of this cgroup
+        # before the start, so that all kills during the component's life are noticed.
         self._follow_groups(_read_memory_groups("self", _read_mounts()))
 
     async def watch(self) -> None:
@@ -139,7 +143,10 @@ class DescendantWatch:
             await asyncio.sleep(max(pause_s, took_s * _PAUSE_PER_SEARCH))
 
     def note_end(self) -> None:
-        """Record, at the end of the component's first process, which descendants were killed."""
+        """Record which descendants have died, and end the watch.
+
+        Call it when the component's first process has ended.
+        """
         if self._is_over:
             return
         self._is_over = True
@@ -169,7 +176,7 @@ class DescendantWatch:
         )
 
     def _search(self) -> list[_Process]:
-        """Return the processes of the component that are not watched yet, and the largest ones."""
+        """Return a description of each process that the component has now."""
         return [*_describe_processes(self.process.processes())]
 
     def _note_process(self, process: _Process) -> None:
@@ -181,7 +188,8 @@ class DescendantWatch:
         if pid == self.process.pid:
             return
         if pid in self._watched:
-            # A process that was just forked may have executed another program since.
+            # The process may have executed another program since the last search, for example if it
+            # was just forked then. So replace its description.
             pidfd, known = self._watched[pid]
             if known.id == process.id:
                 self._watched[pid] = (pidfd, process)
@@ -210,7 +218,13 @@ class DescendantWatch:
         os.close(pidfd)
 
     def _follow_groups(self, chain: tuple[Path, ...]) -> None:
-        """Remember the state of cgroups that no earlier process of the component has used."""
+        """Record the state of memory cgroups, so that later kills of the OOM killer are noticed.
+
+        A cgroup whose state is already recorded is skipped.
+
+        Args:
+            chain: Memory cgroups of a process, the innermost first.
+        """
         if chain in self._chains:
             return
         self._chains[chain] = None
@@ -228,14 +242,16 @@ class DescendantWatch:
 
     def _describe_oom_kill(self, exit: Exit) -> str:
         """Return a clause about the last kill of the OOM killer, or an empty string."""
-        # The kernel log uses the time since boot, which can differ slightly from CLOCK_MONOTONIC.
+        # The times in the kernel log can differ slightly from CLOCK_MONOTONIC. So begin the search
+        # one second earlier.
         since_s = max(self._began_monotonic_s, exit.at_monotonic_s - _CAUSE_WITHIN_S) - 1.0
         pids = self._pids | ({self.process.pid} if self.process.pid is not None else set())
         kernel_log = oom_killer.read_kernel_log()
         logged = oom_killer.find_logged_kills(kernel_log, pids, since_s=since_s)
         if kernel_log and not logged and exit.signal is not None:
-            # The kernel log would name the process. The kill that the counter shows was that of
-            # another process in the same cgroup, for example of another run.
+            # The kernel log names each process that the OOM killer has killed, and names no process
+            # of this component. If the counter of the cgroup shows a kill, another process in the
+            # same cgroup was killed, for example a process of another run.
             return ""
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:
@@ -263,7 +279,7 @@ class DescendantWatch:
 
         Args:
             kill: The kill, as the kernel log reports it.
-            chain: The cgroups of the killed process, if they are known.
+            chain: Memory cgroups of the killed process, the innermost first. Empty if unknown.
         """
         if kill.limiting_group is None:
             return _describe_machine_limit()
@@ -306,9 +322,16 @@ class DescendantWatch:
         return clause
 
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
-        """Return the cgroups of a process, if the OOM killer has killed in the innermost of them.
+        """Return a cgroup in which the OOM killer killed a process, and the cgroups around it.
 
-        If the innermost cgroup was removed, the kills in the nearest remaining cgroup count.
+        The kill must have happened shortly before the exit. If the cgroup was removed, the kills in
+        the nearest cgroup around it count.
+
+        Args:
+            exit: Exit of the component.
+
+        Returns:
+            Directories of the cgroups, the innermost first. None if there was no such kill.
         """
         for chain in reversed(self._chains):
             path = next((path for path in chain if oom_killer.read_memory_group(path)), None)
@@ -331,8 +354,8 @@ class DescendantWatch:
             )
         if oom_killer.read_kernel_log():
             return "The kernel log shows no kill of this process by the kernel's OOM killer."
-        # Return this sentence only if the component's cgroup is known. If a component ended before
-        # the first search for its processes, its cgroup is unknown.
+        # This sentence is only true if the component's cgroup is known. The cgroup is unknown if
+        # the component ended before the first search for its processes.
         is_known = self.process.pid in self._pids
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."

@@ -93,9 +93,9 @@ class Devices:
     def key(self, index: int) -> str:
         """Return the name of the socket that represents a lease on a device.
 
-        For a GPU it is the UUID, which is the same for all users of the machine. For a number
-        without a GPU, it is derived from the secret of this MUSTER_HOME, so that no other user can
-        lease the number.
+        The name for a GPU is its UUID, which is the same for all users of the machine. The name for
+        a number without a GPU is derived from the secret of this MUSTER_HOME. So no other user can
+        guess the name and lease the number.
 
         Args:
             index: Number of the device.
@@ -103,8 +103,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # The GPU driver reports no UUID for a GPU that has fallen off the bus. The name for the
-        # lease of such a GPU is derived from the secret of this MUSTER_HOME.
+        # The GPU driver reports no UUID for a GPU that has fallen off the bus. Treat the number of
+        # such a GPU like a number without a GPU.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"

@@ -66,10 +66,10 @@ PidAndStart = tuple[int, int]
 #: process tree of one component. `end_orphans` does not end guardians.
 guardians: set[int] = set()
 #: This lock is held while a guardian process is started and added to `guardians`, and during
-#: `end_orphans`.
+#: `end_orphans`. So `end_orphans` does not end a guardian that is not in `guardians` yet.
 guardians_lock = threading.Lock()
-#: Numbers with which `tree.mark_own` has marked processes that may outlive their guardian.
-#: `end_orphans` does not end these processes.
+#: Marks (see `tree.mark_own`) of processes that may outlive their guardian. `end_orphans` does not
+#: end processes with these marks.
 kept_marks: set[int] = set()
 
 
@@ -205,10 +205,10 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
         return " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS]
 
     def note_carrier(pid: int) -> None:
-        """Store the command lines of a process of the run and of its unkillable descendants.
+        """Store the command lines of a matching process and of its unkillable descendants.
 
-        An unkillable descendant is a process that this user may not signal. It must be found
-        before its parent ends, because the kernel then gives it another parent.
+        An unkillable descendant is a process that this user may not signal. Search for it before
+        its parent ends. After that, it is no descendant of the matching process any more.
         """
         commands[pid] = read_command(pid)
         for child in descendants(pid):
@@ -276,21 +276,21 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
         return False
 
     def start_if_meant(pid: int) -> int:
-        """Return the start time of the process in clock ticks since boot.
+        """Return the start time, in clock ticks since boot, of a process that must get SIGKILL.
 
-        Returns 0 if the process has ended or `is_meant` returns False.
+        Returns 0 if `is_meant` returns False for the process, or if the process has ended.
         """
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)
-        # Check the process again. If the kernel has reused the pid, the start time may belong to
-        # another process.
+        # Check the process again. If the kernel has reused the pid after the first check, `start`
+        # belongs to another process.
         return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:
         known.update((pid, start) for pid in all_pids() if (start := start_if_meant(pid)))
-        # Signal all processes that earlier calls have found, too. Such a process may have executed
-        # another program since, without the variables that identify it.
+        # Also signal all processes that earlier calls have found. Such a process may meanwhile have
+        # executed another program without the variables by which `is_meant` recognizes it.
         for pid, start in known:
             send(pid, start, signum)
         return [pid for pid, _ in known]
@@ -331,11 +331,12 @@ def _self_and_ancestors() -> set[int]:
 
 
 def _are_gone(processes: Iterable[PidAndStart], deadline: float) -> bool:
-    """Wait until all processes have ended, at most `KILLED_WITHIN_S` seconds.
+    """Wait until all processes have ended, for at most `KILLED_WITHIN_S` seconds.
 
     Args:
         processes: The processes.
-        deadline: Latest end of the wait, in CLOCK_MONOTONIC seconds.
+        deadline: Time in CLOCK_MONOTONIC seconds at which the wait ends, even if
+            `KILLED_WITHIN_S` seconds have not passed.
 
     Returns:
         False if a process still exists at the end of the wait.

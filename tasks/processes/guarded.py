@@ -65,8 +65,7 @@ _ORDER_WITHIN_S = 2.0
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of the command's children, after their guardian process was killed.
 _KEPT_ROUND_S = 0.2
-#: Seconds by which the recorded end times of two processes differ, if only the order of their ends
-#: is known.
+#: If only the order of two ends is known, the recorded end times differ by this number of seconds.
 _A_MOMENT_S = 1e-6
 #: Environment variables of this process that its guardian processes inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
@@ -85,9 +84,9 @@ class Command:
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
-    #: Seconds that the program's children have to end before the program itself gets the stop
-    #: signal. Set it for a program whose children may outlive it. If None, children that outlive
-    #: the program are stopped at once.
+    #: Seconds from the stop signal for the program's children to the stop signal for the program.
+    #: The program gets its signal earlier if all children have ended. Set it for a program whose
+    #: children may outlive it. If None, children that outlive the program are stopped at once.
     children_grace_s: float | None = None
     #: Longest time in seconds that the program gets to finish a checkpoint. The stop signal and
     #: SIGKILL are delayed while the program writes a checkpoint. If None, the time is `grace_s`.
@@ -99,12 +98,15 @@ class Command:
 
     @property
     def saves_within_s(self) -> float:
-        """Longest time in seconds for which a checkpoint delays the end of the program."""
+        """Longest time in seconds that the program gets to finish a checkpoint before its end."""
         return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
     @property
     def longest_grace_s(self) -> float:
-        """Longest time in seconds from the stop signal to SIGKILL, with a delay by a checkpoint."""
+        """Longest time in seconds from the stop signal to SIGKILL.
+
+        The time includes the delay of SIGKILL while the program writes a checkpoint.
+        """
         return max(self.grace_s, self.saves_within_s)
 
     @property
@@ -161,7 +163,8 @@ class _Forked:
 
     def wait(self) -> None:
         status = 0
-        # `end_orphans` may have reaped the guardian process already.
+        # `end_orphans` may have reaped the guardian process already. Its exit code is lost in that
+        # case, and `returncode` becomes 0.
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
@@ -208,7 +211,8 @@ class GuardianTemplate:
             fds: File descriptors that the guardian gets.
 
         Raises:
-            OSError: The helper process has ended or does not answer. In this case, call `close`.
+            OSError: The helper process has ended or does not answer. Call `close` after this error,
+                because the helper process may still have forked a guardian.
         """
         request = encode_message({"name": name, "mark": mark, "is_inside": is_inside})
         # Without this lock, `end_orphans` could run before the new guardian process is in
@@ -280,7 +284,7 @@ class GuardedProcess:
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
-        #: Resolves when processes are reported that could not be ended. They are in `stuck`.
+        #: Resolves when processes could not be ended. Their pids are in `stuck`.
         self.has_survivors: asyncio.Future[None] = loop.create_future()
         self._is_in_namespace = is_in_namespace
         self._register: Register | None = None
@@ -364,8 +368,8 @@ class GuardedProcess:
             cgroup: Cgroup directory for the command. If the kernel refuses to put the command
                 there, the command starts without a cgroup.
             memory_cgroup: Cgroup directory with the memory limit of the command. `register` must
-                put the command there. The guardian process removes the directory if this process
-                ends before it.
+                put the command there. The guardian process removes the directory only if this
+                process has ended before the guardian.
             register: Coroutine function that is called with this object and awaited before the
                 command is executed. If it raises OSError, `launch` raises the error and the command
                 is not executed.
@@ -377,7 +381,7 @@ class GuardedProcess:
             OSError: The program or its log could not be opened. No process remains.
             TimeoutError: The guardian process does not answer.
         """
-        # If the guardian process has already ended, raise its error.
+        # If the guardian process has already ended, `_spawned` contains an error. Raise it.
         if self._spawned.done():
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
@@ -551,7 +555,8 @@ class GuardedProcess:
     def _watch_leader(self, pidfd: int) -> None:
         """Watch the end of the command through its pidfd.
 
-        A guardian process that SIGSTOP has stopped does not report the end of the command.
+        The guardian process reports this end, too. But it cannot report it while the guardian
+        itself is stopped by SIGSTOP.
         """
         try:
             self.pid = _pid_of(pidfd)
@@ -564,8 +569,8 @@ class GuardedProcess:
     async def _enter(self) -> None:
         try:
             if self.pid is None:
-                # The message came without the pidfd of the command, because this process has too
-                # many open files.
+                # The guardian process sent a pidfd of the command. This process did not receive the
+                # pidfd, because it has too many open files.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._register is not None:
                 await self._register(self)
@@ -595,9 +600,9 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The pidfds may report ends late, but they report them in the right order. So every process
-        # whose pidfd has reported its end before also ended before this process. Correct the end
-        # times of those processes.
+        # Pidfds may report the ends of processes late, but in the right order. So each process in
+        # `earlier`, whose pidfd reported first, ended before this process. If the recorded end time
+        # of such a process is later than that of this process, correct it.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]

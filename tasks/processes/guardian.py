@@ -67,9 +67,9 @@ else:
     import cgroup
     import tree
 
-#: Placeholder for the component's name in the command line and the environment of a process that
-#: forks guardians. It is padded, so that each forked guardian process can overwrite it with its own
-#: name.
+#: Text in the command line and the environment of a process that forks guardians, in place of a
+#: component's name. Each forked guardian overwrites the text in its memory with its component's
+#: name. The padding makes room for long names.
 TEMPLATE = "template".ljust(64)
 #: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
 _MAX_FDS_PER_MESSAGE = 253
@@ -112,13 +112,14 @@ class Guardian:
         self._first_process_lives = False
         #: True after the stop signal was sent to descendants that outlived the first process.
         self._signalled_stragglers = False
-        #: Time at which the component's first process gets the stop signal, even if its children
-        #: still live. None if the children have not got the stop signal.
+        #: Latest time at which the component's first process gets the stop signal. It gets the
+        #: signal earlier if all its children have ended. None if the children have not got the stop
+        #: signal yet.
         self._children_until: float | None = None
         #: Time at which the whole tree gets SIGKILL; None if the first process was not asked to
         #: stop.
         self._kill_at: float | None = None
-        #: Rounds of SIGKILL for the whole tree; None if none was sent.
+        #: Decides when the whole tree gets its next SIGKILL. None before the first SIGKILL.
         self._kill_rounds: tree.KillRounds | None = None
         self._reported_stuck = False
         #: Command lines of the stragglers by pid. A straggler is a descendant that still lived when
@@ -126,7 +127,7 @@ class Guardian:
         self._stragglers: dict[int, str] = {}
         #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0
-        #: Command lines of those processes in `_stragglers` that did not end by themselves.
+        #: Command lines of the stragglers that have ended, but not by themselves.
         self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
@@ -344,8 +345,8 @@ class Guardian:
 
     def _kill_once(self, rounds: tree.KillRounds) -> None:
         """Send SIGKILL to all remaining descendants of this process, and report the survivors."""
-        # The kernel kills all processes of a cgroup at once, including new ones. Search for new
-        # processes only if the remaining processes are in no cgroup.
+        # The kernel kills all processes of a cgroup at once, including processes that are being
+        # forked. Search for new processes only if no process was killed in this way.
         is_cgroup_killed = self._cgroup is not None and cgroup.kill_all(self._cgroup)
         tree.kill_below_once(self._reap, chases=not is_cgroup_killed)
         rounds.note_round()
@@ -412,10 +413,12 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     When the supervisor has closed the socket, this process exits.
 
     A request is a message with the keys `mark`, `name` and `is_inside`. It carries the file
-    descriptors FD and PIDFD of the new guardian, and INIT and ALIVE if `is_inside` is true. It may
-    carry further file descriptors, which the guardian keeps open but does not use. The answer to a
-    request is the pid of the guardian, or 0 if the fork failed. The answer is sent when the nearest
-    subreaper has adopted the guardian.
+    descriptors FD and PIDFD of the new guardian (see the module docstring). If `is_inside` is true,
+    it also carries INIT and ALIVE. It may carry further file descriptors, which the guardian keeps
+    open but does not use.
+
+    The answer to a request is the pid of the guardian, or 0 if the fork failed. The answer is sent
+    when the nearest subreaper has adopted the guardian.
 
     Args:
         requests: Socket to the supervisor.
@@ -426,7 +429,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # The forked guardian processes share the memory of this process until a process writes to it.
-    # Keep the garbage collector from writing to the existing objects.
+    # Keep the garbage collector from writing to the existing objects, to save memory and time.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MAX_FDS_PER_MESSAGE)
     while True:
@@ -504,8 +507,8 @@ def enter_namespace(init: int, alive: int) -> None:
     child = os.fork()
     if child == 0:
         # The parent is outside the namespace, so `getppid` returns 0 for a living and for a dead
-        # parent. If the parent dies before this call, the guardian process continues without its
-        # parent.
+        # parent. A parent that has died before this call is therefore not noticed. The guardian
+        # process continues without it.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)
@@ -540,7 +543,8 @@ class Order(types.SimpleNamespace):
         Raises:
             OSError: The log or the working directory cannot be opened.
         """
-        # Setting the soft limit fails if the hard limit has been lowered below it.
+        # If the hard limit is below `files`, the soft limit cannot be set. The component then keeps
+        # the soft limit that it has inherited.
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, hard))
@@ -610,8 +614,8 @@ class Channel:
         """
         message = {"event": event, "at_monotonic_s": time.monotonic(), **fields}
         fds = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", pidfd))]
-        # An error means that the supervisor has ended. `Guardian._watch` notices its end and stops
-        # the component.
+        # Ignore an error, because it means that the supervisor has ended. `Guardian._watch` notices
+        # this end as well, and stops the component.
         with contextlib.suppress(OSError):
             self._socket.sendmsg([encode_message(message)], fds if pidfd >= 0 else [])
 

@@ -80,8 +80,8 @@ class Guards:
         self._namespace: PidNamespace | None = None
         #: Processes whose guardian processes have not ended, in the order of their preparation.
         self._processes: list[GuardedProcess] = []
-        #: Last prepared process of each component, and of each part of a component, by the name
-        #: that `_name_of` returns.
+        #: Last prepared process of each component, or of each part of a component, such as one
+        #: inference server. The key is the name of the process in the registry.
         self._current: dict[str, GuardedProcess] = {}
         #: Names of the processes that are prepared and not started.
         self._prepared: set[str] = set()
@@ -281,7 +281,8 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # Do not send the request to kill to a guardian process that has started no command.
+            # A guardian process that has started no command expects the command as its first
+            # message, and no request to kill. `dismiss` is enough to end such a guardian.
             if process not in unused:
                 process.kill()
             process.dismiss()
@@ -395,5 +396,9 @@ class Guards:
 
 
 def _name_of(component: str, part: str) -> str:
-    """Return the name of a process in the registry: `rollout`, or `rollout.r0` for a part."""
+    """Return the name of a process in the registry.
+
+    The name is that of the component. For a part of a component, such as the inference server `r0`,
+    it is `rollout.r0`.
+    """
     return f"{component}.{part}" if part else component

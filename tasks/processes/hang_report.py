@@ -128,8 +128,8 @@ class HungProcess(TypedDict):
     #: Value of the environment variable RANK, which launchers of distributed programs set. Empty if
     #: it is not set or cannot be read.
     rank: str
-    #: Function, file and line of the program's own code that a thread executes. If a library is
-    #: called there, the function, file and line of the innermost call follow. Empty if unknown.
+    #: Function, file and line of the program's own code that a thread executes. If that code has
+    #: called a library, the function, file and line of the innermost call follow. Empty if unknown.
     frame: str
     #: True if the call stack contains the program's own code. Otherwise `frame` names library code.
     is_own: bool
@@ -201,8 +201,8 @@ def compose_report(
         unreached: `unreached[node]`: reason why the node could not be examined.
 
     Returns:
-        `(place, compose_report)`: one line that names the place in the code where the component
-        hangs (empty if unknown), and the text of the whole report.
+        `(place, report)`: one line that names the place in the code where the component hangs
+        (empty if unknown), and the text of the whole report.
     """
     processes = [
         (node, process)
@@ -328,8 +328,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     )
     if not threads or isinstance(threads, str):
         return process
-    # This process may lack the permission to read the environment, although py-spy has read the
-    # call stacks.
+    # py-spy may have more permissions than this process. If this process may not read the
+    # environment, the rank stays unknown.
     with suppress(PermissionError):
         process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
@@ -395,8 +395,8 @@ def nccl_status(pids: Sequence[int]) -> str:
             addresses.add(read_environment(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
     for address in sorted(addresses):
         host, _, port = address.rpartition(":")
-        # Try again after a failure. Several processes of the job may share the address, and a
-        # process that hangs does not answer.
+        # Try again after a failure. Several processes of the job may listen at the same address. If
+        # one of them hangs and does not answer, another one may get the next request.
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
@@ -433,7 +433,7 @@ _TEXT_AT_MOST = 1 << 20
 def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
     """Gather facts about local processes that were started with certain environment variables.
 
-    Ray sends this function by value to nodes without Muster.
+    Ray pickles this function by value, so that it also runs on nodes without Muster.
 
     Args:
         wanted: Names and values of the environment variables.
@@ -504,7 +504,8 @@ _EXAMINATION = "the examination of a component that hangs"
 _EXAMINED_WITHIN_S = 15.0
 #: Time limit in seconds for writing the report on a component that hangs.
 _REPORTED_WITHIN_S = 1.0
-#: Time limit in seconds for sending SIGABRT before the stop signal.
+#: Time limit in seconds for the processes that get SIGABRT before the stop signal, so that they
+#: write their call stacks.
 _ABORTED_WITHIN_S = 1.0
 #: Time limit in seconds for copying the end of the component's log into the report.
 _COPIED_WITHIN_S = 1.0
@@ -588,7 +589,10 @@ class Diagnosis:
         self._write(text)
 
     def _abort_early(self) -> None:
-        """Send SIGABRT to the processes that the stop signal would end without any output."""
+        """Send SIGABRT to the processes that the stop signal would end without any output.
+
+        On SIGABRT, Python's faulthandler writes the call stacks of its process into the log.
+        """
         # Signal the component's first process last. When the first process has ended, the guardian
         # process stops all others.
         unheard = [
@@ -603,15 +607,18 @@ class Diagnosis:
         """
         if handles_signal(pid, self.command.stop_signal):
             return False
-        # The stop signal only reaches the process group of the component's first process. Spare
-        # processes outside this group if the first process handles the signal: it may save a
-        # checkpoint and need them for that.
+        # The stop signal only reaches the process group of the component's first process. If the
+        # first process handles the signal, it may save a checkpoint. It may need processes outside
+        # its group for that, so these processes must not be aborted.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
         return not saves or _read_group(pid) == _read_group(first)
 
     async def _abort_late(self) -> None:
-        """Send SIGABRT to processes that have survived the stop signal, shortly before SIGKILL."""
+        """Send SIGABRT to processes that have survived the stop signal, shortly before SIGKILL.
+
+        On SIGABRT, Python's faulthandler writes the call stacks of its process into the log.
+        """
         grace_s = self.command.grace_s
         before_kill_s = min(_BEFORE_KILL_S, grace_s / 2)
         await asyncio.sleep(grace_s - before_kill_s)

@@ -24,8 +24,8 @@ from tasks.record.outcome import Failure
 PROCESS_RULE = "process-limit"
 #: Value of `Failure.rule` if a limit of open files has caused the failure.
 FILE_RULE = "file-limit"
-#: A limit counts as reached if this share of it is in use. The share is below 1, because the use
-#: is measured after the component has ended and no longer counts.
+#: A limit counts as reached if this share of it is in use. The share is below 1, because the use is
+#: measured after the component's end. Ended processes of the component no longer count.
 _REACHED_SHARE = 0.95
 #: Matches messages of programs that could not start a process or thread.
 _NO_PROCESS = re.compile(
