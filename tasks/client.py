@@ -144,7 +144,8 @@ def submit(
         spec: Path of a run spec, or the content of a run spec. With a path, the run belongs to the
             project that contains the file. With the content, the run belongs to the project of the
             working directory.
-        deployment: Deployment `train/NAME` that starts the run, in the work pool of the deployment.
+        deployment: Prefect deployment that starts the run, as `train/NAME`. The run is executed in
+            the work pool of this deployment.
         overrides: Changes of the spec, such as `progress.total=20`. The option `--set` of `muster`
             has the same form.
         queue: Name of the work queue: urgent, default or idle.

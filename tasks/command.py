@@ -475,8 +475,8 @@ def find_server() -> None:
 def _configured_server() -> str | None:
     """Return the server address from the environment or from Prefect's active profile.
 
-    Prefect itself is not used to read the profile, because Prefect would keep the settings that it
-    has read at its import.
+    The function reads the profile without Prefect. Prefect would keep the settings that it reads
+    when it is imported, but `find_server` changes these settings later.
 
     Returns:
         The address, or None if no address is configured.

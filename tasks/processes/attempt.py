@@ -455,7 +455,7 @@ class SupervisedAttempt:
             self._context.readers,
             self._context.log_reader,
         )
-        #: Readers of the files and folders that were reported because they do not answer, by path.
+        #: Readers of files and folders that do not answer and were reported to the user, by path.
         self._reported: dict[str, PlaceReader] = {}
         #: Size in bytes that the log of a hung component had before the component was examined, by
         #: the name of the component.
@@ -794,7 +794,8 @@ class SupervisedAttempt:
         command = component.plan.command
         if isinstance(error, PlaceTimeout):
             return str(error)
-        # The files of the program may be on a file system that does not answer.
+        # The explanation reads files of the program. They may be on a file system that does not
+        # answer, so limit the time.
         return await call_with_time_limit(
             _EXPLAIN_START_WITHIN_S,
             lambda: describe_start_error(error, command.argv, command.env, command.cwd),

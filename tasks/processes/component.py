@@ -111,7 +111,7 @@ class AttemptPlan:
     resume: ResumeRecord | None = None
     #: Highest step that earlier attempts have reached; None if they have reached no step.
     best_step_before: float | None = None
-    #: Time in seconds from the last step until the attempt must have ended. None if there is no
+    #: Seconds that the attempt has to end after the last step of the training. None if there is no
     #: limit.
     finish_within_s: float | None = None
     #: Longest time in seconds without progress and output. None if there is no limit.
@@ -341,7 +341,7 @@ class RunningComponent(ABC):
         #: another machine.
         self.pid: int | None = None
         #: True until the component runs. A pending component writes no output, so missing output is
-        #: then no sign of a stall.
+        #: no sign of a stall.
         self.is_pending = True
         #: True after the launch was begun, so that `end` must end a process or a job.
         self.is_launched = False
@@ -552,7 +552,7 @@ class RunningComponent(ABC):
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:
-        """Wait until one of the processes has ended that the component needs (`live.processes`).
+        """Wait until a process that the component needs (`live.processes`) has ended.
 
         Returns:
             A description of the ended process.
@@ -562,7 +562,7 @@ class RunningComponent(ABC):
     async def until_job_lost(self) -> GiveUpReason:
         """Wait until the component's Ray job is lost or gets no GPUs, and return the reason.
 
-        A component without a Ray job waits until this coroutine is cancelled.
+        Without a Ray job, the coroutine waits until it is cancelled.
         """
         return await forever()
 

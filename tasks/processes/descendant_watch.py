@@ -98,7 +98,7 @@ class DescendantWatch:
     _began_monotonic_s: float = field(default_factory=time.monotonic)
     #: Number of kills of the OOM killer on this machine at the start of the component.
     _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
-    #: State of each memory cgroup when the watch began to use it, by the directory.
+    #: State of each memory cgroup when the watch first read it, by the directory.
     _first_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
     #: Latest state of each memory cgroup, by the directory.
     _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)

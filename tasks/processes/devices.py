@@ -188,8 +188,8 @@ class DeviceLease:
         try:
             for index in self.indices:
                 key = devices.key(index)
-                # Only one socket can have the name `key`, so it keeps other runs from leasing the
-                # device. The socket with the second name shows other runs the owner of the device.
+                # Only one socket can have the name `key`. So while this socket exists, no other run
+                # can lease the device. The second socket shows other runs the owner of the device.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")

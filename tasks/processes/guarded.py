@@ -276,8 +276,8 @@ class GuardedProcess:
         #: Pids that survived SIGKILL or may not be signalled by this user, from the guardian
         #: process's last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
-        #: Command lines of processes that lived on after the command had ended by itself, and that
-        #: the guardian process ended. The value is valid when the future `empty` is done.
+        #: Command lines of processes that outlived the command and did not end by themselves. The
+        #: value is valid when the future `empty` is done.
         self.stragglers: tuple[str, ...] = ()
         #: True if the guardian process sent SIGKILL. The value is valid when the future `empty` is
         #: done.
@@ -612,8 +612,8 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # A killed guardian process inside a PID namespace has become a child of this process and
-        # must be reaped. Until then, the first process of the namespace cannot end.
+        # A guardian process that was killed inside a PID namespace has become a child of this
+        # process. Reap it, because the first process of the namespace cannot end before that.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)

@@ -509,8 +509,8 @@ _REPORTED_WITHIN_S = 1.0
 _ABORTED_WITHIN_S = 1.0
 #: Time limit in seconds for copying the end of the component's log into the report.
 _COPIED_WITHIN_S = 1.0
-#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. At most half of
-#: the grace period is used.
+#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. If half of the
+#: grace period is shorter, that time is used instead.
 _BEFORE_KILL_S = 1.0
 #: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20
@@ -522,10 +522,12 @@ _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULT
 class Diagnosis:
     """Examines a component that hangs, and writes the report on it.
 
-    First await `examine`, before any process of the run is stopped, because the component may wait
-    for another component. Then stop the component inside the context `collecting_output`. `examine`
-    and `collecting_output` take some seconds and raise no errors. Their work is done in daemon
-    threads, which are abandoned if a process or a file system blocks them.
+    First await `examine`, before any process of the run is stopped. The component may wait for
+    another component, and only living processes show this. Then stop the component inside the
+    context `collecting_output`.
+
+    `examine` and `collecting_output` take some seconds and raise no errors. Their work is done in
+    daemon threads, which are abandoned if a process or a file system blocks them.
     """
 
     #: The component that hangs.

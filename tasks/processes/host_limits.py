@@ -68,7 +68,7 @@ class HostLimit:
 
 
 def measure_process_limits() -> tuple[HostLimit, ...]:
-    """Return the limits that apply to new processes and threads of this process."""
+    """Return the limits of processes and threads for this process, with their current use."""
     threads_by_pid = dict(_count_threads())
     limits = [*_measure_cgroups(threads_by_pid)]
 
