@@ -288,8 +288,8 @@ def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
             The step is None if the line reports no step.
 
     Returns:
-        The position of the line after which the step advances STEPS_OF_SURVIVAL - 1 times, or 0 if
-        the step advances less often.
+        The position of the line with the first of the last STEPS_OF_SURVIVAL advances, or 0 if the
+        step advances less often.
     """
     advances = 0
     later_position = 0
@@ -320,11 +320,11 @@ def _step_in(message: str) -> int | None:
 LOOKBACK_BYTES = 200_000
 #: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-#: Largest number of lines with a training step that are read.
+#: Reading stops when this number of lines with a training step were read.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the middle part of a log. The middle part begins at
-#: the last training steps, and ends `LOOKBACK_BYTES` before the end of the log.
+#: the lines with the last training steps. It ends `LOOKBACK_BYTES` before the end of the log.
 _MIDDLE_BYTES = 600_000
 #: Largest number of similar log lines that are kept. Lines are similar if they are equal except for
 #: numbers.
@@ -527,8 +527,9 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # The first line of the chunk may be incomplete. It is then read with the next chunk. A line
-        # that is longer than a chunk is skipped.
+        # The beginning of the first line may lie before the chunk. Such a line is read with the
+        # next chunk, which ends where this line ends. A line that is longer than a chunk is
+        # skipped.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}

@@ -220,8 +220,9 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
-    # A lower step than that of the checkpoint has two possible reasons. An HTTP server may report
-    # an old step. A trainer that reports its step itself counts from zero: it has completed a step.
+    # A step that is lower than that of the checkpoint has two possible reasons. If the step comes
+    # from an HTTP server, the server may still report a step from before the restart. Otherwise,
+    # the trainer counts its steps from zero after each start, and has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

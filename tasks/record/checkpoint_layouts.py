@@ -22,7 +22,7 @@ from tasks.record.checkpoint_paths import CheckpointPath, StorePath, walk_files
 from tasks.record.checkpoint_store import call_in_parallel, suppress_file_errors
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
 
-#: If a checkpoint has more files than this, the other files are not checked.
+#: Largest number of files of one checkpoint that are checked. Further files are ignored.
 _FILES_AT_MOST = 20_000
 #: Largest assumed difference between the clocks of the machines that write one checkpoint, in
 #: nanoseconds.
@@ -281,9 +281,10 @@ def _distributed_gap(content: Content) -> str:
 
 
 def _megatron_gap(content: Content) -> str:
-    """Return which file is missing in a checkpoint of Megatron, or an empty string.
+    """Return a text that names the missing file of a Megatron checkpoint, or an empty string.
 
-    Only the files that Megatron's dist_checkpointing writes in addition to the shards are checked.
+    The function checks the files with metadata that Megatron's dist_checkpointing writes. It does
+    not check the shards.
     """
     for folder in _folders_with(content, "common.pt"):
         metadata = (folder / "metadata.json").as_posix()
@@ -334,8 +335,9 @@ def _lightning_folder_step(content: Content) -> int | None:
     return read_pickled_number(content.root / "meta.pt", "global_step")
 
 
-#: All known layouts of checkpoints, one for each kind of trainer. If several layouts match, the
-#: user sees the name of the first, but the functions `find_gap` of all matching layouts are called.
+#: All known layouts of checkpoints, one for each kind of trainer. If several layouts match a
+#: checkpoint, the user sees the name of the first. The checkpoint is incomplete if the function
+#: `find_gap` of any matching layout returns a reason.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
         # Source: transformers/trainer.py, _save_checkpoint.

@@ -159,7 +159,10 @@ def check_access(written: str) -> None:
 
 
 def find_fixed_folder(key: str) -> str:
-    """Return the part of a pattern before its first folder with `*`, `?` or `[`."""
+    """Return the part of a path pattern before its first component with `*`, `?` or `[`.
+
+    Example: `a/b` for the pattern `a/b/step-*/model`.
+    """
     parts = key.split("/")
     fixed = next((index for index, part in enumerate(parts) if has_magic(part)), len(parts))
     return "/".join(parts[:fixed])
@@ -292,8 +295,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
         # List the files again: they may have changed since the checkpoint was chosen.
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
-    # A process may have been killed while it removed a checkpoint with the same name. Finish such a
-    # removal first, because its renamed checkpoint still exists.
+    # A process may have been killed while it removed an earlier checkpoint with the same name.
+    # Delete that checkpoint first: it was renamed to the name that is needed below.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)

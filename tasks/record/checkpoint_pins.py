@@ -45,9 +45,9 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
-    # To delete a checkpoint, a run hides the checkpoint first and then reads the pins. So a
-    # checkpoint that exists after its pin was written is not deleted. The checkpoint may be absent
-    # for a moment, until the other run has restored it.
+    # Another run may be deleting the checkpoint at this moment. It hides the checkpoint first, then
+    # reads the pins, and restores a pinned checkpoint. So wait until the checkpoint is visible. If
+    # it is visible after its pin was written, no run deletes it any more.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:

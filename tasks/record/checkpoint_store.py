@@ -97,7 +97,8 @@ class StoreStat:
     st_size: int
     #: Time of the last change in nanoseconds since the epoch.
     st_mtime_ns: int
-    #: Time of the last change that no program can set, in nanoseconds since the epoch.
+    #: Time of the last change, in nanoseconds since the epoch. Unlike `st_mtime_ns`, no program can
+    #: set this time to an earlier value.
     st_ctime_ns: int
     #: Number that changes if another content is stored; 0 if the store offers none.
     st_ino: int
@@ -276,10 +277,12 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """All files below the folder, and the removals that were begun and not finished.
+        """All files below the folder, and the unfinished removals of files.
 
-        The first dict has the size and times of each visible file, by key. The second dict has the
-        signatures of the files to remove, by the key of the file that lists them.
+        Each removal has a small file with the list of the files to remove. The first dict has the
+        size and times of each visible file, by the key of the file. The second dict has one entry
+        for each removal. Its key is the key of the small file. Its value has the signatures of the
+        files to remove, by their keys.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
@@ -465,9 +468,12 @@ class _RangeReader(io.RawIOBase):
         return len(content)
 
     def _read_block(self, least_bytes: int) -> None:
-        """Read the next block of bytes from the present position of the file.
+        """Read a block of bytes at the present position of the file, and keep it in memory.
 
         The size of the blocks grows while the file is read from its beginning to its end.
+
+        Args:
+            least_bytes: Smallest size of the block. At the end of the file, the block is shorter.
         """
         is_in_order = self._position == self._block_start + len(self._block) and self._block
         grown_bytes = min(self._next_block_bytes * 4, _LARGEST_BLOCK_BYTES)
@@ -483,11 +489,11 @@ class _RangeReader(io.RawIOBase):
 
 
 def _call_within(limit_s: float, function: Callable[[], T]) -> T:
-    """Call a function in a daemon thread, and return its result.
+    """Call a function in a daemon thread, and return its result or raise its exception.
 
     Raises:
         TimeoutError: The function has not returned within `limit_s` seconds. Its thread is
-            abandoned. Errors of the function are raised as they are.
+            abandoned.
     """
     results: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
 
@@ -593,7 +599,8 @@ def _connect(protocol: str) -> Any:
     """Return the file system object of fsspec for a protocol."""
     if fault := _find_client_fault(protocol):
         raise StoreRefused(*fault)
-    # Import fsspec only now: the import takes 0.1 s, which other runs need not wait for.
+    # Import fsspec only here. The import takes 0.1 s, and a run without an object store need not
+    # wait for it.
     import fsspec
 
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}

@@ -692,8 +692,8 @@ class CheckpointGrowth:
     def __init__(self, written: str, root: Path) -> None:
         """
         Args:
-            written: Folder of the checkpoints.
-            root: Directory from which a relative path starts.
+            written: Path or URL of the folder of the checkpoints, as written in the run spec.
+            root: Directory from which a relative path in `written` starts.
         """
         self._written = written
         self._root = root

@@ -118,7 +118,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         fetch: Function that returns the entry if it is not in this store.
 
     Raises:
-        NoCode: The entry is not available, or the entry is not a snapshot but only its files.
+        NoCode: The entry is not available, or it is not a snapshot. A snapshot refers to a second
+            entry with the files of the project. The name of that entry is not accepted here.
         OSError: The entry could not be read.
     """
     try:
@@ -469,8 +470,9 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     """
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
-            # If a repository in a parent folder ignores the whole folder, the folder is listed
-            # below as a project without a repository.
+            # The list is empty if the repository is in a parent folder and ignores the whole
+            # project folder. The code below then lists the folder as a project without a
+            # repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)

@@ -103,7 +103,12 @@ def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> li
 
 
 def _is_active(name: str, content: EvaluationsJson) -> bool:
-    """Return True if the evaluation with this name has not ended for one of the checkpoints."""
+    """Return True if an evaluation of at least one checkpoint has not ended yet.
+
+    Args:
+        name: Name of the evaluation in the run spec.
+        content: The record of the run's evaluations.
+    """
     return any(one.name == name and one.state.is_active for one in content.evaluations)
 
 

@@ -27,7 +27,7 @@ class EvaluationState(Enum):
 
     #: The evaluation is chosen, but its run is not created yet.
     CHOSEN = "chosen"
-    #: The run of the evaluation waits in the queue or starts.
+    #: The run of the evaluation is waiting in the queue or is starting.
     WAITING = "waiting"
     RUNNING = "running"
     COMPLETED = "completed"
@@ -108,7 +108,7 @@ class EvaluationsJson(Recorded):
 
     @property
     def current_numbers(self) -> frozenset[int]:
-        """Numbers of the checkpoints at whose path no newer checkpoint was saved."""
+        """Numbers of the checkpoints that no newer checkpoint at the same path has replaced."""
         return frozenset({one.path: one.number for one in self.checkpoints}.values())
 
     def with_evaluation(self, changed: EvaluationNote) -> EvaluationsJson:
@@ -184,9 +184,9 @@ class EvaluatedCheckpoint:
     def state(self) -> EvaluationState:
         """State of the evaluation: the recorded state, or COMPLETED if a result exists.
 
-        The recorded state may be out of date, because the training records states only while it
-        has a process. So an evaluation that is recorded as waiting or running, but has a result,
-        has completed.
+        The recorded state may be out of date, because only the flow process of the training records
+        states. After that process has ended, an evaluation with a result may still be recorded as
+        waiting or running.
         """
         if self.evaluation.state.is_active and self.figures:
             return EvaluationState.COMPLETED

@@ -42,7 +42,7 @@ class FlowLoss:
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. If the run waits according to `run.json`, it then continues to wait.
+    #: answer. In both cases, a run that waits according to `run.json` continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
     #: may already have ended on that host.
@@ -188,9 +188,10 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
 
 def _add_decision(record: RunJson, loss: FlowLoss) -> RunJson:
-    """Return the record with a decision on the last attempt, if the attempt has none yet.
+    """Return the record with the decision whether the run is retried after the last attempt.
 
-    The flow process was killed before it decided, and no other process decides after it.
+    Usually, the flow process adds this decision. The killed flow process may not have done so. A
+    decision that is already in the record is kept.
     """
     attempt = record.attempt
     if attempt is None or attempt.decision is not None:

@@ -102,8 +102,8 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         attempts: All attempts of the run. All of them have ended.
 
     Returns:
-        The sentence. An empty string if the last attempt had a lasting result, or if it was short
-        and is the only attempt without a lasting result.
+        The sentence. It is an empty string if the last attempt had a lasting result. It is also
+        empty if only the last attempt had no lasting result and took less than 10 minutes.
     """
     fruitless = list_fruitless_attempts(attempts)
     durations = [

@@ -37,9 +37,10 @@ _MAX_OUTPUTS = 500
 _MAX_INPUTS = 100
 #: Largest number of paths that are recorded from the commands and variables of a run spec.
 _MAX_PATHS = 200
-#: Largest number of figures (numbers in a step's result) that are recorded for one output.
+#: Largest number of figures (numbers in the result of a pipeline step) that are recorded for one
+#: output.
 _MAX_FIGURES = 20
-#: Largest size of a step's result that is read, in bytes.
+#: Largest size in bytes of the result of a pipeline step that is read.
 _MAX_RESULT_BYTES = 1 << 20
 #: Matches the names of options whose values name the data of a training. The name has no leading
 #: dashes, `_` instead of `-`, and no Hydra groups such as `data.`.
@@ -62,11 +63,11 @@ class DataKind(StrEnum):
     #: Files or a data set.
     DATA = "data"
     CHECKPOINT = "checkpoint"
-    #: JSON result of a step.
+    #: JSON result of a pipeline step.
     RESULT = "result"
-    #: JSON result of a step that read a checkpoint, if the result contains numbers.
+    #: JSON result of a pipeline step that read a checkpoint, if the result contains numbers.
     EVALUATION = "evaluation"
-    #: File or folder that a step made from a checkpoint.
+    #: File or folder that a pipeline step made from a checkpoint.
     EXPORT = "export"
 
 
@@ -95,7 +96,7 @@ class LineageOutput(Recorded):
 
     if_any = ("step", "signature", "figures", "path")
 
-    #: Absolute path or URI. For the result of a step, it is `muster://runs/RUN/result`.
+    #: Absolute path or URI. For the result of a pipeline step, it is `muster://runs/RUN/result`.
     uri: str = ""
     kind: DataKind = DataKind.DATA
     #: Training step of a checkpoint, or None if unknown.
@@ -108,7 +109,7 @@ class LineageOutput(Recorded):
     signature: str = ""
     #: Numbers of an evaluation, by their dotted keys in the result.
     figures: Mapping[str, float] = {}
-    #: Path of the file with a step's result, or an empty string for other outputs.
+    #: Path of the file with the result of a pipeline step. An empty string for other outputs.
     path: str = ""
 
 
@@ -320,7 +321,11 @@ def _locate_value(value: str, root: str) -> str:
 
 
 def _as_storable(text: str) -> str:
-    """Return a text in which bytes of a path that are not UTF-8 are written as `\\udcff`."""
+    """Return a text that can be encoded as UTF-8.
+
+    If a path has bytes that are not UTF-8, Python represents each of them by a surrogate. Each
+    surrogate is replaced by its escape sequence, such as `\\udcff`.
+    """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -377,7 +382,10 @@ def _list_checkpoints(
 def _list_step_outputs(
     spec: RunSpec, place: RunPlace, record: RunJson, inputs: Sequence[LineageInput]
 ) -> Iterator[LineageOutput]:
-    """Yield the result of a completed step, and the files that the result names."""
+    """Yield the result of a completed pipeline step, and the files that the result names.
+
+    Nothing is yielded if the run is not a pipeline step.
+    """
     attempt = record.attempt
     if spec.workload != "step" or attempt is None or attempt.state is not RunState.COMPLETED:
         return
@@ -405,7 +413,7 @@ def _list_step_outputs(
 
 
 def _read_result(path: Path) -> Any:
-    """Return a step's result as JSON data, or None if it is missing, too large or invalid."""
+    """Return the JSON result of a pipeline step, or None if it is missing, too large or invalid."""
     with suppress(OSError, ValueError, RecursionError):
         if path.stat().st_size <= _MAX_RESULT_BYTES:
             return json.loads(read_own_file(path))
@@ -413,7 +421,7 @@ def _read_result(path: Path) -> Any:
 
 
 def _list_figures(result: Any) -> list[tuple[str, float]]:
-    """Return the first finite numbers in a step's result, with their dotted keys."""
+    """Return the first finite numbers in the result of a pipeline step, with their dotted keys."""
     figures: list[tuple[str, float]] = []
 
     def collect(value: Any, key: str) -> None:

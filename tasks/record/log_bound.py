@@ -40,7 +40,7 @@ class LogBound:
     limit_bytes: int
 
     def apply(self, log: Path) -> int:
-        """Release the disk space of the middle of a log if the log is larger than the bound.
+        """Release the disk space of the middle of a log that has more than `limit_bytes` bytes.
 
         The first lines (a quarter of `limit_bytes`) and the newest lines (half of `limit_bytes`)
         stay. A line between them says how many bytes were left out.
@@ -49,7 +49,8 @@ class LogBound:
             log: The log file.
 
         Returns:
-            Number of bytes that were left out in all; 0 if the whole log is present.
+            Number of bytes that this call and all earlier calls have left out; 0 if the log is
+            complete.
 
         Raises:
             OSError: The log cannot be opened, or the file system cannot release a part of a file.

@@ -142,10 +142,10 @@ class _OpenLog:
         return False
 
     def repeats(self, other: _OpenLog) -> bool:
-        """Return True if the content of this file is the beginning of the content of another log.
+        """Return True if another log begins with the whole content of this log.
 
         Args:
-            other: The other log. At most its first bytes were read before this call.
+            other: The other log. The call does not change its read position.
         """
         source = other._copy or other.file
         offset = 0
@@ -210,14 +210,19 @@ class HeldLog:
 
     @property
     def source(self) -> Path:
-        """Path from which the log can be read. After a call of `hold`, a link in /proc/self/fd."""
+        """Path from which the log can be read.
+
+        After a call of `hold`, this is a link in /proc/self/fd to the open file. The link leads to
+        the same file even if log rotation has renamed or removed that file.
+        """
         return self.path if self._file is None else Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def hold(self) -> None:
-        """Open the file, and create it if it does not exist. A file that was held is released.
+        """Open the log file, so that it can be read even after log rotation has removed it.
 
-        Call this shortly before a program opens the log. After log rotation, the program may write
-        to another file than the program before it.
+        The file is created if it does not exist. If this object has an open file already, that file
+        is closed. Call this method shortly before a program opens the log, so that both open the
+        same file. Log rotation may have replaced the file since an earlier call.
 
         Raises:
             OSError: The file cannot be opened or created.

@@ -159,8 +159,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the content that was already read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # At the first read, only content that an earlier attempt wrote can have been replaced.
-            # Such a replacement is not counted as a restart.
+            # Do not count a replacement that is found by the first read. It replaced only content
+            # that an earlier attempt wrote.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

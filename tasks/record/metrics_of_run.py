@@ -97,7 +97,10 @@ class MetricReader:
 
     @property
     def last_step(self) -> float | None:
-        """Last step that the run has reached, with or without the metric. None if unknown."""
+        """Last training step of the run, even if its line does not have the metric.
+
+        None if no line with a step was read yet.
+        """
         steps = [step for _, _, values in self._attempts.values() for step in values]
         return max(steps, default=None)
 

@@ -84,8 +84,8 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
-    # If the home directory does not exist yet, another user could create it later. So the result is
-    # kept only for an existing directory.
+    # Remember the result of the check only for an existing directory. If the directory does not
+    # exist yet, another user could create it later.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home
@@ -199,9 +199,11 @@ def keep_private() -> None:
 
 
 def note_callers_umask() -> None:
-    """Store the umask of this process as that of the caller, unless a parent process stored one.
+    """Store the umask of this process in the environment variable `MUSTER_CALLERS_UMASK`.
 
-    Call it before the umask of this process is changed. Child processes inherit the stored umask.
+    The programs of the user later get this umask, although Muster changes its own umask. Therefore
+    call this function before the change. If the variable is already set, a parent process has set
+    it, and it is not changed.
     """
     if CALLERS_UMASK not in os.environ:
         mask = os.umask(0o077)
@@ -393,9 +395,9 @@ class AttemptPlace:
 
     @property
     def submission(self) -> Path:
-        """Path of the file `submission.json` of the attempt's first Ray job.
+        """Path of the submission record of the attempt's first Ray job.
 
-        The method `submissions` returns the paths for all Ray jobs.
+        The method `submissions` returns the paths of the records of all Ray jobs.
         """
         return self.directory / "submission.json"
 

@@ -264,8 +264,8 @@ class GitView:
         """Return the names of git filters by file path. Files without a git filter are omitted."""
         if not names:
             return {}
-        # Delete the file that removes the attribute `filter`, so that git shows the attribute of
-        # the repository. The file is written again below.
+        # This file hides the attribute `filter` of the repository from git. Delete the file for a
+        # moment, so that git reports the attribute.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:
@@ -321,6 +321,9 @@ class GitView:
     def _lend(self) -> None:
         """Copy the index and some settings of the repository into Muster's own git directory.
 
+        git commands then use that directory. So they cannot run a program that the settings of the
+        repository name, and cannot change the repository.
+
         Raises:
             OSError: A file could not be read or written.
             GitFailed: The settings of the repository could not be read.
@@ -350,8 +353,9 @@ class GitView:
             shutil.copyfile(common_dir / "info" / "exclude", self._git_dir / "info" / "exclude")
 
     def _settings_of(self, repository: Repository) -> tuple[str, ...]:
-        """Return those settings of a repository that may be passed to git, each as `name=value`.
+        """Return the harmless settings of a repository, each as `name=value`.
 
+        Muster passes only these settings to git, because other settings can make git run a program.
         Settings in included files are ignored.
         """
         pattern = "|".join(map(re.escape, (*_SETTINGS, "extensions.objectformat")))
@@ -391,7 +395,8 @@ class GitView:
         Raises:
             GitFailed: The command failed or did not end in time.
         """
-        # If Muster runs inside a git hook, the variables GIT_* refer to the repository of the hook.
+        # Remove the variables GIT_*. If Muster runs inside a git hook, they name the repository of
+        # the hook instead of the repository that is read here.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",
@@ -423,7 +428,9 @@ class GitView:
 
 @contextmanager
 def git_view(folder: Path, repository: Repository | None) -> Iterator[GitView]:
-    """Yield a `GitView` of a folder. Its git directory is deleted at the end of the `with` block.
+    """Yield a `GitView` of a folder.
+
+    The view has a temporary git directory, which is deleted at the end of the `with` block.
 
     Args:
         folder: The folder.

@@ -11,16 +11,16 @@ from tasks.record.places import read_own_file
 from tasks.spec.errors import MusterError
 from tasks.spec.probes import get_number
 
-#: Largest size of a step's result, in bytes.
+#: Largest size in bytes of the result of a pipeline step.
 MAX_RESULT_BYTES = 16 << 20
 #: Largest number of figures (finite numbers) that are used from one result.
 _MAX_FIGURES = 100
 
 
 class InvalidResult(MusterError):
-    """A step has completed, but its result is missing or cannot be used.
+    """A pipeline step has completed, but its result is missing or cannot be used.
 
-    The step must be corrected and run again.
+    A person must correct the step and run it again.
     """
 
 

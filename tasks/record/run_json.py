@@ -553,8 +553,9 @@ class RunRecord:
     ) -> None:
         """Add a new attempt to the record.
 
-        The previous attempt may have the decision that the run is not retried, or no decision. Its
-        decision is then extended by "begun again".
+        If the record says that the run is not retried after the previous attempt, a user has
+        started the run again. If the record says nothing, the flow process was killed. In both
+        cases, "begun again" is added to the decision about the previous attempt.
 
         Args:
             number: Number of the attempt, starting at 1.
@@ -567,7 +568,8 @@ class RunRecord:
             )
             last = content.attempt
             if last is not None and (last.decision is None or last.is_last):
-                # A user started the run again, or its flow process was killed.
+                # The decision did not announce a new attempt. So a user started the run again, or
+                # the flow process was killed before it recorded a decision.
                 decision = f"{last.decision}; " if last.decision else ""
                 content = content.with_last(last.with_changes(decision=f"{decision}begun again"))
 

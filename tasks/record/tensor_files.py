@@ -114,8 +114,17 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
 def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int], str] | None:
     """Return the function that checks files of a format, or None if the format is unknown.
 
-    The format is recognised by the first bytes of the file. Only formats whose first bytes are not
-    fixed are recognised by the suffix.
+    Most formats are recognised by the first bytes of the file. A format such as JSON, in which the
+    first bytes vary, is recognised by the suffix of the file name.
+
+    Args:
+        suffix: Suffix of the file name in lower case, such as `.json`.
+        head: The first bytes of the file.
+        size: Size of the file in bytes.
+
+    Returns:
+        The function. Its arguments are the open file and the size of the file. It returns the
+        reason why the file is incomplete, or an empty string.
     """
     if suffix == ".distcp":
         # Only the file `.metadata` in the same folder says how long this file must be.
@@ -196,7 +205,11 @@ def _check_hdf5(file: BinaryIO, size: int) -> str:
 
 
 def _check_tar(file: BinaryIO, size: int) -> str:
-    """Check a tar archive without compression, such as a `.nemo` file, by its headers."""
+    """Return the reason why a tar archive is incomplete, or an empty string.
+
+    The archive is not compressed, for example a `.nemo` file. Only its headers are read: they say
+    how long the archive must be.
+    """
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             ends = [member.offset_data + member.size for member in archive]
