@@ -127,7 +127,7 @@ class CheckpointStore(Protocol):
         """Return the target of a symbolic link, or None if the file is not a symbolic link."""
 
     def resolve(self, key: str) -> str:
-        """Return the key without symbolic links that leads to the same file."""
+        """Return the key of the same file with all symbolic links resolved."""
 
     def open(self, key: str) -> BinaryIO:
         """Open a file to read parts of it, or raise FileNotFoundError."""

@@ -854,14 +854,22 @@ def _unfit_checkpoints(
 def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> range:
     """Return the numbers of the attempts whose checkpoint folders must be searched.
 
-    If all attempts share one folder, this is only the last attempt.
+    If all attempts share one folder, the result has only the number of the last attempt.
+
+    Args:
+        written: Value of the spec key `checkpoints`, in which placeholders are not replaced.
+        attempts: All attempts of the run.
     """
     numbers = range(1, len(attempts) + 1)
     return numbers if _is_per_attempt(written) else numbers[-1:]
 
 
 def _is_per_attempt(written: str) -> bool:
-    """Return True if each attempt has its own folder of checkpoints."""
+    """Return True if each attempt has its own folder of checkpoints.
+
+    This is the case if `written`, the value of the spec key `checkpoints`, contains a placeholder
+    such as `${attempt.dir}`.
+    """
     return any((name or "").startswith("attempt.") for name in find_names(written))
 
 

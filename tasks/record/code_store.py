@@ -602,7 +602,8 @@ def _link(path: str, target: str) -> None:
 def _make_way(path: str) -> None:
     """Remove the file, symbolic link or folder at a path, so that a new file can be written there.
 
-    A file or link is deleted. A folder is renamed, because it may contain files that are needed.
+    A file or link is deleted. A folder is renamed and not deleted, because it may contain files of
+    the user.
     """
     try:
         os.unlink(path)

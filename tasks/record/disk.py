@@ -38,7 +38,7 @@ def json_text(content: object) -> str:
     try:
         # pydantic is three times faster than the module `json`.
         return to_json(content, indent=2).decode() + "\n"
-    except ValueError:  # The content has a file name that is not valid UTF-8.
+    except ValueError:  # pydantic rejects file names that are not valid UTF-8.
         return json.dumps(content, indent=2) + "\n"
 
 

@@ -89,7 +89,7 @@ def choose_evaluations(
 def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> list[CheckpointNote]:
     """Return the checkpoints that an evaluation has neither evaluated nor skipped, oldest first.
 
-    A checkpoint at whose path a newer checkpoint was saved is left out.
+    A checkpoint is left out if a newer checkpoint was saved at the same path.
     """
     done = {one.checkpoint for one in content.evaluations if one.name == name}
     current = content.current_numbers

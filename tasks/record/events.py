@@ -306,8 +306,8 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.node.undrained": ("node", "pool", "by"),
 }
 
-#: Some events of an attempt are also sent to the Prefect server: names of the server events, by the
-#: name of the event in `events.jsonl`.
+#: Events of an attempt that are also sent to the Prefect server. The keys are the names of the
+#: events in `events.jsonl`. The values are the names of the events on the Prefect server.
 SERVER_EVENT_NAMES: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",

@@ -86,7 +86,7 @@ class FlowLoss:
 
 
 def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str:
-    """Return a text about the next steps after the loss of a flow process.
+    """Return a text for the user that says what Muster does after the loss of a flow process.
 
     Args:
         run_id: Id of the run.

@@ -61,8 +61,8 @@ class _OpenLog:
                 return content
             self._copy.close()
             self._copy = None
-        # The content before the truncation was read, or is lost. Read the new content of the file
-        # from its beginning.
+        # Log rotation has truncated the file. Its old content was read completely, or there is no
+        # copy of it. Read the new content of the file from its beginning.
         self._tail.restart()
         return self._advance(self._tail.read(self.file.fileno()) or b"")
 
@@ -307,7 +307,7 @@ class LogFile:
     def read_blocks(self, *, is_last: bool = False) -> Iterator[bytes]:
         """Yield the lines that were added since the last call, as blocks of bytes.
 
-        The memory that this needs does not depend on the size of the log. Each block ends with a
+        The blocks are small, even if the log is larger than the memory. Each block ends with a
         newline, unless it is part of a very long line or an incomplete last line.
 
         Args:

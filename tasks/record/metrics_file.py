@@ -48,7 +48,11 @@ class FileFingerprint(Recorded):
 
     @staticmethod
     def at(file: BinaryIO, length: int) -> FileFingerprint:
-        """Return the fingerprint that the file had when it was `length` bytes long."""
+        """Return the fingerprint of the first `length` bytes of a file.
+
+        If nothing but appending has changed the file, this is the fingerprint that the file had
+        when it was `length` bytes long.
+        """
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 
         file.seek(0)

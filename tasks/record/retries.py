@@ -167,8 +167,11 @@ def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -
 def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
     """Return those nodes of an attempt that probably caused the failure of the attempt.
 
-    If the log line or the message of the failure names nodes, these are returned. Otherwise all
-    nodes are returned. A timeout of a collective operation blames no node unless it names a rank.
+    The result is empty if a failure of this kind is never caused by a node.
+
+    If the log line or the message of the failure names nodes, these nodes are returned. Otherwise
+    all nodes of the attempt are returned. After a timeout of a collective operation, the result is
+    empty unless the log line or the message names a rank.
 
     Args:
         failure: Cause of the failed attempt, or None.

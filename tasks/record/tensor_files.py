@@ -259,7 +259,11 @@ class _Stub:
 
 
 class _Dict(dict[Any, Any]):
-    """Replacement for an OrderedDict in a pickle. The pickle may set attributes of this object."""
+    """Replacement for an OrderedDict in a pickle.
+
+    Unlike a plain dict, it can have attributes. PyTorch sets the attribute `_metadata` of a state
+    dict.
+    """
 
 
 class SafeUnpickler(pickle.Unpickler):
