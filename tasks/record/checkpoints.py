@@ -364,12 +364,13 @@ def find_foreign_checkpoints(
 ) -> dict[str, str]:
     """Return the signatures of the checkpoints that the run must not use, by path.
 
-    These are the checkpoints of other runs in the folder of an attempt. If a person has retried the
-    run from an earlier step, these are the run's own checkpoints after this step.
+    Usually, these are the checkpoints of other runs in the folder of the attempt. If a person has
+    retried the run from an earlier step with this attempt, these are the run's own checkpoints
+    after that step.
 
     The function also records that this run uses the folder; see `claim_folder`. Call the function
     before the attempt starts. If all attempts share one folder, the result is empty for every
-    attempt after the first: the folder then also contains checkpoints of this run.
+    attempt after the first, because the folder then also contains checkpoints of this run.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.

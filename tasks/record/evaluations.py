@@ -2,7 +2,8 @@
 
 The flow process of the training owns the file. Each evaluation is a separate run, and writes its
 result to a file in the directory of the training's run. The *figures* of an evaluation are the
-numbers in its result. They are known even if the evaluation ends after the training.
+numbers in its result. They are read from the file with the result. Therefore they are known even if
+the evaluation ends after the training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Count the attempts that ended without a newer checkpoint or without net progress.
 
-The next attempt trains the steps of such an attempt again. If several attempts end like this, the
-run may never finish.
+An attempt makes net progress if it reaches a higher training step than all earlier attempts. The
+next attempt must train the steps of an attempt without net progress again. If several attempts end
+like this, the run may never finish.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Read the metrics file of a training while the training appends to it.
 
-The check for success, the progress and the curve of a run use this module, so that they agree.
+The check for success, the displayed progress and the drawn curve of a run all use this module, so
+that they agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Read the JSON result that a step writes to the file of the variable `MUSTER_RESULT`."""
+"""Read the JSON result of a pipeline step.
+
+The step writes its result to the file that the environment variable `MUSTER_RESULT` names.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
             attempts again, up to the step of the checkpoint.
 
     Returns:
-        The warning, or an empty string if the step fits.
+        The warning, or an empty string if the first step fits the step of the checkpoint.
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}

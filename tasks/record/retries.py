@@ -68,10 +68,12 @@ def decide_retry(
         verdict: Result of the attempt.
         before: Kinds of failure of the earlier attempts that count, in order, with None for an
             attempt that did not fail; see `list_counted_failures`.
-        policy: Retry policy of the spec for this kind of failure, or None if it is final.
-        start: Start of the next attempt, such as `from PATH`. Empty if it starts from nothing.
+        policy: Retry policy of the spec for this kind of failure. None if a run is never retried
+            after a failure of this kind.
+        start: Text about the checkpoint from which the next attempt starts: `from PATH`. An empty
+            string if the next attempt starts without a checkpoint.
         is_unloadable: True if the attempt failed before its first step, and its checkpoint may be
-            the cause. It is then retried, whether `policy` allows that or not.
+            the cause. The run is then retried, whether `policy` allows that or not.
         uniform: Returns a random number between two bounds.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:

@@ -484,8 +484,8 @@ class RunRecord:
             earlier: Record of the run from another host, or None. It is used if it has more
                 attempts than the file.
             adopts: True if the Ray jobs of the run outlive its flow processes.
-            disk: Writes the file in its thread, and retries if the disk is full. If None, each
-                change writes the file itself and does not retry.
+            disk: Thread that writes the file, and retries if the disk is full. If None, each method
+                that changes the record writes the file itself and does not retry.
             extra_fields: Further keys of a new record.
 
         Raises:
