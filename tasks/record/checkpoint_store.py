@@ -265,8 +265,8 @@ class FsspecStore:
 
         Args:
             removal: Key of the small file that lists the files to remove.
-            files: Signature of each file to remove, by key. A file with another signature was
-                stored again.
+            files: Size, time and version of each file to remove, as one text, by the key of
+                the file. A file with other values was stored again.
         """
         folder = str(PurePosixPath(removal).parent)
         present = self._sign(self._find(folder))
@@ -281,8 +281,8 @@ class FsspecStore:
 
         Each removal has a small file with the list of the files to remove. The first dict has the
         size and times of each visible file, by the key of the file. The second dict has one entry
-        for each removal. Its key is the key of the small file. Its value has the signatures of the
-        files to remove, by their keys.
+        for each removal. Its key is the key of the small file. Its value is the content of the
+        small file: the size, time and version of each file to remove, as one text.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}

@@ -294,7 +294,8 @@ def _foreign_checkpoints(
         place: Directory of the run.
         number: Number of the attempt whose folder of checkpoints is listed.
         name: Name of the component with checkpoints.
-        foreign: Signatures of the checkpoints that existed before the run, by path.
+        foreign: Signatures of the checkpoints that existed before the run, by path, as returned by
+            `find_foreign_checkpoints`.
     """
     rivals = _rivals_of(place, number, name)
     return lambda checkpoint: (
@@ -339,8 +340,8 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 
     Args:
         checkpoint: The checkpoint.
-        foreign: Signatures, by path, of the checkpoints that existed before the run, or that a
-            retry from an earlier step has excluded.
+        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
+            `find_foreign_checkpoints`.
     """
     known = foreign.get(str(checkpoint.path))
     if known is None:
@@ -363,6 +364,8 @@ def find_foreign_checkpoints(
     spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
 ) -> dict[str, str]:
     """Return the signatures of the checkpoints that the run must not use, by path.
+
+    A signature identifies the content of a checkpoint. It changes if the checkpoint is saved again.
 
     Usually, these are the checkpoints of other runs in the folder of the attempt. If a person has
     retried the run from an earlier step with this attempt, these are the run's own checkpoints
@@ -405,7 +408,8 @@ def _set_aside_checkpoints(
     """Return the signatures of the run's own checkpoints that later attempts must not use, by path.
 
     A person has retried the run from an earlier step, so its checkpoints after this step are set
-    aside. A checkpoint that an attempt saves again has another signature, and may be used.
+    aside. A signature identifies the content of a checkpoint. A checkpoint that an attempt saves
+    again has another signature, so it may be used.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.

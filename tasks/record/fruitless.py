@@ -42,7 +42,8 @@ def has_saved_checkpoint(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run. The last attempt has ended.
-        foreign: Signatures of the checkpoints of other runs, by path.
+        foreign: Signatures of the checkpoints of other runs, by path, as returned by
+            `find_foreign_checkpoints`.
 
     Returns:
         None if the spec names no checkpoints, or if their folder cannot be read.

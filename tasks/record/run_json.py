@@ -294,9 +294,10 @@ class RunJson(Recorded):
     #: `muster train` started this run, the key `spec_file` has the path of the spec file.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Signatures of the checkpoints that this run must not use, by path. These are checkpoints that
-    #: existed before the run and so belong to other runs. If a person has retried the run from an
-    #: earlier step, these are also the run's own checkpoints after this step.
+    #: Checkpoints that this run must not use. The keys are the paths of the checkpoints. The values
+    #: are their signatures, which identify the content of each checkpoint. Checkpoints that existed
+    #: before the run belong to other runs. If a person has retried the run from an earlier step,
+    #: the run's own checkpoints after this step are included.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
@@ -626,7 +627,12 @@ class RunRecord:
                 self._save(self.content.with_last(attempt.with_changes(provenance=different)))
 
     def note_foreign_checkpoints(self, signatures: Mapping[str, str]) -> None:
-        """Record the signatures of checkpoints that this run must not use, by path."""
+        """Record checkpoints that this run must not use.
+
+        Args:
+            signatures: Text that identifies the content of each checkpoint, by the path of the
+                checkpoint.
+        """
         with self._lock:
             known = self.content.foreign_checkpoints
             if signatures:
