@@ -160,7 +160,8 @@ def drop_rank(name: str) -> str:
 def drop_numbers(name: str) -> str:
     """Return a name in which each number is replaced by `#`.
 
-    The names of different checkpoints of one training are then equal.
+    Example: `step-#` for both `step-20` and `step-40`. So the names of different checkpoints of one
+    training can be compared.
     """
     return _NUMBER.sub("#", name)
 

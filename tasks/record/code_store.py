@@ -282,7 +282,8 @@ def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
     Args:
         name: Name of the entry.
-        fetch: Function that returns the entry if it is not in this store. The entry is then stored.
+        fetch: Function that returns the entry if it is not in this store. The returned entry is
+            added to this store.
 
     Raises:
         NoCode: The entry is not available, or its content is damaged.

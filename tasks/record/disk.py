@@ -48,9 +48,9 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
     Args:
         path: The file.
         content: The new content.
-        durable: True if the old or the new content must be readable after a power failure. The
-            content is then forced to the disk, which can take seconds on a busy disk. Without this,
-            some file systems keep an empty file after a power failure.
+        durable: True to force the content to the disk, so that the old or the new content is
+            readable after a power failure. This can take seconds on a busy disk. If False, a power
+            failure can leave an empty file on some file systems.
 
     Raises:
         OSError: The file was not replaced. If `durable` is set, the new content may be in place,

@@ -63,7 +63,7 @@ class RankFailure:
     #: Exit code, or the negative number of the signal that ended the process. None if the process
     #: ended with an exception whose traceback is in the log.
     exit_code: int | None = None
-    #: Ranks that were alive while this rank waited for other ranks in vain.
+    #: Ranks that this rank waited for in vain, although they were alive.
     alive: tuple[int, ...] = ()
 
     @property

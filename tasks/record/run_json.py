@@ -443,10 +443,11 @@ class SubmissionJson(Recorded):
     ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: Leftover processes of the job that could not be ended. None until this is known.
+    #: Leftover processes of the job that could not be ended. None if Muster has not searched for
+    #: leftover processes yet.
     left: Sequence[int | str] | None = None
-    #: Nodes that could not be checked for leftover processes after the end of the job. None until
-    #: this is known.
+    #: Nodes that could not be checked for leftover processes after the end of the job. None if
+    #: Muster has not searched for leftover processes yet.
     unseen: Sequence[str] | None = None
 
     @staticmethod

@@ -18,9 +18,9 @@ _SMALLEST_HOLE_BYTES = 4096
 class Tail:
     """Position up to which a file was read, with the last bytes before that position.
 
-    A file may be truncated and written again, for example by log rotation. The last bytes then
-    differ. A file may also have holes, if a program has removed bytes from the middle of the file
-    with fallocate(2). Holes are skipped.
+    A file may be truncated and written again, for example by log rotation. This is noticed because
+    the bytes before the position differ from the remembered bytes. A file may also have holes, if a
+    program has removed bytes from the middle of the file with fallocate(2). Holes are skipped.
     """
 
     def __init__(self, position: int = 0) -> None:
@@ -42,8 +42,8 @@ class Tail:
             fd: File descriptor of the file.
 
         Returns:
-            Empty bytes at the end of the file. None if the file was truncated or rewritten: then
-            the bytes before the read position differ from the bytes that were read last.
+            The bytes; empty at the end of the file. None if the file was truncated or rewritten, so
+            that the bytes before the read position differ from the bytes that were read last.
         """
         if self.position > os.fstat(fd).st_size:
             return None
