@@ -40,7 +40,8 @@ SENT = (sys.modules[__name__], ports, sockets, tree, log_bound)
 #: Seconds that the wrapper process of a server gets, after the grace period, to kill the server and
 #: all descendants of the server.
 _KILL_WITHIN_S = 10.0
-#: Seconds that a wrapper waits for the end of descendants of a server that has exited by itself.
+#: Seconds that the descendants of a server get to end after the server has exited by itself. Then
+#: the wrapper kills them.
 _STRAGGLERS_S = 2.0
 #: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02
@@ -111,10 +112,9 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # This variable names the signal that Ray sends to all processes of a job. The
-                # wrapper does not pass that signal on to the server. Here, the actor sends the stop
-                # signal only to the wrapper, which must pass it on. So the variable must name no
-                # signal.
+                # This variable names the signal that Ray sends to every process of a Ray job. So
+                # the wrapper does not pass that signal on to the server. Here, the actor sends the
+                # signal to the wrapper only. With `none`, the wrapper passes it on.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
@@ -231,7 +231,8 @@ class ServerActor:
             offset: Number of bytes at the start of the log that the caller has read already.
         """
         data = b""
-        # Not all file systems can release a part of a file.
+        # On a file system that cannot release a part of a file, the data is returned all the same,
+        # and the log keeps its size.
         with contextlib.suppress(OSError), open(self._log, "r+b", buffering=0) as f:
             data = os.pread(f.fileno(), _LOG_AT_MOST_BYTES, offset)
             if offset > _TAIL_BYTES:
@@ -296,12 +297,14 @@ class PortKeeper:
                 self._bound.difference_update(reserved.numbers.values())
 
     async def list_taken(self, numbers: Sequence[int]) -> list[int]:
-        """Return the ports that another process of this machine has bound."""
+        """Return those of the port numbers that another process of this machine has bound."""
         return [port for port in numbers if port not in self._bound and not _can_be_bound(port)]
 
 
 def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
-    """Send a request and return an empty string, or a description of the failure.
+    """Send a request, and return an empty string if the server answers with a success status.
+
+    If the request fails, return a description of the failure.
 
     Raises:
         OSError: This machine has no free file descriptor, port or memory for the request.
@@ -341,8 +344,8 @@ def _list_children(pid: int) -> list[int]:
 
 def _can_be_bound(port: int) -> bool:
     with socket.socket() as probe_socket:
-        # Servers set this option, too. With this option, a port can be bound although the kernel
-        # still remembers closed connections of an earlier server on the same port.
+        # Servers set this option, too. With this option, a port can be bound although connections
+        # of an earlier server on the same port are still in the state TIME_WAIT.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))

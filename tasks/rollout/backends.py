@@ -155,10 +155,10 @@ class Backend(ABC):
 class Sglang(Backend):
     """SGLang.
 
-    On all nodes of an engine but the first, SGLang serves a stub that answers 200 while its process
-    lives.
+    Only the first node of an engine has the real HTTP server. On the other nodes, SGLang starts a
+    stub that answers 200 as long as its process lives.
 
-    Every version of SGLang accepts the option for data-parallel attention that is used here. SGLang
+    The option `--enable-dp-attention` is used because every version of SGLang accepts it. SGLang
     0.5.23 calls the option deprecated.
 
     Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/arg_groups/parallel_hook.py,
@@ -197,10 +197,10 @@ class Sglang(Backend):
 class Lmdeploy(Backend):
     """LMDeploy.
 
-    An engine with tensor parallelism is one server. An engine with replicas is one server for each
-    replica, started by `lmdeploy_replica.py`. LMDeploy's own command line would start all replicas
-    of a node under one process. That process would use the devices from 0 upwards and listen on the
-    machine's external address.
+    An engine with tensor parallelism runs a single server. An engine with replicas runs one server
+    for each replica, which `lmdeploy_replica.py` starts. LMDeploy's own command line would start
+    all replicas of a node under one process. That process would use the devices from 0 upwards and
+    listen on the machine's external address.
 
     Source: LMDeploy 0.18, cli/serve.py, serve/openai/launch_server.py, pytorch/envs.py
     """

@@ -51,7 +51,8 @@ TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
 TRAINER = "trainer"
 #: Environment variable in which the fleet's process finds its `FleetPlan` as JSON.
 PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
-#: Seconds that the fleet's process needs to kill servers after their grace period.
+#: Seconds that the fleet's process may run after the grace period of the servers. It needs up to
+#: 20 s of this time (`recovery.STOPPED_WITHIN_S`) to kill the servers.
 STOP_MARGIN_S = 30.0
 
 #: Prefix of the names of server ports among the ports of a run, as in `rollout.ports.server.0`.
@@ -62,14 +63,15 @@ _GATEWAY_PORT = f"{FLEET}.port"
 #: servers that the spec allows.
 _START_MARGIN_S = 60.0
 #: Seconds that a fleet on Ray may need to start, in addition to the start time of the servers that
-#: the spec allows. Before the servers start, the fleet waits until the cluster has free GPUs.
+#: the spec allows. Before the servers start, the fleet waits up to 300 s until the cluster has free
+#: GPUs (`ray_host._ROOM_WITHIN_S`).
 _RAY_START_MARGIN_S = 360.0
 #: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
 #: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). The kernel
 #: is asked which local address it would use to reach such an address; nothing is sent.
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
-#: Any port number, which address lookups need. No packet is sent to this port.
+#: Port number to use with `_REMOTE_ADDRESSES`. Any number would do, because no packet is sent.
 _ANY_PORT = 9
 #: Variables that prevent Ray from writing a native stack trace into the log at SIGTERM. SIGTERM is
 #: the normal way to stop a fleet.
@@ -106,8 +108,9 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
         ports: Port numbers of the run by their names.
 
     Returns:
-        The gateway's URL, and for a fleet on this machine the addresses of its entrypoints, by
-        the name of the placeholder. Empty if the run has no fleet of inference servers.
+        The value of each placeholder by its name: the gateway's URL, and the addresses of the
+        entrypoints as `host:port,host:port`. The addresses are missing if the fleet runs on Ray.
+        Empty if the run has no fleet of inference servers.
     """
     fleet = spec.fleet
     if fleet is None:
@@ -170,10 +173,10 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 
 
 def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
-    """Yield a fault if an inference engine would need several nodes, which it cannot use.
+    """Yield a fault if an inference engine spans several nodes but has to run on a single node.
 
-    Engines on this machine cannot span several nodes. Engines on Ray that have a single server
-    cannot span several nodes either.
+    An engine on this machine has to run on a single node. So does an engine on Ray if it has only
+    one server.
     """
     # All engines of a fleet have the same numbers of nodes and servers.
     first_engine = plan.engines[0]
@@ -405,7 +408,8 @@ def prepare_fleet(
         return None
     is_on_ray = fleet.placement == "ray"
     needs_token = fleet.require_token or not is_loopback(fleet.host)
-    # Servers on other machines do not inherit the variables of this machine's processes.
+    # Servers on other machines do not inherit the variables of this machine's processes. So the
+    # variables of the spec's section `env` are passed to them explicitly.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # At containment level L4, the servers run in a PID namespace. The pids of the servers have no
     # meaning outside of the namespace, and the servers end with the first process of the namespace.

@@ -46,7 +46,8 @@ _MAX_FAILED_STARTS = 3
 #: Reason in messages about requests, weight syncs and servers that end because the fleet is
 #: stopped.
 _STOPPED = "the fleet is stopped"
-#: Seconds from the death of an engine until the engine's HTTP server answers that it is not ready.
+#: Seconds after the death of an engine during which the engine's HTTP server may still answer that
+#: it is ready.
 _DEATH_REPORT_DELAY_S = 0.3
 #: Largest number of server groups whose failures are described in the message of a failed fleet.
 _MAX_NAMED_CAUSES = 8
@@ -458,7 +459,10 @@ class Fleet:
         return "serving" if self.registry.view.entrypoints else "down"
 
     async def _start_first(self, group: GroupView) -> None:
-        """Start a group of servers when the fleet starts. If it fails, the recovery restarts it."""
+        """Start a group of servers when the fleet starts.
+
+        If the start fails, log the reason and return: the recovery then restarts the group.
+        """
         try:
             if group.state is GroupState.INACTIVE:
                 self.registry.claim(group.index)

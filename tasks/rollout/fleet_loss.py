@@ -18,8 +18,8 @@ from tasks.spec.formatting import join_commas
 #: Matches the last message of the inference fleet's process if the process exits because of its own
 #: error. Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the field `reason` in an event about the end of an engine or of a weight update, if
-#: the cause is a stop of the whole inference fleet. Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the field `cause` or `message` of an event, if an engine or a weight sync has ended
+#: because the whole inference fleet is stopped. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 
@@ -38,7 +38,8 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
     # The exit code of the fleet process is unknown if its parent process, the guardian, died at the
-    # same time. The rule `exit` then shows that the fleet process ended.
+    # same time. In that case `has_ended` is False, but the rule `exit` shows that the fleet process
+    # has ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict

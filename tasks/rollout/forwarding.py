@@ -69,8 +69,8 @@ def read_session(
     Args:
         headers: Headers of the request.
         body: Body of the request, or None.
-        by_user: True to accept the key `user` of OpenAI's API as a session. Many clients send the
-            same user with every request. All their requests would go to a single server.
+        by_user: True to accept the key `user` of OpenAI's API as a session. If a client sends the
+            same user with every request, all its requests then go to a single server.
     """
     for name in _SESSION_HEADERS:
         if (session := headers.get(name)) is not None:
@@ -110,8 +110,8 @@ _MODEL_PREFIX = "/v1/models/"
 #: Matches a decoded model name that has no special characters. Servers and proxies may interpret
 #: special characters in different ways.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
-#: Largest number of times that a model name is percent-decoded, to find a name that decoding does
-#: not change.
+#: Largest number of times that a model name is percent-decoded. Decoding is repeated until it does
+#: not change the name any more.
 _DECODED_AT_MOST = 4
 
 
@@ -244,8 +244,8 @@ _NOT_PASSED_ON = (
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
-#: Seconds that a client gets to read the start of a response, before the gateway closes the
-#: connection in the middle of the response.
+#: If a server is lost during its response, the gateway closes the client's connection. Before that,
+#: the client gets this number of seconds to read the data that the gateway has already sent.
 _LAST_WORDS_S = 5.0
 #: Largest number of attempts to get a response to one request.
 _TRIES = 3
@@ -271,8 +271,8 @@ class Forwarder:
         fleet: The fleet whose servers get the requests.
         is_token_own: True if the header `Authorization` holds the gateway's own token. The header
             is then removed from forwarded requests.
-        listeners: Checks that the process which accepted a connection belongs to the engine.
-            None to accept every process.
+        listeners: Object that checks each connection to a server: a process of the engine must
+            have accepted the connection. None to skip this check.
     """
 
     def __init__(
@@ -287,7 +287,8 @@ class Forwarder:
             set
         )
         token = settings.health.token
-        # The path of the health check that generates a token may be requested by clients, too.
+        # If the spec names a POST request that generates a token as the health check, clients may
+        # send requests to its path, too.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
         #: Further paths to forward. A POST to one of them counts as a generation. `ANY_PATH` stands
         #: for every path.

@@ -336,8 +336,8 @@ class Gateway:
             requests without a token, from processes of this user and of root.
         order_token: Token that each request to change the fleet has to bring. Other requests may
             bring it, too. None if `token` is enough for such a request.
-        listeners: Checks that the process which accepted a connection belongs to the engine.
-            None to accept every process.
+        listeners: Object that checks each connection to a server: a process of the engine must
+            have accepted the connection. None to skip this check.
         servers: Number of servers in the fleet. Open files are kept free for their processes and
             probes.
 
@@ -488,8 +488,8 @@ class Gateway:
     def _find_refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
         """Return the error response for a request that is refused, or None if it is accepted.
 
-        If the request is accepted, its connection no longer counts as unauthorized; see
-        `Admission`.
+        If the request is accepted, its connection no longer counts against the limits for
+        unauthorized connections.
         """
         connection = request.wire
         error = self._access.find_refusal(

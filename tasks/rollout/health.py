@@ -29,8 +29,8 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: Smallest number of seconds between two probes that failed requests trigger. If a fourth of the
-#: probe interval is shorter, the fourth is used.
+#: Smallest number of seconds between two probes that failed requests trigger. If the probe interval
+#: is below 4 s, a fourth of the interval is used instead.
 _URGENT_EVERY_S = 1.0
 #: Seconds that reaching a server's machine may take, in addition to the timeout of a probe there.
 _HOST_EXTRA_S = 15.0
@@ -118,8 +118,8 @@ class _Watch:
     #: from 0 when the server generates a token. At most one probe in each probe interval is
     #: counted. A high number shows that the server answers probes but fails requests.
     yes_after_failures: int = 0
-    #: The later of two times: when the server generated its last token, and when the last probe
-    #: that `yes_after_failures` counts succeeded.
+    #: Time of the last sign that the server works. The sign is a generated token, or a successful
+    #: probe that was counted in `yes_after_failures`.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf
@@ -328,9 +328,9 @@ class Health:
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # If a probe takes longer than the interval, the next probe begins late. After a
-                # failed probe, the timeout of such a late probe is shortened by its delay. The
-                # detection of a failed server then takes no longer than without the delay.
+                # A probe that takes longer than the interval delays the next probe. If the server
+                # has failed a probe, the timeout of a delayed probe is shortened by the delay. So
+                # the delay does not postpone the moment at which a failed server is detected.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s

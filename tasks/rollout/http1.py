@@ -655,7 +655,10 @@ class ServerConnection(Wire):
             self._queue_request(self._make_rejected_request(fault))
 
     def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
-        """Return an empty request that makes the connection send an error response and close."""
+        """Return an empty request that stands in the queue for input that the connection refuses.
+
+        When its turn comes, the connection sends an error response and closes.
+        """
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 
     def on_message_begin(self) -> None:

@@ -14,6 +14,8 @@ def serve_one_replica(
 ) -> None:
     """Serve one replica. This function replaces LMDeploy's `launch_server`.
 
+    LMDeploy's function would start all replicas of a node.
+
     Args:
         num_nodes: Unused. The parameter exists because LMDeploy passes this argument.
         node_rank: Index of the replica.

@@ -165,7 +165,8 @@ class LocalHost:
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
-        # Watch the end of the server only now: the failure of a start is not reported as a death.
+        # Add this callback only after a successful start. A failed start raises StartFailed, and
+        # must not be reported as the death of a server, too.
         process.exited.add_done_callback(lambda _: self._on_exit(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:

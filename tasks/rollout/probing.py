@@ -82,7 +82,9 @@ class HttpProber:
         self._servers = Upstreams(connect_s=None, listeners=listeners)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """Send a request, and check that the answer has status 200. A cancel closes the connection.
+        """Send a request, and check that the answer has status 200.
+
+        If the returned coroutine is cancelled, the connection is closed.
 
         The timeout begins with this call and not when the coroutine starts. If a thousand servers
         are asked at once, the last coroutine starts a tenth of a second after the first.
@@ -99,13 +101,21 @@ class HttpProber:
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        """Do the work of `ask`. The timeout ends at `until_s`, by the event loop's clock."""
+        """Send a request, check the status of the answer, and return the result of `ask`.
+
+        Args:
+            url: `http://host:port` of the server.
+            question: The request.
+            timeout_s: Length of the timeout in seconds, for the message.
+            until_s: End of the timeout, in seconds of the event loop's clock.
+        """
         reply = await self._send(url, question, timeout_s, until_s)
         if reply.status == 200:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Formatting has made a plain string of the reason. Restore the class of the reason.
+        # Callers distinguish the problems by their class, but formatting has made a plain `str`. So
+        # convert the problem to the class that the reason in `reply.body` has.
         for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)
@@ -179,7 +189,7 @@ class HttpProber:
 
 
 def _describe_unconnected(error: Unconnected) -> str:
-    """Return why there was no connection: a `Foreign`, a `NotChecked` or a `NoReply`."""
+    """Return the reason why there was no connection, as a `Foreign`, `NotChecked` or `NoReply`."""
     if error.is_impostor:
         return Foreign(error)
     return (

@@ -55,7 +55,8 @@ EXIT_NOT_STARTED = 2
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds to wait at the end until the last events are written to the disk.
 _WRITTEN_WITHIN_S = 2.0
-#: Seconds in which the gateway may still answer open requests after the servers have ended.
+#: Seconds that open requests get to end when the fleet is stopped. After that, the gateway answers
+#: them with an error.
 _ANSWERS_WITHIN_S = 2.0
 #: Libraries whose log is limited to warnings, because they would write more than the fleet itself.
 _VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")
@@ -110,7 +111,8 @@ class Places:
         Args:
             plan: Plan of the fleet.
             host: The `ServerHost` that runs the servers.
-            **device_fields: The fields `devices` and `kind` of `Addresses` for a local fleet.
+            **device_fields: For a local fleet, the arguments `devices` and `kind` of `Addresses`,
+                which name the GPUs that the fleet may use. Empty for a fleet on Ray.
         """
         self._plan = plan
         self._host = host

@@ -52,12 +52,12 @@ _log = logging.getLogger(__name__)
 #: Seconds that an actor may take to answer its first call. Ray starts a worker within seconds; a
 #: busy node, or a node that has to load a new image, needs longer.
 _ACTOR_WITHIN_S = 180.0
-#: Seconds that a running actor may take to answer a call. By default, Ray reports a lost node only
-#: after about a minute.
+#: Seconds that a running actor may take to answer a call. Without this limit, a call to an actor on
+#: a lost node would wait about a minute, until Ray reports the loss of the node.
 _ANSWER_WITHIN_S = 10.0
-#: Seconds that the stop of a server may take in addition to the grace period. In this time,
-#: leftover processes are killed, and the end of the log is fetched. The fleet waits 20 s longer
-#: than the grace period.
+#: Seconds that an actor may take, in addition to the grace period, to stop its server and to kill
+#: leftover processes. Fetching the end of the log may take 5 s more (`_LOG_END_WITHIN_S`). The sum
+#: is less than the 20 s that the fleet waits after the grace period (`STOPPED_WITHIN_S`).
 _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster's queue has already
 #: granted these GPUs to the run, so other programs should free the GPUs soon.

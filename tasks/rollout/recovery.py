@@ -49,20 +49,24 @@ _PORTS_WITHIN_S = 200.0
 _BUDGET_PER_ENGINE = 3
 #: Smallest default for the number of recoveries that are allowed for a whole fleet.
 _MIN_DEFAULT_BUDGET = 10
-#: Seconds that `ServerHost.stop` may need in addition to the grace period of the servers.
+#: Seconds that `ServerHost.stop` may take in addition to the grace period of the servers.
 STOPPED_WITHIN_S = 20.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Incident:
-    """Groups that failed within seconds of each other and count as one failure."""
+    """Server groups that failed within seconds of each other, probably for the same reason.
+
+    For the budget of recoveries, they count as a single failure.
+    """
 
     #: Time until which further failures join the incident, in seconds of the event loop's clock.
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers, from 0, of those tries to restart the server groups that already count against the
-    #: budget of recoveries. A try counts only once for all groups of the incident.
+    #: Numbers of the tries that were already subtracted from the budget of recoveries. Each server
+    #: group counts its own tries from 0. If several groups make the try with the same number, the
+    #: budget decreases by 1 only.
     paid: set[int] = field(default_factory=set)
 
 
@@ -100,11 +104,14 @@ class Incidents:
         return self._last
 
     def pay(self, incident: Incident, attempt: int) -> bool:
-        """Subtract one try of an incident from the budget, unless it was already subtracted.
+        """Subtract a try to restart a server group from the budget of recoveries.
+
+        If another group of the same incident has already subtracted its try with this number, the
+        try is allowed and nothing is subtracted.
 
         Args:
-            incident: The incident whose server groups should be restarted.
-            attempt: Number of the try, from 0.
+            incident: The incident that the failure of the group belongs to.
+            attempt: Number of the group's try, from 0.
 
         Returns:
             True if the try is allowed. False if the budget is used up.
@@ -154,7 +161,8 @@ class Recovery:
         Args:
             fleet: The parts of the fleet that the recovery works with.
             health: Health checks, which begin to watch a group after its start.
-            rebind: Function that returns the servers of a group with new addresses.
+            rebind: Function that returns the servers of a group with new addresses. It is called
+                before a restart if other programs use the present addresses.
         """
         #: Tasks that start a server group, by the group's index. A task is cancelled if its group
         #: fails or must not be restarted any more.
@@ -172,9 +180,9 @@ class Recovery:
         self._is_open = False
         #: The failure that is being handled for each failed server group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: Number of tries to restart each server group, since the group last worked for a long
-        #: time. The number determines the pause before the next try. There is no pause before the
-        #: first try.
+        #: Number of tries to restart each server group, since the group last worked for at least
+        #: `max_backoff_s`. The number determines the pause before the next try. There is no pause
+        #: before the first try.
         self._tries_in_row: Counter[int] = Counter()
         #: Time at which the last recovery of each server group ended, in seconds of the loop's
         #: clock.
@@ -203,14 +211,15 @@ class Recovery:
     async def wait_for_ended_processes(self) -> None:
         """Wait until the processes of all failed server groups have ended, or could not be ended.
 
-        Each request to end processes has a time limit, so this wait ends, too.
+        This wait always ends, because each call that ends processes has a time limit.
         """
         await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
     async def stop(self) -> None:
         """Cancel all restarts of failed server groups, and begin no further restarts.
 
-        No group is RECOVERING afterwards. Servers that were starting may still run.
+        No group is RECOVERING afterwards. Servers that were starting may still run, and the caller
+        has to end them.
         """
         self._is_open = False
         tasks = [case.task for case in self._cases.values() if case.task is not None]
@@ -234,8 +243,8 @@ class Recovery:
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # A server group that fails during its recovery already has a `_Case`. The task of that case
-        # restarts the group again.
+        # If a server group fails while it is being restarted, it already has a `_Case`. The task of
+        # that `_Case` restarts the group again, so no second one is needed.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open_case(after)
@@ -257,7 +266,10 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Count a group's next restart against the budget. Retire the group if none is left."""
+        """Subtract the next restart of a group from the budget of recoveries.
+
+        If the budget is used up, retire the group instead: it is not restarted any more.
+        """
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)

@@ -342,7 +342,7 @@ class Registry:
 
         Returns:
             True if the group became INACTIVE. False if the group had already failed, or was started
-            again since. In that case, the registry keeps the group's state and first cause.
+            again since. With False, nothing has changed: the group keeps its state and its cause.
         """
         view = self._find_current(rank, epoch)
         if view is None:

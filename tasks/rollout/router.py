@@ -273,14 +273,14 @@ class Router:
     def pick(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """Choose an entrypoint for one request at once.
+        """Choose an entrypoint for one request without waiting.
 
         The request counts as outstanding until the caller calls `done`.
 
         Args:
-            session: Name of the request's session, or None. A session keeps its entrypoint while
-                the entrypoint is active and preferred. If the entrypoint is at its limit, another
-                entrypoint is chosen for this request.
+            session: Name of the request's session, or None. All requests of a session go to the
+                same entrypoint while this entrypoint is active and answers its health checks. If
+                the entrypoint is at its limit, another entrypoint is chosen for this request.
             exclude: Ranks that may not be chosen because they were already tried.
             generates: False if the request may be sent while the router is closed.
 

@@ -58,7 +58,10 @@ class NoSuchSync(MusterError):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Target:
-    """An engine that should receive the new weights of a weight sync, unless it is restarted."""
+    """An engine that should receive the new weights of a weight sync.
+
+    If the engine is restarted during the sync, the sync sends no further requests to it.
+    """
 
     #: Index of the engine in the fleet.
     engine: int
@@ -79,7 +82,10 @@ class _Target:
 
     @property
     def why_without_weights(self) -> str:
-        """Reason why the engine lacks some of the weights; empty if all requests succeeded."""
+        """Description of a failed request, because of which the engine lacks new weights.
+
+        Empty if all requests of the weight sync to the engine's servers succeeded.
+        """
         return self.fault or next(iter(self.unsent.values()), "")
 
 
@@ -144,7 +150,8 @@ class WeightSyncs:
         """Begin a weight sync: close the router, then wait for, end or pause outstanding requests.
 
         Args:
-            timeout_s: Time limit of the whole sync in seconds. Then the sync ends without a commit.
+            timeout_s: Time limit of the whole sync in seconds. A sync that is still open after this
+                time ends without a commit.
             in_flight: Treatment of the requests that the servers are still answering.
 
         Returns:
@@ -359,7 +366,10 @@ class WeightSyncs:
         return self._describe_serving()
 
     async def stop(self) -> None:
-        """End the open weight sync because the fleet stops. Paused requests are not continued."""
+        """End the open weight sync because the fleet stops.
+
+        Servers that paused their requests are not asked to resume them, because they are stopped.
+        """
         if self._open is not None and not self._open.is_ending:
             await self._end(self._open, "given up: the fleet is stopped", is_fleet_stopped=True)
 

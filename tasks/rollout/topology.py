@@ -91,7 +91,10 @@ class Engine:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """First rank of each server of the engine. The servers are stopped and started together."""
+        """Ranks of the engine's servers, which are stopped and started together.
+
+        The rank of a server is the rank of its first GPU.
+        """
         return tuple(server.rank for server in self.servers)
 
 

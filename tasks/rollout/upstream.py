@@ -67,8 +67,8 @@ class Upstreams:
 
     Args:
         connect_s: Seconds that opening a connection may take, or None for no limit.
-        listeners: Checks that the process which accepted a new connection belongs to the engine.
-            None to accept every process.
+        listeners: Object that checks each new connection: a process of the engine must have
+            accepted the connection. None to skip this check.
     """
 
     def __init__(
