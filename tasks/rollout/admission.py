@@ -49,7 +49,7 @@ _IPV6_PREFIX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits for the numbers of open client connections of a gateway."""
+    """Largest numbers of client connections that a gateway keeps open at the same time."""
 
     #: Largest number of client connections in total.
     in_all: int
@@ -249,7 +249,9 @@ def _network_of(host: str) -> str:
 async def expire_connections(
     connections: Callable[[], tuple[ServerConnection, ...]], every_s: float = 1.0
 ) -> None:
-    """Close late and idle connections periodically, until cancelled.
+    """Periodically close connections that are idle or whose request does not arrive in time.
+
+    The coroutine runs until it is cancelled.
 
     Args:
         connections: Returns all open connections.

@@ -281,7 +281,7 @@ class Vllm(Backend):
         return tuple(words)
 
     def _multi_node_arguments(self, index: int, host: str, port: int) -> list[str]:
-        """Return the arguments that join a server to its engine on several nodes.
+        """Return the command-line arguments of a server whose engine spans several nodes.
 
         Args:
             index: Index of the server among the servers of its engine.

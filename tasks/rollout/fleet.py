@@ -60,7 +60,7 @@ class FleetFailed(MusterError):
 class FleetPhase(Enum):
     """Phase of a fleet, from its start to its stop."""
 
-    #: `start` waits for enough server groups to work.
+    #: `start` was called, and waits until enough server groups work.
     STARTING = "starting"
     #: `start` has returned.
     RUNNING = "running"
@@ -209,7 +209,7 @@ class Fleet:
         self._phase = FleetPhase.RUNNING
 
     async def stop(self) -> str:
-        """End all servers within the grace period and a fixed additional time.
+        """End all servers, and kill the servers that still run after the grace period.
 
         The method may be called at any moment, for example during a start or a recovery. An error
         in one step does not prevent the next steps, which end the servers.

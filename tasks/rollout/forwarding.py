@@ -369,7 +369,8 @@ class _ForwardedRequest:
         #: True if the response is a stream of server-sent events. If the server's stream breaks
         #: off, the gateway appends an event with the error.
         self._is_event_stream = False
-        #: HTTP status of the response if it is 500 or more, else 0.
+        #: HTTP status of the server's response if the status is 500 or more, else 0. A status from
+        #: 500 counts as a failure of the server.
         self._error_status = 0
 
     async def run(self) -> int:

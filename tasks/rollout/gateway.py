@@ -315,7 +315,8 @@ _BACKLOG = 4096
 #: HTTP status under which the metrics count a request if the client closes the connection before
 #: the response. Nginx uses the same status for such a request.
 _CLIENT_LEFT = 499
-#: Seconds to send error responses to the cancelled requests when the gateway stops.
+#: Seconds that the gateway may take to send error responses to the clients of cancelled requests.
+#: When the gateway stops, it cancels all running requests.
 _CUT_WITHIN_S = 2.0
 #: HTTP statuses of responses to unauthorized requests. After such a response, the gateway closes
 #: the connection.
@@ -366,7 +367,8 @@ class Gateway:
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
         self._admission = Admission(may_be_let_in=token is not None, servers=servers)
-        #: Task that closes late and idle connections. None before `start`.
+        #: Task that closes connections that are idle or whose request does not arrive in time. None
+        #: before `start`.
         self._expiry_task: asyncio.Task[None] | None = None
         self._forwarder = Forwarder(fleet, is_token_own=token is not None, listeners=listeners)
         self.metrics = Metrics(fleet, pieces=self._forwarder.generated_pieces)

@@ -279,7 +279,7 @@ class Health:
         return watch if watch is not None and watch.epoch == epoch else None
 
     def _start_probes(self, watch: _Watch, first_s: float) -> None:
-        """Start periodic probes of a server, if the settings ask for them.
+        """Start periodic probes of a server, unless the spec turns them off (`health.misses: 0`).
 
         Args:
             watch: State of the server's health checks.

@@ -290,9 +290,9 @@ class Wire(asyncio.Protocol):
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # The parser reports a header only when its line is complete. So this code limits the size
-        # of an incomplete line by the number of received bytes. Only received data that belongs
-        # entirely to one message head is counted.
+        # The parser reports a header only when its line is complete. So the size of an incomplete
+        # line has to be limited by the number of received bytes. `data` is counted only if all of
+        # its bytes belong to the current message head.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:

@@ -51,7 +51,8 @@ EXIT_FAILED = 1
 #: Exit status of the fleet's process if no server could be started.
 EXIT_NOT_STARTED = 2
 
-#: Environment variables of this process that the servers must not inherit.
+#: Environment variables of this process that the servers must not inherit. They hold the plan of
+#: the fleet with its tokens, and the socket to which only this process reports its state.
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds to wait at the end until the last events are written to the disk.
 _WRITTEN_WITHIN_S = 2.0
@@ -186,8 +187,8 @@ def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> t
 
 def main() -> int:
     """Run the fleet to its end, and return the exit status of the process."""
-    # Each log line contains a level such as INFO. Without the level, a line about the normal end of
-    # a server would look like the cause of a failed run.
+    # Each log line contains a level such as INFO, because Muster searches this log for the cause of
+    # a failed run. Without the level, a line about the normal end of a server would look like it.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

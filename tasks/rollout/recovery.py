@@ -96,8 +96,8 @@ class Incidents:
             now_s: Time of the failure, in seconds of the event loop's clock.
             window_s: Seconds during which further failures may join a new incident.
         """
-        # If the last incident contains this server group already, the group has been restarted and
-        # has failed again.
+        # If the last incident already contains this server group, the group has been restarted and
+        # has failed again. So the new failure belongs to a new incident.
         if now_s > self._last.closes_s or group in self._last.groups:
             self._last = Incident(closes_s=now_s + window_s)
         self._last.groups.add(group)
@@ -446,7 +446,7 @@ class Recovery:
             await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:
-        """End the servers with these ranks, within the grace period and a fixed additional time.
+        """End the servers with these ranks within the grace period plus `STOPPED_WITHIN_S`.
 
         Returns:
             Description of processes that could not be ended; empty if all have ended.

@@ -226,16 +226,18 @@ class Router:
         """Add a function that is called after the methods `set`, `open` and `abort` of this router.
 
         Args:
-            listener: Function that receives the servers whose unanswered requests must be cut off.
+            listener: Function that is called with the entrypoints whose unanswered requests it must
+                cancel.
         """
         self._listeners.append(listener)
 
     async def take(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """Choose an entrypoint for one request. Wait in the queue while all are at their limit.
+        """Choose an entrypoint for one request.
 
-        The caller must call `done` when the request ends, even if it fails.
+        The request waits in the queue while all entrypoints are at their limit or the router is
+        closed. The caller must call `done` when the request ends, even if it fails.
 
         Args:
             session: Name of the request's session, or None.
@@ -259,8 +261,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request may have got an entrypoint at the moment of its timeout or cancel. Such a
-            # request is not sent, so it must no longer count as outstanding at the entrypoint.
+            # The request may have got an entrypoint at the moment of its timeout or cancellation.
+            # The request is not sent, so it must no longer count as outstanding at the entrypoint.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -367,9 +369,10 @@ class Router:
         raise NoEntrypoint(f"no active rollout worker: all were tried: rank {ranks}")
 
     def _may_keep(self, slot: _Slot) -> bool:
-        """Return True if a session may keep this entrypoint.
+        """Return True if further requests of a session may be sent to its entrypoint.
 
-        Return False if another entrypoint is preferred and this entrypoint is not.
+        Return False if this entrypoint did not answer its last health checks, but another
+        entrypoint did.
         """
         if slot.entrypoint.is_preferred:
             return True
@@ -431,7 +434,12 @@ class Router:
                 return
 
     def _try_to_serve(self, turn: asyncio.Future[Entrypoint]) -> bool:
-        """Resolve the future of a waiting request and remove it from the queue, if possible.
+        """Give an entrypoint to a request in the queue, and remove the request from the queue.
+
+        If no server can take the request any more, the request gets an error instead.
+
+        Args:
+            turn: Future of the request, which resolves with the entrypoint.
 
         Returns:
             False if the request must wait longer.
