@@ -86,8 +86,8 @@ class HttpProber:
 
         If the returned coroutine is cancelled, the connection is closed.
 
-        The timeout begins with this call and not when the coroutine starts. If a thousand servers
-        are asked at once, the last coroutine starts a tenth of a second after the first.
+        The timeout begins with this call and not when the coroutine starts. So servers that are
+        asked at once have the same deadline, even if a coroutine starts late.
 
         Args:
             url: `http://host:port` of the server.
@@ -263,12 +263,13 @@ class ServerHost(Protocol):
         """
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
-        """Stop servers within the grace period and a fixed additional time.
+        """Ask servers to end, and kill their remaining processes after the grace period.
 
-        Ask the servers to end, and kill their remaining processes after the grace period.
+        The call may take some seconds longer than the grace period (`recovery.STOPPED_WITHIN_S`).
 
         Servers that were never started, or that have ended, are allowed. Deaths that this method
-        causes are not reported to `on_death`. After a cancel, call this method again.
+        causes are not reported to `on_death`. If the call is cancelled, call this method again,
+        because processes may still run.
 
         Args:
             ranks: Ranks of the servers.

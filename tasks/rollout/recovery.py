@@ -4,8 +4,8 @@ The recovery handles the failure of a group as one case, until the group works a
 First, the recovery ends the processes of the failed group. Then it tries to restart the group, with
 pauses between the tries. The number of tries is limited by a budget.
 
-If several groups fail within seconds of each other, their failures count as one incident. The
-budget pays once for an incident.
+If several groups fail within seconds of each other, their failures count as one incident. Each try
+to restart the groups of an incident is subtracted from the budget once, not once for each group.
 """
 
 from __future__ import annotations

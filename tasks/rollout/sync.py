@@ -1,8 +1,8 @@
 """Weight syncs: transactions that bring new weights from the trainer to a whole fleet.
 
-A sync begins, sends requests of the trainer to the engines, and ends with a commit or without new
-weights. While a sync is open, no server receives requests that generate tokens, the health checks
-pause, and no engine is started.
+A sync begins, sends requests of the trainer to the engines, and ends with or without a commit.
+While a sync is open, no server receives requests that generate tokens, the health checks pause, and
+no engine is started.
 
 An engine serves its new weights only after a commit that names the engine and its epoch. An engine
 that received requests of the trainer and is not named in the commit becomes stale: it serves no

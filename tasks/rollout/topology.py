@@ -93,7 +93,7 @@ class Engine:
     def group(self) -> tuple[int, ...]:
         """Ranks of the engine's servers, which are stopped and started together.
 
-        The rank of a server is the rank of its first GPU.
+        Each server is named by the first of its ranks.
         """
         return tuple(server.rank for server in self.servers)
 
