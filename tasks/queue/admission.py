@@ -176,8 +176,8 @@ class _Admission:
             for refused in scheduling_pass.refused:
                 if refused.entry.id == self._id:
                     return refused
-            # The cluster was large enough in this scheduling pass. If nodes disappear later, the
-            # run waits for their return instead of failing.
+            # The run was not refused, so its cluster is large enough. If nodes disappear later, the
+            # run must not fail. It waits until the nodes return.
             never_refused = (self._id,)
             flow_run = await client.read_flow_run(self._id)
             grant = grants.grant_of(flow_run)
@@ -194,10 +194,10 @@ class _Admission:
                 return None
 
     async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
-        """Set the state PendingResources again if the flow run is only Running.
+        """Set the state PendingResources again if the flow run has the state Running instead.
 
-        A user may have set a state by hand, and the thread that watches the flow run has then set
-        Running. The queue does not contain a run with this state.
+        If a user sets another state by hand, the thread that watches the flow run replaces it with
+        Running. A waiting run with the state Running is not in the queue and would get no GPUs.
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:
@@ -350,7 +350,14 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 async def _read_other_failed_runs(
     client: PrefectClient, node: str, flow_run_id: UUID, now: float
 ) -> list[FlowRun]:
-    """Return the other flow runs that failed on a node within the last 24 hours."""
+    """Return the flow runs that failed on a node within the last 24 hours, except the given one.
+
+    Args:
+        client: Client of the Prefect server.
+        node: Name of the node.
+        flow_run_id: Id of the flow run that is left out.
+        now: Current time in UTC epoch seconds.
+    """
     recent = {
         "operator": "or_",
         "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},

@@ -194,8 +194,8 @@ async def _drain(
     runs_on: dict[str, set[str]] = defaultdict(set)
     for node in (await read_queue_view(client, pool_name)).nodes:
         runs_on[node.name] |= node.held.keys()
-    # Reading the nodes takes some time. `_change` reads the pool again just before it writes, so
-    # that it does not overwrite changes that others made in that time.
+    # Reading the nodes takes some time, and others may change the settings in that time. So
+    # `_change` reads the settings again just before it writes them.
     edit = partial(settings.with_drained, names=nodes, present=[*runs_on], is_drained=is_drained)
     await _change(client, pool_name, edit)
     for node_name in nodes:

@@ -60,8 +60,8 @@ class Shares:
     #: limits of the runs' tags.
     held: Mapping[UUID, Mapping[str, int]]
     #: For each run that Ray placed on other nodes than the granted nodes: the number of GPUs that
-    #: the run uses on each node. The keys are the flow run id and the node name. The grant of the
-    #: run can be changed to these nodes, because no other run was granted these GPUs.
+    #: the run uses on each node. The keys are the flow run id and the node name. These GPUs are not
+    #: granted to another run, so the scheduler can change the run's grant to these nodes.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
@@ -101,7 +101,7 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
             # This scheduling pass changes the GPU grant of the run to the nodes that the run uses.
-            # So the nodes of the old grant count as free for the next runs of this loop.
+            # The check of the next run in this loop must use the changed grant.
             granted[gang.id] = held_now
             moved[gang.id] = held_now
 
@@ -113,7 +113,10 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     flow_run_ids = {*map(str, granted)}
 
     def count_unavailable_gpus(node: ClusterNode) -> float:
-        """Return how many GPUs of a node no run can get, without the GPUs that `gangs` hold."""
+        """Return the number of a node's GPUs that no run can get.
+
+        GPUs that the runs in `gangs` hold are not counted.
+        """
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
         only_granted = granted_on.get(node.name, 0) - held_on.get(node.name, 0)
@@ -128,8 +131,8 @@ def _count_held_gpus(
 ) -> dict[str, int]:
     """Return the number of GPUs that a run holds on each node, by node name.
 
-    These are the GPUs that the run uses. The granted GPUs count, too, until the run uses
-    all GPUs that it needs.
+    These are the GPUs that the run uses. As long as the run uses fewer GPUs than it needs, its
+    granted GPUs count, too.
 
     Args:
         demand: GPUs and CPUs that the run needs.
@@ -139,7 +142,8 @@ def _count_held_gpus(
     used_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in used.items() if gpus > _SLACK}
     if _has_all(demand, used):
         return used_gpus
-    # Ray may still place the rest of the run on the granted nodes, so the granted GPUs count, too.
+    # The run does not use all GPUs that it needs, and Ray may still give it the granted GPUs. So
+    # the granted GPUs count, too.
     names = dict.fromkeys((*granted, *used_gpus))
     return {name: max(granted.get(name, 0), used_gpus.get(name, 0)) for name in names}
 
@@ -386,11 +390,10 @@ class SchedulingPass:
         return self
 
     def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
-        """Add the overlapping runs of deployments that skip such runs to `skipped`.
+        """Find the runs whose deployment skips overlapping runs, and add them to `skipped`.
 
-        The waiting runs of a deployment count, too. So at most as many runs of the deployment are
-        active or waiting as its concurrency limit allows. A run that has had a process is never
-        skipped.
+        The concurrency limit of such a deployment applies to its active and waiting runs together.
+        Runs above the limit are skipped. A run that has had a process is never skipped.
 
         Args:
             active_runs: Number of runs that count for each concurrency limit.
@@ -471,8 +474,8 @@ class SchedulingPass:
     def _cannot_start_at_all(self, entry: QueueEntry, active_runs: Counter[Limited]) -> bool:
         """Return True if a run could not start now even if all GPUs were free.
 
-        This method stores the reason of such a run in `messages`. The run does not delay later runs
-        of the queue.
+        An example is a run of a paused work pool. Such a run does not delay later runs of the
+        queue. This method stores the reason for waiting in `messages`.
 
         Args:
             entry: The run.
@@ -561,14 +564,19 @@ class SchedulingPass:
     def _read_held_gangs(self, key: str) -> list[Held]:
         """Return the runs that hold GPUs of a cluster, in the form that the function `plan` needs.
 
-        This method also fills in the fields `nodes`, `held` and `moved` for this cluster.
+        This method also adds the data of the cluster to the fields `nodes`, `held` and `moved` of
+        this scheduling pass.
+
+        Args:
+            key: Address of the cluster.
         """
         gangs = [
             entry
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # If a run has no GPU grant, only a Ray cluster can show which GPUs the run uses.
+            # If a run has no GPU grant, only Ray can report which GPUs the run uses. So a run that
+            # has no grant and does not use Ray is left out.
             and (entry.grant is not None or key)
         ]
         # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs
@@ -679,8 +687,8 @@ class SchedulingPass:
         """Return the names of the nodes that the settings of a run's work pool list.
 
         Returns:
-            The names. Empty if the run uses Ray, or if the run can use only the node on which its
-            process waits.
+            The names. Empty if the list does not apply to the run: the run uses Ray, or it can use
+            only the node on which its process waits.
         """
         if not entry.has_gang_without_ray or entry.only_node or entry.pool not in self.settings:
             return frozenset()

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 
 #: Largest number of deployments in one answer of the server.
 _PAGE = 200
-#: Time, in seconds, until a deployment without a limit is read again. Nobody waits for a limit that
-#: does not exist yet, and the server itself keeps a new limit at once.
+#: Time, in seconds, until a deployment without a concurrency limit is read again. If the deployment
+#: gets a limit in the meantime, the server itself enforces the new limit at once.
 _READ_AGAIN_S = 10.0
 
 

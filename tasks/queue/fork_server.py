@@ -58,17 +58,18 @@ _log = logging.getLogger(__name__)
 ENGINE = make_own_command("flows")
 #: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
-#: Largest number of bytes that the environment of a run may have in addition to the size of the
-#: worker's environment.
+#: Number of bytes by which a run's environment may be larger than the worker's environment.
 _SPARE_BYTES = 1 << 15
-#: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. The value
-#: reserves memory for the environments of runs.
+#: Name of an environment variable of the fork server. Its value is a filler of _SPARE_BYTES
+#: characters. The environment of a run is written over the memory of the fork server's environment,
+#: and the filler makes that memory large enough.
 _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
-#: when a program starts. A forked process does not read them again.
+#: when a program starts. A forked process does not read them again. So a run is forked only if
+#: these variables have the same values in the run and in the fork server.
 _READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
-#: Environment variables that begin with a prefix in _READ_AT_START, but whose values make no
-#: difference to a run.
+#: Exceptions from _READ_AT_START: environment variables whose values may differ, because they make
+#: no difference to a run.
 _WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 #: Longest time, in seconds, from a request to the fork server until the pid of the new process
 #: arrives. After that time the worker starts the run without the fork server.
@@ -256,10 +257,14 @@ def _replace_standard_files(*files: int) -> None:
 
 
 def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None:
-    """Give this process the environment, command line and working directory of a request."""
-    # The C library stores the new variables in new memory. After the next two lines the C library
-    # does not use the memory of the original variables any more, and `show` may overwrite that
-    # memory.
+    """Give this process the environment, command line and working directory of a request.
+
+    Args:
+        process_texts: Command line and environment of this process in `/proc`.
+        order: The request.
+    """
+    # `show` overwrites the memory of the original environment variables. So the next two lines
+    # first make the C library store all variables in other memory.
     os.environ.clear()
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
@@ -452,8 +457,9 @@ class ForkServer:
         own_socket, fork_server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_socket.setblocking(False)
         with fork_server_socket:
-            # The command line of a run must fit into the memory of the fork server's command line.
-            # So the last argument is padded with spaces to 80 characters.
+            # A forked run writes its command line over the memory of the fork server's command
+            # line. To make that memory large enough, the last argument is padded with spaces to 80
+            # characters.
             self._process = subprocess.Popen(
                 [*ENGINE, TEMPLATE, self._code_fingerprint, f"{fork_server_socket.fileno():80}"],
                 env={**_current_environment(), _SPARE_VARIABLE: "x" * _SPARE_BYTES},
@@ -478,11 +484,11 @@ class ForkServer:
             self._process = None
 
     def _read_message(self) -> None:
-        """Read the message of the fork server that it is ready, or notice that it has ended.
+        """Handle the message that the fork server is ready, or the end of the fork server.
 
-        If the fork server has ended after it was ready, a new fork server is started at once. If
-        the fork server has ended during its imports, a new fork server is started before the next
-        run.
+        If the fork server ends after it was ready, a new fork server is started at once. If it ends
+        during its imports, an immediate restart would probably fail, too. In that case the next run
+        starts a new fork server.
         """
         assert self._control is not None
         was_ready = self.is_ready

@@ -38,7 +38,7 @@ from tasks.spec.ownership import get_peer, require_own_peer
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
 #: Longest time, in seconds, that the `muster train` command and the fork server wait for a message
-#: from each other. If no message arrives in time, the command does the work itself.
+#: from each other. If no message arrives in time, the command continues without the fork server.
 _ANSWERS_WITHIN_S = 5.0
 #: Signals that the `muster train` command forwards to the forked process.
 _FORWARDED_SIGNALS = (
@@ -71,7 +71,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         fork server.
     """
     ignored = ignored_signals()
-    # The forked process has the umask of the fork server, so pass on the umask of this process.
+    # The forked process would only know the umask of the fork server. So the next line stores the
+    # umask of this process in an environment variable, and the request contains all variables.
     note_callers_umask()
     with socket.socket(socket.AF_UNIX) as fork_server:
         fork_server.settimeout(_ANSWERS_WITHIN_S)
@@ -149,7 +150,7 @@ def open_listener() -> socket.socket | None:
             require_own_peer(client)
             return None
         except OSError:
-            # Continue: no fork server listens at this path, or the socket belongs to another user.
+            # No fork server of this user listens at this path, so the socket is created below.
             pass
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -229,15 +230,15 @@ class Caller:
         if not self.connection.recv(1):
             return False
 
-        # From now on, the kernel sends SIGKILL to this process at the next event on the socket.
-        # Such an event is the close of the socket by the command.
+        # Make the kernel send SIGKILL to this process at the next event on the socket. The next
+        # event is that the command closes its end, for example because the command was killed.
         self.connection.settimeout(None)
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command ended before the lines above, the kernel sends no signal. In that case the
-        # closed socket is readable now.
+        # If the command closed its end before the lines above, the kernel sends no signal. In that
+        # case the socket is readable now, and this process must not begin.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:
@@ -270,7 +271,7 @@ class Caller:
 
 
 def _is_in_same_namespaces(pid: int) -> bool:
-    """Return True if the process with the given pid is in the Linux namespaces of this process."""
+    """Return True if the process with the given pid has the same Linux namespaces as this one."""
     return all(
         os.path.samestat(
             Path(f"/proc/{pid}/ns/{namespace}").stat(), Path(f"/proc/self/ns/{namespace}").stat()

@@ -36,8 +36,8 @@ from tasks.server.flow_runs import find_process_tags
 #: Name of the label that contains the `Grant` of a flow run as JSON. The label is empty if the flow
 #: run has no grant.
 GRANT = "muster.gang.grant"
-#: Name of the label that contains the host of the process in which a run waits for its GPUs. A run
-#: without Ray can start only on that host.
+#: Name of the label that contains the host on which the process of a waiting run is running. If the
+#: run does not use Ray, it can use only the GPUs of that host.
 HOST = "muster.gang.host"
 #: Name of the label that the process of a waiting run changes every HEARTBEAT_EVERY_S seconds. A
 #: label that no longer changes shows that the process has ended.
@@ -50,7 +50,8 @@ _FAILED_ON = "muster.gang.failed_on"
 #: Parser of the content of the label _FAILED_ON.
 _FAILURES = TypeAdapter(dict[str, int])
 #: Name of the label that marks a flow run whose process has exited while its Ray jobs continue. The
-#: value of the label is the number of processes that the flow run has had so far.
+#: value of the label is the number of processes that the flow run has had so far. If the flow run
+#: has had more processes since, the label is outdated.
 _HANDED_OVER = "muster.gang.goes_on"
 
 #: Time, in seconds, between two changes of the label `HEARTBEAT`. The changes show that the process
@@ -92,7 +93,8 @@ class Grant(BaseModel):
     devices: dict[str, tuple[int, ...]] = {}
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
-    #: Id of the state that the flow run had when the GPU grant was written.
+    #: Id of the state that the flow run had when the GPU grant was written. A waiting flow run with
+    #: another state has lost the grant.
     state_id: str = ""
     #: Time of the GPU grant, in UTC epoch seconds.
     at: float = 0.0
@@ -137,12 +139,15 @@ def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
 
 
 def failure_labels(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
-    """Return the label that records another failure of a run, by the name of the label.
+    """Return the label that lists the failures of a run, with a new failure added.
 
     Args:
-        flow_run: The flow run, with the failures that were recorded before.
-        nodes: Names of the nodes that may have caused the failure.
-        at: Time of the failure, in UTC epoch seconds.
+        flow_run: The flow run. Its label lists the earlier failures.
+        nodes: Names of the nodes that may have caused the new failure.
+        at: Time of the new failure, in UTC epoch seconds.
+
+    Returns:
+        A dictionary with the name and the new value of the label.
     """
     return {_FAILED_ON: json.dumps(failed_nodes(flow_run) | dict.fromkeys(nodes, int(at)))}
 
@@ -180,9 +185,9 @@ def heartbeat_labels() -> dict[str, Any]:
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
     """Return the labels to set on a flow run just before it is requeued.
 
-    The labels do not remove the grant, because the grant becomes void when the state of the flow
-    run changes. Therefore a process that reads the flow run at any time sees either that the run
-    holds GPUs, or that the run waits.
+    The labels do not remove the GPU grant. The grant becomes void when the requeue changes the
+    state of the flow run. So at any time, other processes see either a run that holds GPUs or a run
+    that waits.
 
     Args:
         not_before: Earliest next start, in UTC epoch seconds. 0 for a start at any time.
@@ -246,14 +251,15 @@ async def set_state(
         return None
 
     history = await _read_history(client, flow_run)
-    # The history is empty if the flow run was deleted after the write.
+    # Stop if the new state is not the last one: another process has set a newer state, or the flow
+    # run was deleted after the write and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
+    # Find the states that other processes set after `current_run` was read. Prefect's client may
+    # send a request twice, so this call itself may have set a further state with the new name.
     overwritten = [
         earlier
         for earlier in history[:-1]
-        # Prefect's client may have sent the request twice. So an earlier state with the name of the
-        # new state comes from this call, not from another process.
         if current.timestamp < earlier.timestamp
         and earlier.name != state.name
         and earlier.id != current.id
@@ -289,8 +295,8 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     last_final = final_indexes[-1]
     if not history[last_final].is_cancelled():
         return None
-    # After a retry or a requeue, the first later state is not PendingResources. So if all later
-    # states are PendingResources, a scheduler set them and overwrote the Cancelled state.
+    # A retry or a requeue of a cancelled flow run first sets a state of another name. So if all
+    # states after Cancelled are PendingResources, a scheduler has overwritten the Cancelled state.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
 
@@ -298,16 +304,19 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
 def may_have_process(flow_run: FlowRun) -> bool:
     """Return True if a scheduled flow run may have a process that still works.
 
-    Muster deletes the recorded process of a flow run before it requeues the flow run. So the record
-    remains only if a user has set the state by hand, or has retried an ended flow run.
-    `was_set_back` distinguishes these cases.
+    The server has recorded a process for such a flow run. Muster deletes that record before it
+    requeues a flow run. So the record remains only if a user has set the state Scheduled by hand,
+    or has retried an ended flow run. `was_set_back` distinguishes these two cases.
     """
     is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
     return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)
 
 
 async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Return True if the last state of a scheduled flow run before it was scheduled is Running."""
+    """Return True if a scheduled flow run was Running just before it was scheduled.
+
+    In that case a user has set the state Scheduled by hand, and the process may still work.
+    """
     history = await _read_history(client, flow_run)
     earlier = [state for state in history if not state.is_scheduled()]
     return bool(earlier) and earlier[-1].is_running()

@@ -105,8 +105,9 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
-    #: lock. If a lease on the server contains the same id, the scheduling lease belongs to an
-    #: earlier holder of the file lock. That holder has ended or given up the lock.
+    #: lock. If the scheduling lease on the server contains the same id, it was taken by an earlier
+    #: holder of the file lock. That process has ended or unlocked the file, and will not give the
+    #: lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -229,7 +230,8 @@ class SchedulingLease:
     #: schedulers of a server must use the same value.
     hold_s: float = 10.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
-    #: The value must be clearly larger than `hold_s`.
+    #: The value must be clearly larger than `hold_s`, so that the last write of the holder has
+    #: reached the server by then.
     expire_s: float = 15.0
     #: Function that returns the current time in seconds.
     clock: Callable[[], float] = _read_boot_clock
@@ -240,11 +242,12 @@ class SchedulingLease:
     _locked_out_since: float | None = None
     #: Holder id of the scheduling lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
-    #: Id of another scheduler's lease, and the time at which this object first read that lease.
-    #: None if it has read no lease of another scheduler.
+    #: Id of another scheduler's lease, and the time, by `clock`, at which this object first read
+    #: that lease. The lease expires `expire_s` seconds later. None if this object has read no lease
+    #: of another scheduler.
     _foreign_lease: tuple[UUID, float] | None = None
     #: Holder ids of old leases of this object that may still be on the server, because the request
-    #: to delete them failed.
+    #: to delete them failed. If this object finds such a lease later, it deletes the lease at once.
     _undeleted_holders: set[str] = field(default_factory=set)
 
     @asynccontextmanager
@@ -303,7 +306,7 @@ class SchedulingLease:
         Raises:
             httpx.HTTPError: The server did not answer.
         """
-        # Read both variables by one request, so that their values belong together.
+        # Read both variables by one request, so that their values are from the same moment.
         name_filter = {"variables": {"name": {"any_": [NAME, _LAST_DECISION]}}}
         request = self.client.request("POST", "/variables/filter", json=name_filter)
         answer = await self._with_timeout(request)
@@ -471,8 +474,8 @@ class SchedulingLease:
             creation = VariableCreate(name=NAME, value=value, tags=["muster"])
             return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # The existing lease may be the scheduling lease of this process: Prefect's client
-            # repeats a request if its answer was lost.
+            # The variable was created by another scheduler, or by this request itself: Prefect's
+            # client repeats a request if its answer was lost.
             return await self._read()
 
     async def _read(self) -> Lease | None:
@@ -527,8 +530,8 @@ class SchedulingLease:
     async def _with_timeout(self, request: Awaitable[T]) -> T:
         """Await a request to the server for at most `hold_s` seconds, and return its result.
 
-        A later answer would be useless, because this process may write no decisions after that
-        time.
+        A longer wait would be useless. The holder of the scheduling lease may write decisions only
+        for `hold_s` seconds.
 
         Raises:
             httpx.ReadTimeout: The server did not answer in time.
@@ -553,8 +556,8 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # Prefect's worker uses cancel scopes of anyio, which cancel every following `await` of
-            # this task again. So the wait is repeated in a loop.
+            # Prefect's worker uses cancel scopes of anyio. After a cancellation, such a scope also
+            # cancels each later `await` of this task. So the wait is repeated until `work` is done.
             cancelled = error
     if cancelled is not None:
         raise cancelled

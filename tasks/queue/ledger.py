@@ -271,7 +271,10 @@ class QueueEntry:
 
     @property
     def is_scheduled(self) -> bool:
-        """True if the flow run has a Prefect state of type Scheduled, and therefore no process."""
+        """True if the flow run has a Prefect state of type Scheduled.
+
+        Such a flow run normally has no process.
+        """
         return self.state.is_scheduled()
 
     @property
@@ -359,11 +362,11 @@ class Ledger:
         return min(online, default=None)
 
     def with_clusters(self, find_addresses: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
-        """Return a copy of this snapshot with other addresses of the runs' Ray clusters.
+        """Return a copy of this snapshot in which addresses of the runs' Ray clusters are replaced.
 
         Args:
-            find_addresses: Function that returns the new addresses for a run, as
-                `QueueEntry.with_cluster` takes them.
+            find_addresses: Function that returns the replacements for a run: the new addresses, by
+                the addresses that they replace.
         """
         waiting = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.waiting)
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
@@ -382,7 +385,8 @@ class Ledger:
                 active_runs.update(entry.pool_and_queue)
             if entry.deployment is not None:
                 active_runs[entry.deployment] += 1
-        # The server may have counted a run that has started since this snapshot was read.
+        # The server may already count a run that has started since this snapshot was read. So the
+        # larger of the two numbers is used.
         for deployment, limit in self.deployment_limits.items():
             active_runs[deployment] = max(active_runs[deployment], limit.active)
         return active_runs
@@ -419,8 +423,8 @@ class LedgerReader:
     ) -> Ledger:
         """Read the waiting runs and the runs that hold GPUs from the server.
 
-        Every run of the previous call that still waits is found again, even if the run is requeued
-        during this call. Therefore no later run can start before such a run.
+        No waiting run of the previous call is missed, even if the run is requeued during this call.
+        If a run were missed, a later run of the queue could start before it.
 
         Args:
             earlier: Result of an earlier call, if no other scheduler has written a decision since
@@ -441,9 +445,9 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # This is the first call. A run that is requeued between the two requests below
-                # would be in neither answer. So the runs that hold GPUs are also read before the
-                # waiting runs.
+                # In the first call, read the runs that hold GPUs twice: before and after the
+                # waiting runs. Otherwise a run that is requeued between the two readings below
+                # would be missed.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
@@ -528,8 +532,9 @@ class LedgerReader:
     async def _read_without_queue(self, pools: Collection[str]) -> list[FlowRun]:
         """Return the waiting runs whose queue of a work pool was deleted.
 
-        Prefect's API has no filter for such runs. So the runs are only read if more runs wait than
-        the work pools contain.
+        Prefect's API has no filter for such runs. So this method first compares the number of all
+        waiting runs with the number of waiting runs in the work pools. Only if the numbers differ,
+        it reads the runs.
 
         Args:
             pools: Names of the work pools of type `gang`.
@@ -544,7 +549,8 @@ class LedgerReader:
             return []
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
-        # The other flow runs belong to other work pools. `read` must not look for them again.
+        # The other flow runs belong to work pools of other types. Remove them from the cache, or
+        # `read` would request each of them again.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -611,13 +617,13 @@ class LedgerReader:
                 return flow_runs
 
     async def _read_flow_runs(self, **body: Any) -> list[FlowRun]:
-        """Return the flow runs of one answer of the server.
+        """Request flow runs from the server, and return them.
 
         Unlike `PrefectClient.read_flow_runs`, this method builds new FlowRun objects only for flow
         runs that have changed. Building the objects takes most of the time of a scheduling pass.
 
         Args:
-            body: JSON content of the request.
+            body: JSON content of the request: filters, sort order, limit and offset.
         """
         answer = await self._client.request("POST", "/flow_runs/filter", json=body)
         flow_runs = []
@@ -661,9 +667,10 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
-    # A deployment that a process serves without a work pool has no queue, either. The server stores
-    # the name of a queue only if it is not the default queue. A run of the default queue is known
-    # by the label of its worker, or by the state that Muster's scheduler gives to waiting runs.
+    # A flow run without a queue may also belong to a deployment that never had a work pool. So look
+    # for traces of a queue. The server keeps the name of a deleted queue, unless it was the default
+    # queue. A run of the default queue has the label of its worker, or the state that Muster's
+    # scheduler gives to waiting runs.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -677,7 +684,8 @@ def _find_fallback_pool(pools: Collection[str]) -> str:
         pools: Names of the work pools of type `gang`.
 
     Returns:
-        The pool `gang` if it exists. Otherwise the only pool. Empty if several pools exist.
+        The pool `gang` if it exists, otherwise the only pool. An empty string if there is no pool,
+        or if there are several pools without the name `gang`.
     """
     if DEFAULT_POOL in pools:
         return DEFAULT_POOL

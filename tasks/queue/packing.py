@@ -179,7 +179,7 @@ class NodesAhead:
         return self._is_enough(self._gpus[node], self._cpus[node])
 
     def release(self, node: int, gpus: int, cpus: float) -> None:
-        """Add the resources that another run frees on a node when it ends.
+        """Add GPUs and CPUs to the free resources of a node, because an active run will have ended.
 
         Args:
             node: Index of the node.
@@ -211,7 +211,7 @@ class NodesAhead:
         return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract the resources that another run uses on its nodes.
+        """Subtract GPUs and CPUs from the free resources, because another run will start earlier.
 
         Args:
             nodes: Indexes of the nodes of the other run.

@@ -22,9 +22,11 @@ from tasks.spec.formatting import format_count, format_minute, format_time, join
 #: run.
 MAX_POSITION_WITH_FIRST_RUN = 10
 
-#: Beginning of the text about free GPUs, which changes often.
+#: Beginning of the text about free GPUs in a message. The text changes often, so `steady_part`
+#: removes it.
 FREE_NOW = "; free now: "
-#: Text before the error of a Ray cluster that does not answer. The error changes often.
+#: Text before the error of a Ray cluster that does not answer. The error changes often, so
+#: `steady_part` removes this text and the error.
 _SILENT = ", which does not answer"
 
 #: Largest number of run or node names in a text.
@@ -48,8 +50,9 @@ class Message:
     starts_at: float | None = None
     #: True if the expected start follows from the default duration of a run that must end first.
     is_start_assumed: bool = False
-    #: True if the end of other runs would not start the run, for example because a limit is
-    #: reached. In that case the scheduler reads further waiting runs from the server.
+    #: True if the run does not start when other runs end, for example because no worker serves its
+    #: queue. If too many runs wait for such reasons, the scheduler reads further waiting runs from
+    #: the server, to find runs that can start.
     waits_for_no_end: bool = False
 
     @property
@@ -158,7 +161,8 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        The explanation, and the value for the field `waits_for_no_end` of the message.
+        Two values: the explanation, and True if the run does not start when other runs end. The
+        second value is for the field `waits_for_no_end` of the message.
     """
     waits_for_no_end = False
     parts = []
@@ -287,6 +291,8 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
 
 def is_part_of_reason(problem: str, reason: str) -> bool:
     """Return True if the reason of a waiting run already contains the cause of a problem.
+
+    In that case the problem need not be shown next to the reason.
 
     Args:
         problem: Text about a problem of the queue, such as `http://10.0.0.1:8265: timed out`.

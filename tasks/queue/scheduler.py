@@ -103,7 +103,7 @@ class Scheduler:
         #: last reading of the queue. The times are monotonic seconds.
         self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_PASS
         #: Ids of the waiting runs whose state message this scheduler has written since the last
-        #: pass.
+        #: pass. The next pass must read these runs again.
         self._rewritten: set[UUID] = set()
 
     async def decide(
@@ -150,8 +150,8 @@ class Scheduler:
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
         # A run that waits in its own process changes the label HEARTBEAT of its flow run every 10
-        # seconds. The server emits no event for this change. So the queue must be read often enough
-        # to see it.
+        # seconds. The server emits no event for this change. So the queue must be read every 10
+        # seconds to notice the change.
         has_beats = last_pass is not None and any(
             entry.waits_in_process for entry in last_pass.queue
         )
@@ -178,8 +178,8 @@ class Scheduler:
         async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
             if held_lease is None:
                 return scheduling_pass, []
-            # If no other scheduler has written a decision since the scheduling pass above, the
-            # waiting runs of that pass are still valid.
+            # The scheduling pass above ran without the lease. If no other scheduler has written a
+            # decision since then, the waiting runs of that pass need not be read again.
             is_valid = (
                 decision_id is not None and decision_id == await self._lease.read_last_decision()
             )
@@ -216,8 +216,8 @@ class Scheduler:
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
                     runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
-        # With the time -math.inf, the next scheduling pass reads the queue again, and sees the
-        # grants that this pass has written to the server.
+        # The next scheduling pass must see the grants that this pass has written to the server. So
+        # store -math.inf as the time of the last reading, and the next pass reads the queue again.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
         return scheduling_pass, runs_to_start
 
@@ -294,8 +294,9 @@ class Scheduler:
         await self._client.update_flow_run_labels(
             entry.id, grants.no_grant_labels() | grant.label() | _label_typed_name(entry)
         )
-        # If the write took too long, another scheduler may have granted the same GPUs. In that case
-        # the run must not start, and the next scheduling pass finds the double grant.
+        # If the write took too long, another scheduler may have granted the same GPUs, and the run
+        # must not start. In that case `check` raises an error. The next scheduling pass finds the
+        # double grant.
         held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())
@@ -361,10 +362,10 @@ class Scheduler:
         await grants.set_state(self._client, skipped.entry.flow_run, cancelled)
 
     async def _rename(self, entry: QueueEntry, name: str) -> None:
-        """Set the name of a flow run on the server, if the flow run has another name there.
+        """Set the name of a flow run on the server, unless the flow run already has that name.
 
-        A label keeps the other name, so that `muster show` finds the run by the name that somebody
-        typed into *Custom run*.
+        A label keeps the old name. So `muster show` also finds the run by the name that a user
+        typed into the form *Custom run* of the Prefect UI.
 
         Call this method before the state of the flow run is set. Prefect's automations react to the
         state, and their messages show the name.
@@ -495,13 +496,13 @@ class Scheduler:
 
 
 def _label_typed_name(entry: QueueEntry) -> dict[str, bool | int | float | str]:
-    """Return a Prefect label with the present name of a flow run that Muster will rename.
+    """Return a Prefect label that keeps the name which a user typed for a flow run.
 
-    Muster renames the flow run to its run id.
+    Muster will replace that name with the run id.
 
     Returns:
-        An empty dict if the flow run has its final name already, or if a schedule has chosen the
-        present name.
+        A dictionary with the name and the value of the label. It is empty if the flow run already
+        has its run id as its name, or if a schedule and not a user has created the flow run.
     """
     flow_run = entry.flow_run
     if flow_run.auto_scheduled or flow_run.name == entry.request.name:

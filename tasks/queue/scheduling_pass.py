@@ -47,8 +47,9 @@ _SPAWN_TIMEOUT_S = 2.0
 #: run. If the process does not change the label for a longer time, the process counts as ended, and
 #: the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
-#: Time, in seconds, in which the process of a run corrects a Scheduled state that a user has set by
-#: hand. After that time the process counts as ended, and the run can start again.
+#: If a user sets a run to Scheduled by hand while its process works, the process sets Running again
+#: within this number of seconds. After that time the process counts as ended, and the run can start
+#: again.
 _CORRECTED_WITHIN_S = 60.0
 #: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
 #: further waiting runs from the server.
@@ -81,10 +82,11 @@ class QueueReader:
     #: last value of the flow run's label HEARTBEAT, and the monotonic time at which that value was
     #: first read. The process of the run changes the label while the process is alive.
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: Snapshots in which the clusters had the most GPUs, by the address of the cluster.
+    #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that were checked for an overwritten Cancelled state, and that had none. The keys
-    #: are flow run ids. The values are the ids of the states that the flow runs had at the check.
+    #: Flow runs that were checked, and whose Cancelled state no scheduler has overwritten. The keys
+    #: are flow run ids. The values are the ids of the states that the flow runs had at the check. A
+    #: flow run is checked again when it has another state.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: For each scheduled flow run that may have a process, by flow run id: the id of its state, and
     #: True if a user has set this state while the process was working.
@@ -131,8 +133,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. The next scheduling pass reads only the number of
-                # windows, of 200 runs each, that the present number of waiting runs requires.
+                # All waiting runs were read. The next scheduling pass reads fewer windows if the
+                # present waiting runs fit into fewer windows. A window is a group of 200 runs.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -232,8 +234,8 @@ class QueueReader:
     async def _was_set_back(self, entry: QueueEntry, now: float) -> bool:
         """Return True if a user has set a run to Scheduled, and its process may still work.
 
-        The process sets the state Running again within some seconds. If a worker started the run
-        before, the run would have two processes.
+        Such a process sets the state Running again within some seconds. Until then no worker may
+        start the run, because the run would have two processes.
 
         Args:
             entry: The run.
@@ -268,8 +270,8 @@ class QueueReader:
     ) -> list[tuple[QueueEntry, State[Any]]]:
         """Return the waiting runs whose Cancelled state was overwritten, each with that state.
 
-        A scheduler can overwrite the Cancelled state of a waiting run and be killed before it
-        restores that state.
+        This happens if a scheduler overwrites the Cancelled state, and is killed before it restores
+        that state.
         """
         cancelled = []
         for entry in queue:
@@ -297,8 +299,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A cancelled run that has started is not stuck, because its own process ends the run. If
-        # that process has ended, the flow `reconcile` ends the run.
+        # A run that is cancelled after its start is not stuck, because its own process ends the
+        # run. If that process has already ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # The run is not stuck: this process granted GPUs to the run, and will still start the

@@ -128,16 +128,18 @@ class PoolSettings(BaseModel):
 
     @property
     def cluster_of_pool(self) -> dict[str, str]:
-        """Mapping from CLUSTER_OF_POOL to the address of the pool's only Ray cluster.
+        """Replacement for the placeholder CLUSTER_OF_POOL: the address of the only Ray cluster.
 
-        The mapping is empty if the pool lists no cluster or several clusters.
+        The result is a dictionary with one entry: the key is the placeholder, and the value is the
+        address. The dictionary is empty if the pool lists no cluster or several clusters.
         """
         return {CLUSTER_OF_POOL: self.clusters[0].address} if len(self.clusters) == 1 else {}
 
     def explain_missing_cluster(self) -> str:
         """Return the message for a run whose spec omits the address of its Ray cluster.
 
-        The message applies if the pool does not list exactly one cluster.
+        Use the message only if the pool does not list exactly one cluster. Otherwise the run uses
+        the listed cluster.
         """
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
@@ -318,8 +320,8 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: Kinds of settings with a name and a number, such as `node.NAME=8`. A value contains the field for
-#: the name, the field for the number, and the value that replaces the number 0.
+#: Kinds of settings with a name and a number, such as `node.NAME=8`. For each kind: the field that
+#: stores the name, the field that stores the number, and the value that is stored for the number 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 

@@ -117,7 +117,7 @@ def as_json(view: QueueView) -> str:
     """Return the queue and the nodes as JSON, for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
     for node in nodes:
-        # This mapping only serves to name the holders of leases, which `other_holders` contains.
+        # `run_ids` was only needed to find the names in `other_holders`, so leave it out.
         del node["run_ids"]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
@@ -306,7 +306,15 @@ class QueueArtifacts:
             await asyncio.to_thread(self._write, artifacts, outdated, view.at)
 
     def _is_outdated(self, key: str, table: Shown) -> bool:
-        """Return True if the artifact with the given key must be written now."""
+        """Return True if an artifact must be written now.
+
+        An artifact is written at most every `every_s` seconds if its content changes, and every
+        `renewed_every_s` seconds otherwise.
+
+        Args:
+            key: Key of the artifact.
+            table: Present content of the artifact.
+        """
         written_table, written_at = self._written.get(key, (None, -math.inf))
         limit_s = self.renewed_every_s if written_table == table else self.every_s
         return self.clock() - written_at >= limit_s
@@ -460,8 +468,8 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
-    # The field `held` of a node contains run ids. A new flow run may still have the random name
-    # that Prefect gave it, so the nodes are searched for both names.
+    # The keys of a node's field `held` are run ids. The name of a flow run is its run id, but a new
+    # flow run may still have a random name from Prefect. So search for its name and its run id.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({node.held[name]} GPUs)"

@@ -87,8 +87,8 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of the events that cause no scheduling pass. If such an event is about a flow run, the next
-#: pass must read that flow run again.
+#: Names of the events that the worker receives, but that cause no scheduling pass. If such an event
+#: is about a flow run, the next pass must read that flow run again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -115,10 +115,9 @@ _PASS_AGAIN_S = 2.0
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
-#: Time, in seconds, between two requests of the worker for the flow runs of its queues. The
-#: requests show the server that the queues are served. After a request, the server marks the queues
-#: as ready for 60 seconds. The requests are not sent more often, because each of them causes a
-#: write to the server's database.
+#: Time, in seconds, between two requests of the worker for the flow runs of its queues. After each
+#: request, the server shows the queues as ready for 60 seconds, so the time must be shorter than
+#: that. It is not much shorter, because each request causes a write to the server's database.
 _SERVED_EVERY_S = 25.0
 #: A time that is earlier than the scheduled start of every run.
 _NEVER = datetime.fromtimestamp(0, UTC)
@@ -475,10 +474,11 @@ class GangWorker(ProcessWorker):
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def _complete_end(self, flow_run_id: UUID) -> None:
-        """Set the state of a flow run whose process has ended, if its state does not show the end.
+        """Correct the state of a flow run whose process has ended.
 
-        A flow run that is being cancelled becomes Cancelled. A flow run that has lost its
-        concurrency lease before it started returns to the queue.
+        Most flow runs already have a final state. In two cases the state must be corrected. A flow
+        run with the state Cancelling becomes Cancelled. A flow run that has lost its concurrency
+        lease before it started returns to the queue.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -499,8 +499,8 @@ class GangWorker(ProcessWorker):
                 self._announce("muster.run.requeued", flow_run, name, message=message)
 
     async def __aenter__(self) -> GangWorker:
-        # This line must come first. The next line lets Prefect create files in the folder that
-        # `tempfile` names.
+        # This call sets the folder of Python's `tempfile`. It must come first, because the next
+        # line lets Prefect create files in that folder.
         use_own_temporary_folder()
         await super().__aenter__()
         return self
@@ -565,7 +565,7 @@ class GangWorker(ProcessWorker):
                 return []
 
     async def _open(self) -> None:
-        """Create the scheduler, the fork server and the waker of this worker.
+        """Create the `Scheduler`, the `ForkServer` and the `Waker` of this worker.
 
         They are closed when the worker stops.
         """
@@ -750,7 +750,8 @@ class GangWorker(ProcessWorker):
     def _publish_queue(self, scheduling_pass: SchedulingPass) -> None:
         """Write the results of a scheduling pass to the server, in a background task.
 
-        If the task of an earlier pass is still writing, the results of this pass are not written.
+        If the task of an earlier pass is still writing, the results of this pass are not written. A
+        later pass writes newer results.
         """
         if scheduling_pass.queue or scheduling_pass.stuck:
             self._wake_within(_PASS_AGAIN_S)

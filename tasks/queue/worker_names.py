@@ -17,8 +17,8 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Another worker of the same name counts as ended if it left no trace in this number of consecutive
-#: synchronisations with the Prefect server.
+#: Another worker of the same name counts as ended if it has not written to the Prefect variable
+#: during this number of consecutive synchronisations of this worker with the Prefect server.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = "Muster: process of this worker. It shows if two workers have the same name."
@@ -61,8 +61,8 @@ class WorkerName:
         self._process = process
         self._other = ""
         self._has_written = False
-        #: Number of synchronisations with the Prefect server since the other worker of this name
-        #: last wrote to the Prefect variable.
+        #: Number of synchronisations of this worker with the Prefect server since another worker of
+        #: the same name last wrote to the Prefect variable.
         self._quiet_syncs = 0
 
     async def find_other(self, client: PrefectClient) -> str:
@@ -81,9 +81,9 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # If the Prefect variable names another process, another worker has the same name. Before
-        # this process has written to the variable, the variable may also name an earlier process
-        # of this worker. So the name is ignored then.
+        # If the Prefect variable names another process after this process has written to it,
+        # another live worker has the same name. Before the first write of this process, the
+        # variable may name an ended process of this worker, so its content is ignored.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0
