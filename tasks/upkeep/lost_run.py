@@ -59,12 +59,12 @@ from tasks.upkeep.waiting_runs import (
 
 _log = logging.getLogger(__name__)
 
-#: A Prefect worker starts the flow process of an accepted flow run within this time.
+#: Longest time that a flow run is normally Pending before a Prefect worker starts its flow process.
 _START_TIMEOUT = timedelta(seconds=60)
-#: Seconds until the run's next flow process may start. The old flow process exits within this time.
+#: Seconds from the loss of a flow process to the earliest start of the run's next flow process.
 _DUE_AFTER_S = 2.0
-#: Seconds after the loss of a run during which its cleanup is postponed if the Prefect server does
-#: not answer.
+#: If the Prefect server does not answer, the cleanup of a lost run is postponed. The cleanup is
+#: completed without the server after this number of seconds since the loss of the run.
 _SERVER_TIMEOUT_S = 24 * 3600.0
 #: Longest time that a new flow process waits for the cleanup after the previous process of its run,
 #: in seconds.
@@ -78,11 +78,11 @@ CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
 def complete_owner(lost: LostRun) -> None:
-    """Complete the record about the owner of a lost run whose `owner.json` cannot be read.
+    """Add missing facts about a lost run if its file `owner.json` cannot be read.
 
-    The added facts are the Prefect server of this process, and the key `on_lost_flow` of the run's
-    spec. Without them, the flow run would not get its final state, and Ray jobs that may continue
-    would be ended.
+    The added facts are the URL of this process's Prefect server, and the key `on_lost_flow` of the
+    run's spec. Without the URL, the flow run would not get its final state. Without the key, Ray
+    jobs that may continue would be ended.
     """
     owner = lost.owner
     if not owner.fault or owner.directory is None or owner.flow_run_id is None:
@@ -114,7 +114,8 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
     if lost.jobs:
         add_listed_clusters(read_listed_clusters(lost.owner.api_url))
     for file in lost.unknown_jobs:
-        # The run stays registered, because its job may still run.
+        # The Ray job of this registry file is unknown and may still run. As a leftover, it keeps
+        # the run in the registry.
         leftovers.append(f"{file}, so its Ray job is unknown")
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)
@@ -225,7 +226,11 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 
 
 def _needs_next_process(state: State[object]) -> bool:
-    """Return True if a lost flow run is in a state from which no worker will start it again."""
+    """Return True if Muster must schedule the next process of a lost flow run.
+
+    The result is True if no worker will start the flow run by itself: it is Running or Crashed, or
+    it has been Pending for longer than a worker needs to start it.
+    """
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
     return state.is_running() or state.is_crashed()
@@ -354,9 +359,9 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
             with connect_to_server(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
-                    # The other host sets the run's state on the server. The note file makes a later
-                    # `muster reconcile` close the record on this host after the run has ended on
-                    # the other host.
+                    # Another host has resumed the run, and sets its state on the server. This host
+                    # must close its own record after the run has ended there. The note file makes a
+                    # later `muster reconcile` do this.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = decide_closed_state(state, record, loss.cause)
@@ -385,7 +390,10 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
 def _on_server(
     lost: LostRun, loss: FlowLoss, flow_run: FlowRun | None
 ) -> tuple[FlowLoss, State[Any] | None]:
-    """Add the state that a lost run has on the Prefect server to the results of the run's cleanup.
+    """Add facts from the Prefect server to the results of a lost run's cleanup.
+
+    The facts are whether the run was cancelled, whether it waits for its next process, and whether
+    another host has taken it over.
 
     Args:
         lost: The lost run.

@@ -87,7 +87,7 @@ async def _check_nodes(
         return _report_unchecked(note, unreached_clusters[0].why)
 
     if report.killed:
-        # Command lines can contain secrets, and this process does not know them. So log only pids.
+        # Command lines can contain secrets that this process cannot recognize. So log only pids.
         fields = report.fields(lambda process: process.place)
         EventLog(note.events).emit("job.swept", job.component, **fields)
     unchecked, departures = await split_departed_nodes(dashboard, report.unreached)

@@ -90,8 +90,8 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. The machine that runs the preflight has two entries only. They are
-    #: for problems with its file in the shared directory and with its GPU devices.
+    #: the node was not reached. The machine that runs the preflight has only two entries: the
+    #: problems with its file in the shared directory, and the problems with its GPU devices.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.
@@ -99,7 +99,8 @@ class NodeResult:
     #: Difference between the node's clock and the clock of the machine that runs the preflight, in
     #: seconds. None if the difference was not measured.
     skew_s: float | None = None
-    #: Largest error of `skew_s` in seconds, which is half of the round-trip time.
+    #: Largest possible error of `skew_s` in seconds. It is half of the round-trip time of the
+    #: request that measured the difference.
     skew_error_s: float = 0.0
 
 
@@ -449,8 +450,8 @@ async def _check_nodes(
         others = [node_id for node_id in writers if node_id not in elsewhere]
         elsewhere += find_unreadable_files(str(folder), others)["unseen"]
 
-        # Some nodes see another directory than this machine, so this machine cannot delete the test
-        # files of these nodes. Tell the nodes to delete the files.
+        # On some nodes, the same path leads to another directory than on this machine. This machine
+        # cannot delete the test files there, so these nodes must delete them.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
         await connection.send_order("tidy", deletions, within_s)
     finally:

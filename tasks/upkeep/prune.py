@@ -177,8 +177,8 @@ class PruneResult:
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> PruneResult:
     """Delete the old files of this host that the retention rules do not keep.
 
-    All files are kept if a Prefect server is configured but does not answer. A queued run on the
-    server could need the files of another run.
+    If a Prefect server is configured but does not answer, nothing is deleted. A queued run on that
+    server could need the old files of another run.
 
     Args:
         keep: The retention rules. If None, the rules are read from the environment variables of
@@ -201,7 +201,8 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     kept_directories = [run.directory for run in candidates if run not in runs]
     pipelines: list[Path] = []
     if server_text is not None:
-        # Only the server knows which pipelines have not ended.
+        # Only the server knows which pipelines have not ended. So without a server, no pipeline is
+        # deleted.
         pipelines = list_old_pipelines(keep.days * _DAY_S, server_text, kept_directories)
     problems: list[str] = []
     if not dry_run:

@@ -305,8 +305,8 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
 _EVERY_S = 60.0
 #: Seconds between two calls of `reconcile_host` in a process that waits for GPUs.
 _EVERY_S_WHILE_WAITING = 15.0
-#: At the end of the repeated calls, this process waits at most this number of seconds for a running
-#: call of `reconcile_host`. A later call repeats the work of a call that was abandoned.
+#: Longest time, in seconds, to wait for a running call of `reconcile_host` when the repeated calls
+#: are stopped. After that time the call is abandoned, and a later call repeats its work.
 _END_TIMEOUT_S = 5.0
 
 

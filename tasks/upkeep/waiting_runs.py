@@ -125,8 +125,8 @@ def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
     """Return the copy of `run.json` on the Prefect server, for a process that resumes the run.
 
     Returns:
-        The copy. None if there is no copy, or if the server does not answer. The start of a run
-        must not wait for the records of its earlier attempts.
+        The copy. None if there is no copy, or if the server does not answer. The process can resume
+        the run without the records of earlier attempts, so it does not wait for the server.
     """
     try:
         with connect_to_server(api_url) as client:
@@ -177,10 +177,10 @@ def list_waiting_runs() -> list[str]:
 
 
 def close_ended_waiting_runs() -> Iterator[RunReport]:
-    """Close the record of each run of this host that ended while it waited without a process.
+    """Close the records of this host's runs that ended while they waited for their next attempt.
 
-    A run is skipped if it is still waiting, if it has a process again, or if its Prefect server
-    does not answer.
+    Such a run has no process that could close the record. A run is skipped if it is still waiting,
+    if it has a process again, or if its Prefect server does not answer.
 
     Yields:
         A report for each run whose record was closed.
@@ -258,8 +258,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If another host has resumed the attempt of this host, that host has written `page_record`. So
-    # `page_record` can be newer than `local_record` although both have the same number of attempts.
+    # If another host has resumed an attempt of this host, both records have the same number of
+    # attempts, but the other host has written `page_record` later. So equal numbers count as newer.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
@@ -275,7 +275,8 @@ def _close_record(
         return None
 
     if state is not None and state.is_completed():
-        # The attempt has not completed, so the record must not say that the run has completed.
+        # A user has set the flow run to Completed, but its attempt has not completed. So the record
+        # must not say that the run has completed.
         new_state = RunState.CANCELLED
         message = "a user set its flow run to Completed while it waited for its next attempt"
     elif state is None or state.is_cancelled():
