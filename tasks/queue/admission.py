@@ -114,7 +114,7 @@ class _Admission:
     _wait: Callable[[float], bool]
     #: Object that reads the nodes and their free GPUs. None before the first scheduling pass.
     _capacity: Capacity | None = None
-    #: The last reported message, without details that change often.
+    #: The reason for waiting that was reported last, without details that change often.
     _last_message: str = ""
     #: Position of the run in the queue when the last message was reported. The first position is 1,
     #: and 0 means that no message was reported yet.

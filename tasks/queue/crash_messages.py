@@ -56,7 +56,8 @@ def describe_crash(flow_run: FlowRun, exit_code: int, entrypoint: str | None) ->
     Args:
         flow_run: The flow run.
         exit_code: Exit code of the process. A negative number is the number of a signal.
-        entrypoint: See `CrashReporter`.
+        entrypoint: Entrypoint of the flow, as in `flows.train.train`. None if the flow is not one
+            of Muster's flows.
     """
     if exit_code < 0:
         ending = f"was killed by {signal_name(-exit_code)}"

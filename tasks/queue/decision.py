@@ -633,8 +633,8 @@ class SchedulingPass:
     def _name_other_holders(self, key: str, node: ClusterNode) -> dict[str, float]:
         """Return the programs that use GPUs of a node without a grant, with their number of GPUs.
 
-        Such a program is usually a run of another Prefect server, or a run whose flow run was
-        deleted or has ended while the run was working.
+        Such a program is usually a run of another Prefect server. It can also be a run that is
+        still working although its flow run has ended or was deleted.
 
         Args:
             key: Address of the node's cluster.

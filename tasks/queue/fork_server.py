@@ -359,9 +359,10 @@ def find_own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | No
 
 
 class ForkedRun:
-    """The forked process of a flow run. It has the attributes of a process that Prefect reads.
+    """The forked process of a flow run.
 
-    The process must be a child of the calling process.
+    Prefect reads the attributes `pid` and `returncode` of this object. The process must be a child
+    of the calling process.
     """
 
     def __init__(self, pid: int) -> None:

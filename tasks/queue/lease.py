@@ -8,13 +8,13 @@ lease cannot delete a newer lease.
 
 If a holder does not give the lease back, another scheduler deletes the variable after some time.
 The old holder must not write after that. So a holder writes for at most `hold_s` seconds after it
-requested the lease, and other schedulers wait for `expire_s` seconds after they first saw the
-lease. `expire_s` is larger, because a request of the old holder may still be in transit. Each
-process uses only its own clock, so the clocks of the machines may differ.
+requested the lease. Other schedulers wait for `expire_s` seconds after they first saw the lease.
+`expire_s` is larger than `hold_s`, because a request of the old holder may still be in transit.
+Each process uses only its own clock, so the clocks of the machines may differ.
 
 The schedulers of one host first lock a file in `$MUSTER_HOME/gate`. So only one process of each
-host sends requests for the lease. The kernel frees the file lock when its holder is killed, and
-then the other processes of this host know at once that the lease is free.
+host sends requests for the lease. When the holder of the file lock is killed, the kernel unlocks
+the file. So the other processes of this host know at once that the lease is free.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class SchedulingLease:
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
     #: Seconds after the request of the scheduling lease during which its holder may write. All
-    #: schedulers of a server must use the same value.
+    #: schedulers of a server must use the same value, because `expire_s` must be larger than it.
     hold_s: float = 10.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder has

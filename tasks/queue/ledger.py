@@ -662,8 +662,8 @@ class LedgerReader:
 def has_lost_queue(flow_run: FlowRun) -> bool:
     """Return True if the queue of a work pool that contained a flow run was deleted.
 
-    After a deletion of the queue or of the whole work pool, the server keeps the flow run without a
-    queue, and no worker of Prefect starts the flow run.
+    If the queue or the whole work pool is deleted, the server keeps the flow run without a queue.
+    No worker of Prefect starts such a flow run.
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False

@@ -184,8 +184,8 @@ class Capacity:
             # all GPUs of this machine are shown as in use.
             _log.warning("no GPU of %s is granted: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # If this machine has no visible GPUs, the devices are numbered from 0, up to the number of
-        # GPUs in the settings.
+        # If this machine has no visible GPUs, the devices are numbered from 0. Their number is the
+        # number of GPUs in the settings.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(
             listed_node,

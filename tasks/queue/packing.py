@@ -179,7 +179,7 @@ class NodesAhead:
         return self._is_enough(self._gpus[node], self._cpus[node])
 
     def release(self, node: int, gpus: int, cpus: float) -> None:
-        """Add GPUs and CPUs to the free resources of a node, because an active run will have ended.
+        """Add the GPUs and CPUs that an ended run releases to the free resources of a node.
 
         Args:
             node: Index of the node.
@@ -211,11 +211,11 @@ class NodesAhead:
         return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract GPUs and CPUs from the free resources, because another run will start earlier.
+        """Subtract the GPUs and CPUs of a run that starts earlier from the free resources.
 
         Args:
-            nodes: Indexes of the nodes of the other run.
-            demand: GPUs and CPUs that the other run needs.
+            nodes: Indexes of the nodes of that run.
+            demand: GPUs and CPUs that the run needs.
         """
         for node in nodes:
             self.release(node, -demand.gpus_per_node, -demand.cpus_per_node)

@@ -234,8 +234,8 @@ class _Reservation:
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
-    #: True if at least one run in `waits_for` has no duration in its spec, so that its expected
-    #: end is computed from the default duration.
+    #: True if the spec of at least one run in `waits_for` names no duration. The expected end of
+    #: such a run follows from the default duration.
     is_assumed: bool = False
 
 

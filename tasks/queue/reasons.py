@@ -2,8 +2,8 @@
 
 A text has a single line: demand, reason and free GPUs. The functions have no side effects. Details
 that change often come last in a text. The function `steady_part` removes these details. The
-scheduler rewrites the state of a waiting run only if the steady part has changed, because every
-rewrite adds a state to the history of the flow run.
+scheduler rewrites the state of a waiting run only if the steady part has changed. Every rewrite
+adds a state to the history of the flow run.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def deployment_limit_message(demand: Demand | None, limit: int) -> Message:
 
 
 def explain_skip(limit: int, name: str) -> str:
-    """Return the reason why a run is cancelled instead of waiting for its deployment.
+    """Return the reason why a run is cancelled when its deployment has reached its limit.
 
     Args:
         limit: Concurrency limit of the deployment.

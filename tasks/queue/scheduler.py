@@ -484,7 +484,11 @@ class Scheduler:
             )
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> bool:
-        """Write a message into the state of a waiting run. Return True if it was accepted."""
+        """Write a message into the state of a waiting run.
+
+        Returns:
+            True if the server has accepted the state with the message.
+        """
         state = grants.waiting_state(entry.flow_run, message.text)
         await self._rename(entry, entry.request.name)
         self._rewritten.add(entry.id)
@@ -501,8 +505,8 @@ def _label_typed_name(entry: QueueEntry) -> dict[str, bool | int | float | str]:
     Muster will replace that name with the run id.
 
     Returns:
-        A dictionary with the name and the value of the label. It is empty if the flow run already
-        has its run id as its name, or if a schedule and not a user has created the flow run.
+        A dictionary with the name and the value of the label. It is empty if the name of the flow
+        run is already its run id, or if a schedule has created the flow run.
     """
     flow_run = entry.flow_run
     if flow_run.auto_scheduled or flow_run.name == entry.request.name:

@@ -489,8 +489,8 @@ def _merge_rules(
 ) -> dict[str, PoolSettings]:
     """Return the settings that apply to each cluster, by the address of the cluster.
 
-    The settings of a cluster are merged from the settings of all work pools that list the cluster
-    or have a run for the cluster.
+    Several work pools can list a cluster or have runs for it. The settings of all these work pools
+    are merged.
 
     Args:
         entries: The waiting runs and the runs that hold GPUs.

@@ -107,8 +107,8 @@ _RECONNECT_S = 1.0
 _RECONNECT_AT_MOST_S = 30.0
 
 #: Time, in seconds, between two scheduling passes while runs wait. Passes must be repeated, because
-#: some changes cause no event. Examples are the end of a Ray job that Muster did not start, the end
-#: of the delay of a requeued run, and the loss of a worker.
+#: some changes cause no event. Examples are the loss of a worker, and the end of a Ray job that
+#: Muster did not start.
 _PASS_AGAIN_S = 2.0
 #: Longest time, in seconds, that the worker waits until a submitted run leaves the state Scheduled.
 #: After that time the worker submits the next run.
@@ -129,8 +129,8 @@ _PASS_ANYWAY_S = 30.0
 _READ_EVERY_S = 60.0
 #: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
 _READ_ANYWAY_S = 300.0
-#: Longest time, in seconds, from the end of the grace periods of a run's components to the end of
-#: the process of the flow run. A process that needs more time is killed.
+#: Longest time, in seconds, that the process of a flow run may run after the end of the grace
+#: periods of the run's components. A process that needs more time is killed.
 _ENDS_WITHIN_S = 60.0
 #: Time, in seconds, between two checks whether the process of a flow run has ended.
 _CHECK_EVERY_S = 0.2
@@ -369,7 +369,7 @@ class GangWorker(ProcessWorker):
 
     type = TYPE
     # In Prefect's class the attribute `type` hides Python's builtin `type`. Therefore mypy cannot
-    # read the annotation of `job_configuration_variables`, and the assignment below is ignored.
+    # read the annotation of `job_configuration_variables`, and `type: ignore` is necessary below.
     job_configuration = GangJobConfiguration
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
@@ -412,9 +412,9 @@ class GangWorker(ProcessWorker):
         a new program. If the flow is one of Muster's flows, the process imports it directly. For
         any other flow, the process first runs the pull steps of the deployment.
 
-        Prefect's own worker would run the pull steps in a separate process. It would also add
-        the working directory to the import path, and a file `tasks.py` in the user's project would
-        then replace Muster's package `tasks`.
+        Prefect's own worker would run the pull steps in a separate process. It would also add the
+        working directory to the import path. A file `tasks.py` in the user's project would then
+        replace Muster's package `tasks`.
 
         When the worker stops, Prefect cancels this method. The process then gets SIGTERM and may
         use the grace periods of its run. Prefect's own worker would kill the process.
@@ -456,8 +456,9 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, only the task of `_end_with_worker` is cancelled. The task
-                # that watches the process continues until the process has ended.
+                # When the worker stops, this method is cancelled. The shield keeps the task that
+                # watches the process running until the process has ended. Only the task of
+                # `_end_with_worker` is cancelled, and then ends the process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -487,7 +488,7 @@ class GangWorker(ProcessWorker):
         state = state_of(flow_run)
         if state.is_cancelling():
             # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end
-            # the process. The flow run then stays in the state Cancelling.
+            # the process. The flow run would stay in the state Cancelling, so set Cancelled now.
             final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
             await set_state_and_release_lease_async(self.client, flow_run_id, final_state)
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):

@@ -4,9 +4,10 @@ The Prefect server identifies a worker by its work pool and its name, so it coun
 one. Muster reads the host of a run from the name of its worker. With two workers of one name, a run
 would be attributed to the wrong host.
 
-Each worker writes its process into a Prefect variable of its name, at each synchronisation with the
-server. If the variable later contains another process, that process has written it in the meantime,
-and so that process is a live worker of the same name. Clocks are not compared.
+Workers with the same name share a Prefect variable. Each worker writes its host and process id into
+the variable, at each synchronisation with the server. If a worker later finds another process in
+the variable, that process has written it in the meantime. So that process is a live worker of the
+same name. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Another worker of the same name counts as ended if it has not written to the Prefect variable
-#: during this number of consecutive synchronisations of this worker with the Prefect server.
+#: Number of consecutive synchronisations of this worker with the Prefect server. If another worker
+#: of the same name does not write to the Prefect variable during that time, it counts as ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = "Muster: process of this worker. It shows if two workers have the same name."
 
 
 def name_variable(pool: str, worker: str) -> str:
-    """Return the name of the Prefect variable for the workers with a name.
+    """Return the name of the Prefect variable that all workers with the same name share.
 
     Args:
         pool: Name of the work pool.
