@@ -1,8 +1,8 @@
 """Clean up after a run whose flow process was killed or lost.
 
 There are two outcomes. If another process will resume the run, the run's Ray jobs keep running.
-Otherwise the run is finished: its jobs and processes are ended, its record and its flow run on the
-Prefect server get their final states, and its registry entry is removed.
+Otherwise the run is finished. Its jobs and processes are ended. Its record and its flow run on the
+Prefect server get their final states. Its registry entry is removed.
 
 `muster reconcile` cleans up after the lost runs of this host, or of another host that is
 permanently gone. In addition, each new flow process of a run cleans up after the run's previous
@@ -72,8 +72,8 @@ _PREDECESSOR_TIMEOUT_S = 120.0
 #: Seconds between two checks whether the guardian processes of a lost run have ended. A guardian
 #: process owns the processes of one component, and ends them when the flow process dies.
 _CHECK_INTERVAL_S = 0.2
-#: Text in the report about a lost run if the Prefect server has rejected the new state of its flow
-#: run, because another process had just changed that state.
+#: Text in the report about a lost run if the Prefect server has rejected the new state of the flow
+#: run. The reason is that another process had just changed the state.
 CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
@@ -179,8 +179,8 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
     Returns:
         The report about the run. If the next flow process could not be scheduled, the report's
         field `open` contains the reason. None if no flow process will resume the run, so that the
-        jobs must be ended. Reasons are that the run was cancelled, has ended or has no deployment
-        on the Prefect server, or that its attempt was already being ended.
+        jobs must be ended. For example, the run was cancelled, has ended, or has no deployment on
+        the Prefect server.
     """
     owner = lost.owner
     report = make_report(lost, loss)

@@ -1,8 +1,8 @@
 """Find and delete old folders of pipelines.
 
 A pipeline stores values in its folder `$MUSTER_HOME/pipelines/<flow run id>` if they are too large
-for a run spec. A stage that begins later writes its values again, so the folder of a pipeline that
-has ended is needed only by runs that read the values.
+for a run spec. A stage that begins later writes its values again. So after the end of a pipeline,
+only runs that read the values need its folder.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
-#: If a log file of a process that `muster up` started is larger than this number of bytes, the log
-#: is compressed into an archive and emptied.
+#: Largest size, in bytes, of a log file of a process that `muster up` started. A larger log is
+#: compressed into an archive and emptied.
 _STACK_LOG_BYTES = 50 * 1024**2
 #: Number of days to keep completed flow runs of Muster's maintenance flows on the Prefect server.
 _UPKEEP_DAYS = 2.0
@@ -307,7 +307,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of the other runs in a run's record and specs.
+    """Return the ids of other runs that the record and the specs of a run contain.
 
     The run may have started from files of the other runs, for example from a checkpoint.
     """

@@ -1,8 +1,8 @@
 """Clean up after runs of this host whose flow process was lost, and correct their records.
 
-The functions of this module may be called at any time, even by several processes at once, because
-a process locks each lost run before it cleans up after the run. The functions do not change a run
-that is running or waiting, or whose state is unknown.
+The functions of this module may be called at any time, even by several processes at once. A process
+locks each lost run before it cleans up after the run. The functions do not change a run that is
+running or waiting, or whose state is unknown.
 
 Muster's maintenance process of each host calls `reconcile_host` every minute, and does not create a
 flow run for the call. Most calls change nothing, and their flow runs would hide the users' runs in
@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 _SETTLE_TIMEOUT_S = 20.0
 #: Longest time that `reconcile_host` waits for a Ray cluster that does not answer, in seconds.
 _CLUSTER_TIMEOUT_S = 5.0
-#: Seconds to wait until the Prefect events have been sent.
+#: Longest time, in seconds, to wait until the Prefect events have been sent.
 _FLUSH_TIMEOUT_S = 5.0
 
 
@@ -315,8 +315,7 @@ def reconcile_every_minute() -> Iterator[None]:
     """Call `reconcile_host` for this host every minute in a thread, as a context manager.
 
     The first call begins after one minute. While the context is open, no other thread of this
-    process may call `reconcile_host`, because the file locks of the registry exclude only other
-    processes.
+    process may call `reconcile_host`. The file locks of the registry exclude only other processes.
     """
     with _call_in_thread(lambda: publish(reconcile_host()), _EVERY_S):
         yield

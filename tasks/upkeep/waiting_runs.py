@@ -1,9 +1,9 @@
 """Close the records of runs that end on the Prefect server while they have no process.
 
 A run that waits for its next attempt has no process. If a user cancels a waiting run, its flow run
-becomes Cancelled at once, and no process of the run starts that could close the run's record. This
-host therefore has a note file for each waiting run. `muster reconcile` reads the note files, and
-closes the record of each run that has ended.
+becomes Cancelled at once. No process starts again that could close the run's record. This host
+therefore has a note file for each waiting run. `muster reconcile` reads the note files, and closes
+the record of each run that has ended.
 
 The artifacts of a run in the Prefect UI must be updated together with the run's record. The
 artifacts also contain a copy of the record `run.json`. Hosts without a record of the run, or with
@@ -258,8 +258,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If another host has resumed an attempt of this host, both records have the same number of
-    # attempts, but the other host has written `page_record` later. So equal numbers count as newer.
+    # If another host has resumed an attempt of this host, that host has written `page_record`. In
+    # that case it is newer than `local_record` although the numbers of attempts are equal.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
