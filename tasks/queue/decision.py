@@ -159,9 +159,10 @@ def _has_all(demand: Demand, used: Mapping[str, float]) -> bool:
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up numbers of GPUs by node.
+    """Return the total number of GPUs on each node, by node name.
 
-    Each item of `shares` contains numbers of GPUs by node name.
+    Args:
+        shares: The numbers of GPUs to add up. Each item is a mapping by node name.
     """
     total: dict[str, float] = {}
     for share in shares:
@@ -316,7 +317,7 @@ class SchedulingPass:
         return len(self.queue) - not_startable
 
     def count_gpus_of_tag(self, tag: str) -> int:
-        """Return the number of GPUs of the runs with a tag, with those that start in this pass."""
+        """Return the number of GPUs of all runs with a tag, including runs that start now."""
         return self._count_gpus_by_tag((tag,), self.admitted)[tag]
 
     def decide(self) -> SchedulingPass:
@@ -512,7 +513,7 @@ class SchedulingPass:
     def _make_limit_message(
         self, entry: QueueEntry, active_runs: Counter[Limited]
     ) -> Message | None:
-        """Return the message of a run if a concurrency limit that counts the run is reached.
+        """Return the message of a run if a concurrency limit that applies to the run is reached.
 
         Args:
             entry: The run.

@@ -282,10 +282,10 @@ def _read_logging_settings() -> tuple[Any, ...]:
 
 
 class _ProcessTexts:
-    """The memory of this process from which the kernel reads its command line and environment.
+    """The memory of this process that holds the original command line and environment.
 
-    The kernel shows this memory in `/proc/self/cmdline` and `/proc/self/environ`, and programs such
-    as `ps` read it there.
+    The kernel shows this memory in `/proc/self/cmdline` and `/proc/self/environ`. Programs such as
+    `ps` read these files.
     """
 
     def __init__(self) -> None:
@@ -306,8 +306,8 @@ class _ProcessTexts:
 
         Args:
             argv: The new command line.
-            env: The new environment variables. None to leave the environment as it is. The C
-                library must not use the memory of the original variables any more.
+            env: The new environment variables. None to leave the environment as it is. The caller
+                must first make the C library store its variables in other memory.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(

@@ -61,8 +61,8 @@ _VOLATILE_FIELDS = ("estimated_run_time", "estimated_start_time_delta")
 #: from which a run was submitted.
 _CLOCK_TOLERANCE = timedelta(seconds=10)
 _HOUR_S = 3600.0
-#: Time, in seconds, between two requests for the list of online workers. The server itself needs
-#: longer to notice the end of a worker.
+#: Time, in seconds, between two requests for the list of online workers. More frequent requests are
+#: useless, because the server itself needs longer to notice the end of a worker.
 _WORKERS_INTERVAL_S = 10.0
 #: Name of a work pool, and the name of one of its queues. The second name is None if the whole work
 #: pool is meant. Work pools and their queues can each have a concurrency limit.
@@ -215,7 +215,7 @@ class QueueEntry:
 
     @property
     def pool_and_queue(self) -> tuple[PoolOrQueue, PoolOrQueue]:
-        """The work pool and the queue whose concurrency limits count the run."""
+        """The work pool and the queue whose concurrency limits apply to the run."""
         return (self.pool, None), (self.pool, self.queue)
 
     @property

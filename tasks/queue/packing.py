@@ -143,8 +143,8 @@ class NodesAhead:
     """A forecast of the free resources at a later time, for one waiting run.
 
     The caller adds the resources of the active runs that will have ended by that time. It subtracts
-    the resources of other waiting runs that start earlier. The property `fits` is then True if the
-    waiting run fits.
+    the resources of other waiting runs that start earlier. The property `fits` tells whether the
+    waiting run fits into the resulting resources.
     """
 
     def __init__(

@@ -157,8 +157,8 @@ class Reason:
     is_start_assumed: bool = False
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
-    #: True if the run would not fit on the present nodes even if all their GPUs were free. Later
-    #: runs may then start before this run.
+    #: True if the run would not fit on the present nodes even if all their GPUs were free. In that
+    #: case later runs may start before this run.
     never_fits_now: bool = False
 
 
@@ -286,8 +286,8 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The first run (`head`) would not fit even on empty nodes, so later runs may start
-                # and cannot delay the first run.
+                # The first run (`head`) would not fit even on empty nodes. So later runs may start,
+                # because they cannot delay the first run.
                 self._reasons[head.id] = replace(self._reasons[head.id], never_fits_now=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
@@ -299,7 +299,7 @@ class _Pass:
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Yield the runs of the queue whose start would exceed no GPU limit of a tag.
+        """Yield the runs of the queue whose start would not exceed a tag's limit of GPUs.
 
         Each run is checked when the iterator reaches the run. So the check counts the GPUs of all
         runs that have started before. The reason of each skipped run is stored in `_reasons`.
@@ -368,8 +368,8 @@ class _Pass:
     def _find(self, run: Waiting) -> list[int] | None:
         """Choose the nodes for a run.
 
-        Nodes in `run.avoid` are chosen only if the run does not fit otherwise, and then the
-        smallest possible number of these nodes is chosen.
+        Nodes in `run.avoid` are chosen only if the run does not fit on the other nodes. In that
+        case as few nodes of `run.avoid` as possible are chosen.
 
         Returns:
             The indexes of the nodes, or None if the run does not fit.

@@ -459,9 +459,9 @@ class Scheduler:
     async def _log_messages(self, written: Sequence[tuple[QueueEntry, Message]]) -> None:
         """Write the reasons of waiting runs into the logs of their flow runs.
 
-        A waiting run has no process that could write its log, and the Prefect UI opens the page of
-        a run with the log. A failed request is not repeated, because the state of the run has the
-        same message.
+        A waiting run has no process that could write its log. On the page of a flow run, the
+        Prefect UI shows the log first, so a user looks for the reason there. A failed request is
+        not repeated, because the state of the run has the same message.
         """
         if not written:
             return

@@ -112,7 +112,7 @@ class PoolSettings(BaseModel):
         return (*addresses, "") if self.nodes else addresses
 
     def max_nodes(self, address: str) -> int:
-        """Return the largest number of nodes with GPUs that a cluster's autoscaler may have.
+        """Return the largest number of nodes with GPUs to which an autoscaler may grow a cluster.
 
         Args:
             address: Address of the Ray cluster.

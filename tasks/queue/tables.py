@@ -206,7 +206,7 @@ def _make_node_row(node: ClusterNode) -> Row:
 
 
 def _drop_columns(rows: list[Row], *, if_equal: Sequence[str], if_empty: str) -> list[Row]:
-    """Return the rows without columns that contain no information.
+    """Remove the columns that contain no information, and return the new rows.
 
     Args:
         rows: The rows.

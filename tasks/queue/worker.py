@@ -119,7 +119,8 @@ _READ_STATE_EVERY_S = 0.02
 #: request, the server shows the queues as ready for 60 seconds, so the time must be shorter than
 #: that. It is not much shorter, because each request causes a write to the server's database.
 _SERVED_EVERY_S = 25.0
-#: A time that is earlier than the scheduled start of every run.
+#: A time that is earlier than the scheduled start of every run. A request for the flow runs that
+#: are scheduled before this time returns no flow run.
 _NEVER = datetime.fromtimestamp(0, UTC)
 #: Time, in seconds, between two scheduling passes of a worker that is not the leader. Such a worker
 #: normally waits for offers of the leader. Its own passes find out whether the leader still runs.
@@ -492,8 +493,8 @@ class GangWorker(ProcessWorker):
             final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
             await set_state_and_release_lease_async(self.client, flow_run_id, final_state)
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
-            # The process of a flow run without a lease exits before the flow starts, see
-            # `flows/__main__.py`.
+            # The process of a flow run that has lost its concurrency lease exits before the flow
+            # starts, see `flows/__main__.py`.
             message = "its place in the limit of its deployment was lost before the run started"
             if await requeue_unstarted(self.client, flow_run, message):
                 name = parse_request(flow_run).name

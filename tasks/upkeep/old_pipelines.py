@@ -65,7 +65,7 @@ def delete_pipeline(folder: Path) -> str:
 
 
 def _is_pipeline(path: Path) -> bool:
-    """Return True if a path is a folder, and no link, with the id of a flow run as its name."""
+    """Return True if a path is a folder, not a link, and its name is the id of a flow run."""
     try:
         is_id = str(UUID(path.name)) == path.name
     except ValueError:
