@@ -106,7 +106,8 @@ class Artifacts:
 
     #: Id of the flow run that owns the artifacts. None if the artifacts belong to no flow run.
     _flow_run_id: UUID | None
-    #: Keys of artifacts that another process may have created already.
+    #: Keys of artifacts that another process may have created already. These artifacts are looked
+    #: up on the server before the first update.
     _keys: Collection[str]
     #: Function that replaces the secrets in a text.
     _mask: Callable[[str], str] = str

@@ -91,8 +91,8 @@ def fail_on_wrong_names(
 
 def _fail(client: SyncPrefectClient, flow_run_id: UUID, error: Exception) -> None:
     """Set a flow run to Failed, with the names of the wrong parameters."""
-    # Prefect's engine has imported this module already. Other users of the present module, such as
-    # the commands, do not need it.
+    # Import this module only here, so that the commands start without it. In a flow process,
+    # Prefect's engine has already imported it.
     from prefect.flow_engine import load_flow
 
     flow_run = client.read_flow_run(flow_run_id)

@@ -54,11 +54,11 @@ _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
 def read_flow_run_id() -> str:
-    """Return the id of the flow run of this process, where Prefect's own engine looks for it.
+    """Return the id of the flow run that this process executes, in the way of Prefect's engine.
 
-    The id is the first argument of the process. Without arguments, the id is the value of the
-    environment variable PREFECT__FLOW_RUN_ID. If the variable is not set either, the result is an
-    empty string, and Prefect's engine reports that the id is invalid.
+    The id is the first argument of the process. Without arguments, it is the value of the
+    environment variable PREFECT__FLOW_RUN_ID. If that variable is not set, return an empty string.
+    Prefect's engine then reports that the id is invalid.
     """
     return sys.argv[1] if len(sys.argv) > 1 else os.environ.get("PREFECT__FLOW_RUN_ID", "")
 

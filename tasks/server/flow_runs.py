@@ -64,7 +64,7 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: only to a state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. The run then skips its grace periods.
-#: A state is used and not a label, because Prefect lets every user set the state of a flow run.
+#: The request is a state and not a label, because every user may set the state of a flow run.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
@@ -436,7 +436,7 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
-    # A requeued flow run has no recorded process until a worker starts the next one.
+    # The server stores no pid for a requeued flow run until a worker starts its next process.
     is_requeued = run.name in host.waiting and run.infrastructure_pid is None
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
@@ -526,8 +526,8 @@ def cancel(
         flow_run_id: id of the flow run.
         message: message of the new state.
         is_now: If True, the run skips its grace periods, even if it is being cancelled already.
-        has_process: True if the flow run certainly has a process. A user may have set a final
-            state by hand while the process still works. Such a flow run is cancelled, too.
+        has_process: True if the flow run certainly has a process. If a user has set a final state
+            by hand although the process is still running, the flow run is cancelled, too.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """
@@ -658,7 +658,8 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    # A worker that starts a process records the pid of the process, too.
+    # A worker records the pid of each process that it starts. So a flow run that is Running without
+    # a pid was set to Running by hand.
     is_running = run.state is not None and run.state.is_running()
     has_no_process = is_running and run.infrastructure_pid is None
     is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)

@@ -9,7 +9,7 @@ Only two requests shorten the grace periods. The first is a second Ctrl-C in the
 that was started without a worker. The second is `muster cancel --now`, which gives the flow run the
 state CANCELLING_NOW.
 
-Users can also set any other state of a flow run, or delete the flow run, while its process works.
+Users can also set any other state of a flow run, or delete the flow run, while its process runs.
 The process reads its flow run every two seconds, and reacts to each of these changes:
 
 - The flow run has ended, for example it is Completed: the run ends as cancelled. The process first
@@ -64,17 +64,17 @@ class Change(Enum):
     CANCELLED = "cancelled"
     #: A user has cancelled the flow run. The processes of the run are killed at once.
     CANCELLED_NOW = "cancelled now"
-    #: Somebody has set another final state, although the process of the flow run still works.
+    #: Somebody has set another final state, although the process of the flow run is still running.
     ENDED = "ended"
-    #: Somebody has set a state such as Scheduled or Paused, although the process of the flow run
-    #: still works.
+    #: Somebody has set a state such as Scheduled or Paused, although the process of the flow run is
+    #: still running.
     SET_BACK = "set back"
     #: The flow run does not exist any more.
     DELETED = "deleted"
 
     @staticmethod
     def of_state(state: State[Any] | None) -> Change:
-        """Return the change that explains the state of a flow run whose process still works.
+        """Return the change that explains the state of a flow run whose process is running.
 
         Args:
             state: state of the flow run, or None if the state is unknown.
@@ -142,9 +142,9 @@ class Interruptible(Protocol):
 
     @property
     def is_handing_over(self) -> bool:
-        """True after this process has begun to leave the run or pipeline to the next flow process.
+        """True if this process is handing the run or pipeline over to the next flow process.
 
-        The process itself then sets a state in which the flow run waits.
+        This process then sets a waiting state itself, so such a state must not be corrected.
         """
 
     def interrupt(self, why: str) -> None:
@@ -166,7 +166,7 @@ class Interruptible(Protocol):
 
 
 class ForwardedRequests:
-    """Calls methods of a run or pipeline after a signal, or a change of its flow run."""
+    """Passes signals, and changes of the flow run on the server, on to a run or pipeline."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
@@ -234,13 +234,17 @@ class ForwardedRequests:
                 self._session.interrupt(_DELETED)
 
     def _set_cancelling(self, observed: State[Any], message: str) -> None:
-        """Replace a final state of the flow run by Cancelling, because its process still works."""
+        """Replace a final state of the flow run by Cancelling, because its process still runs."""
         if not self._session.is_handing_over:
             cancelling: State[Any] = Cancelling(message=message)
             correct_state(self._flow_run_id, observed, cancelling)
 
     def _leave_unless_ended(self) -> None:
-        """Let the next worker continue the run or pipeline, or end it if no process may follow."""
+        """Hand the run or pipeline over to its next process, unless its flow run has ended.
+
+        If the flow run was cancelled, deleted or set to another final state, end the run or
+        pipeline.
+        """
         observed = observe_flow_run(self._flow_run_id)
         if observed.change is Change.DELETED:
             self._session.interrupt(_DELETED)

@@ -82,7 +82,7 @@ def serialize_writes() -> None:
 
 @asynccontextmanager
 async def _write_lock() -> AsyncIterator[None]:
-    """Hold the lock for SQLite write transactions of the current event loop in this context."""
+    """Hold the event loop's lock for SQLite write transactions while the context is open."""
     async with _write_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         token = _holds_write_lock.set(True)
         try:

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import ClientConnection
 
-#: A NUL in JSON text is always written as this escape. It follows an even number of backslashes,
-#: otherwise its first backslash is itself escaped.
+#: Matches the escape `\u0000`, which stands for a NUL in JSON text. After an odd number of
+#: backslashes, the same characters are no NUL, because the backslash of the escape is itself
+#: escaped. So an even number of backslashes may stand before a match.
 _NUL_IN_JSON = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
 #: Escape of U+FFFD, the character that shows that another character was replaced.
 _REPLACEMENT = rb"\1\\ufffd"

@@ -102,8 +102,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
             started.
     """
     if spec.code in (None, LIVE_CODE):
-        # Check the spec now, because it names no submitted code. Submitted code is checked out
-        # later, and the task `admit` then checks the spec.
+        # Check the spec now, because the run uses the files of this directory. If the run uses
+        # submitted code, the task `admit` checks the spec after it has checked out the code.
         check_spec(spec)
     _check_devices(spec)
     hide_prefect_logs()

@@ -241,9 +241,8 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # The spec key `keep` does not remove a checkpoint before the checkpoint is in
-            # `evaluations.json`. So write the file before the requests to the server, which may
-            # not answer.
+            # Write this file before any request, because the Prefect server may not answer. Until
+            # a checkpoint is in the file, the spec key `keep` does not remove it.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
             with self._connect() as client:

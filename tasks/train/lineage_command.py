@@ -267,7 +267,8 @@ def _list_inputs_as_json(index: LineageIndex, above: list[str]) -> list[dict[str
 
     Args:
         index: The lineages of all known runs.
-        above: Ids of the runs from the run that the user asked for to this run.
+        above: Ids of the runs on the path through the tree: first the run that the user asked for,
+            last the run whose inputs are returned.
     """
     content = []
     for data in index.list_inputs(above[-1]):

@@ -9,7 +9,8 @@ from contextlib import suppress
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
 
-#: Matches the time in a run id, and at least one character of the random part behind the time.
+#: Matches the time in a run id, and the first character of the random part behind the time. A text
+#: with this much of a run id is hardly the beginning of another run's id.
 _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 
 

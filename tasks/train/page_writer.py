@@ -111,11 +111,11 @@ class RunPage:
         #: Lock for the attributes that events change.
         self._lock = threading.Lock()
         self._began_s = clock()
-        #: Time at which each artifact must be updated, by artifact key.
+        #: Time at which each artifact must be updated, by artifact key, in seconds of `clock`.
         self._due_at_s: dict[str, float] = {}
-        #: Time of the last update of each artifact, by artifact key.
+        #: Time of the last update of each artifact, by artifact key, in seconds of `clock`.
         self._sent_at_s: dict[str, float] = {}
-        #: Time before which no artifact is sent.
+        #: Time before which no artifact is sent, in seconds of `clock`.
         self._not_before_s = self._began_s + _FIRST_UPDATE_AFTER_S
         self._seen = ObservedRun(run.resolved_spec)
         #: Metrics of the current attempt. None until an attempt has begun.

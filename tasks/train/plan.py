@@ -235,10 +235,10 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # The job's number of GPUs is known only if the job uses all GPUs of the run. The number is
-        # unknown if another job or inference servers also use GPUs of the run.
-        # If Ray gives GPUs to the driver process (`entrypoint_gpus`), the job is pending until the
-        # driver has them. The number for the actors is then 0.
+        # `gpus` is the number of GPUs that the job's actors must take. It is known only if these
+        # actors use all GPUs of the run. Otherwise it is 0: another job or inference servers may
+        # use GPUs, too. With `entrypoint_gpus`, it is also 0, because Ray then gives GPUs to the
+        # job's driver, and the job is pending until the driver has them.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Symbolic links of a checked-out project lead to data outside of the code. Do not upload
@@ -305,7 +305,7 @@ class GpuGrant:
     kind: str = "nvidia"
 
     def env(self, spec: RunSpec, name: str) -> dict[str, str]:
-        """Return the environment variables that show a component its own nodes and devices.
+        """Return the environment variables that tell a component its nodes and its devices.
 
         Args:
             spec: The spec of the run.

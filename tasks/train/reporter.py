@@ -59,8 +59,10 @@ def _do_nothing() -> None:
     """Do nothing.
 
     The reporter's thread calls the queued functions, and then checks which artifacts are due. If
-    this function is queued, the thread only makes the check. The function is also the body of the
-    task runs that show recoveries of inference servers, which another process carries out.
+    this function is queued, the thread only makes the check.
+
+    A task run that shows a recovery of inference servers also has this function as its body,
+    because another process carries out the recovery.
     """
 
 
@@ -151,7 +153,14 @@ class Reporter:
         self._is_closed.set()
 
     def _flush(self, timeout_s: float) -> bool:
-        """Send all pending reports except the activity of the run. Return False after a timeout."""
+        """Send all pending reports, and drop an activity of the run that is not sent yet.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+
+        Returns:
+            True if all reports were sent, False if the time was over first.
+        """
         is_sent = threading.Event()
         self._reports.put(self._drop_activity)
         self._reports.put(is_sent.set)
@@ -252,7 +261,7 @@ class Reporter:
         get_run_logger().info(message)
 
     def _note_activity(self, activity: str, event_name: str) -> None:
-        """Log the current activity of the run, and schedule the activity as a state message."""
+        """Log the current activity of the run. Soon afterwards, it becomes the state message."""
         # The states of many inference servers change in quick succession. Skip outdated messages.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return

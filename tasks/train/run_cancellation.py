@@ -18,15 +18,16 @@ from tasks.spec.errors import BadArgument, MusterError
 from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import read_local_record
 
-#: Seconds between two SIGINTs. The process of a run then counts them as two presses of Ctrl-C.
+#: Seconds between two SIGINTs to the process of a run. The process then counts the second SIGINT as
+#: a second press of Ctrl-C, which skips the grace periods, and not as a repetition of the first.
 _SECOND_CTRL_C_S = 0.5
 
 
 def cancel_run(run: Run, *, is_now: bool = False) -> None:
     """Request the cancellation of a run. Return before the run has ended.
 
-    A run that works on this machine is always cancelled. If the Prefect server does not have its
-    flow run, the process of the run gets a signal.
+    A run whose process is on this machine is always cancelled. If the Prefect server does not have
+    its flow run, the process of the run gets a signal.
 
     Args:
         run: The run.
@@ -59,10 +60,10 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
 
 
 def _find_working_process(run: Run) -> Owner | None:
-    """Return the process of a run on this machine, or None if the run does not work here.
+    """Return the process that executes a run on this machine, or None if there is none.
 
-    The process of a run that has just ended may still send the last reports to the server. Such a
-    run does not work any more.
+    Return None, too, if the record of the run is final. The process may then still send the last
+    reports to the server, but nothing is left to cancel.
     """
     record = read_local_record(run.run_id)
     if record is not None and record.state.is_final:

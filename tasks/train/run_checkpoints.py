@@ -237,11 +237,12 @@ def _explain_missing(
 def read_run_spec(place: RunPlace, attempts: Sequence[AttemptRecord]) -> RunSpec | None:
     """Return the spec of a run with its placeholders, from the files of the run.
 
-    Secrets in the spec are masked. If an earlier version of Muster started the run, the spec of
-    the last attempt is returned, in which the placeholders are replaced.
+    Secrets in the spec are masked. Earlier versions of Muster wrote no file with the spec of the
+    run. For such a run, the spec of the last attempt is returned, without placeholders.
 
     Returns:
-        The spec, or None if this machine has neither of the two files.
+        The spec, or None if this machine has no file with the spec of the run or of its last
+        attempt.
     """
     files = [place.spec, *(place.attempt(one.number).spec for one in attempts[-1:])]
     for file in files:

@@ -45,7 +45,7 @@ class LineageRecorder:
         self._flow_run = flow_run
         #: The lineage as it was last recorded, with its secrets masked.
         self._recorded = read_lineage(run.place) or Lineage(run_id=run.run_id)
-        #: True if the file contains the recorded lineage.
+        #: True if the run's lineage file on this machine contains the recorded lineage.
         self._is_written = False
         #: The lineage that the artifact shows. None if this process has not sent the artifact.
         self._shown: Lineage | None = None
@@ -125,7 +125,7 @@ class LineageRecorder:
         if not self._is_written:
             write_lineage(run.place, lineage.as_json())
             self._is_written = True
-        # The page of a run without any known data needs no further artifact.
+        # Without any inputs and outputs, do not add an empty artifact to the page of the run.
         has_data = bool(lineage.inputs or lineage.outputs)
         if client is not None and has_data and lineage != self._shown:
             self._artifacts.show(client, LINEAGE, show_lineage(lineage))

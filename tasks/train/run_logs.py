@@ -183,7 +183,8 @@ def _print_block(block: bytes, prefix: str, color: str) -> None:
     removed.
 
     Args:
-        block: Complete lines. Without a prefix and without a terminal, any part of the log.
+        block: Complete lines. If there is no prefix and no terminal, the block may also begin or
+            end within a line.
         prefix: Text that is printed before each line.
         color: Rich style of the prefix.
     """

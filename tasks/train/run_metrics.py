@@ -64,7 +64,7 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     for number in numbers:
         spec = read_attempt_spec(run.place, number)
         if not spec:
-            # The attempt has just begun, and its spec is not written yet.
+            # Skip this attempt. It has just begun, and neither its spec nor metrics exist yet.
             continue
         if not mapping_or_empty(spec.get("progress")).get("jsonl"):
             if spec.get("evals"):

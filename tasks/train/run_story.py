@@ -44,7 +44,8 @@ def tell_story(run: Run) -> str:
     lines: Iterable[str] = summarize_run(record, run.place, rows, sentences)
 
     if run.state not in ENDED_STATES and run.message:
-        # The first line was made from the message in `run.json`. The server's message is newer.
+        # Replace the first line, which contains the message from `run.json`. The message on the
+        # server is newer.
         lines = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(lines, 1, None))
     return "\n".join(lines)
 

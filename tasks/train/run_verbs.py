@@ -241,8 +241,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             else:
                 print(found_run)
         except MusterError:
-            # The server does not answer. Or it does not know the run, because the run had a
-            # temporary server. The server is needed here only for a run that waits in the queue.
+            # Either the server does not answer, or it does not know the run, because the run had a
+            # temporary server. If the run has begun, its own files explain it without the server.
             if not has_begun:
                 raise
             print(found_run)

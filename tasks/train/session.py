@@ -83,8 +83,8 @@ _STORE_WITHIN_S = 60.0
 _ASK_STORE_EVERY_S = 60.0
 #: Longest time in seconds that a run without GPUs waits for a store that does not answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The
-#: credentials of a store may be renewed at any moment.
+#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The run
+#: does not fail at once, because an operator may be renewing the credentials of the store.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
@@ -140,7 +140,8 @@ class RunSession:
         self.flow_run_id = flow_run_id
         #: Paths of the run's files.
         self.place = RunPlace.of(run_id)
-        #: Text with the files of the run that could not be written until its end, and the reasons.
+        #: Text that lists the files that could not be written before the end of the run, with the
+        #: reasons. Empty if all files were written.
         self.unwritten_files = ""
         # Check first that the run's directory belongs to this flow run. The next steps change files
         # in the directory and end processes of the run.
@@ -205,8 +206,8 @@ class RunSession:
         self._guardian_template: GuardianTemplate | None = None
         self._verdict: Verdict | None = None
         self._is_left = False
-        #: True after this process has begun to leave the run to the next flow process, and has not
-        #: failed to do so.
+        #: True if this process is handing the run over to the next flow process. False again if the
+        #: handover has failed.
         self.is_handing_over = False
 
     @property
@@ -256,7 +257,10 @@ class RunSession:
         replace_file(self.place.spec, text)
 
     def _describe_origin(self) -> dict[str, Any]:
-        """Return the field `provenance` of a new record: the spec file and the parent run."""
+        """Return the field `provenance` of a new record: where the run comes from.
+
+        It contains the spec file, and the run whose checkpoint this run starts from, if any.
+        """
         provenance: dict[str, Any] = {}
         start = self.spec.start_from
         if start is not None and not start.is_step_back:
@@ -549,7 +553,8 @@ class RunSession:
         containment = find_containment(spec)
         metrics = adopted.metrics if adopted is not None else None
         if adopted is None and spec.progress is not None and spec.progress.jsonl is not None:
-            # If the file does not answer, the supervisor takes the fingerprint later.
+            # If the file system does not answer in time, continue without a fingerprint. The
+            # supervisor then makes the fingerprint later.
             file = Path(spec.cwd) / spec.progress.jsonl
             with suppress(PlaceTimeout):
                 metrics = PlaceReader(file).ask_blocking(partial(FileFingerprint.of, file))

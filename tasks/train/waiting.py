@@ -49,7 +49,8 @@ from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
-#: Divisor of the delay before a requeued run may start, if the Ray cluster reports its free GPUs.
+#: Number by which the delay before the start of a requeued run is divided if the run uses Ray. The
+#: delay can be shorter there, because Ray soon reports which GPUs are free.
 _REPORTED_CLUSTER_DIVISOR = 12
 #: Least number of seconds between the exit of a run's process and the start of the next process.
 #: Otherwise a worker of Prefect 3.8.8 that was started with `--limit` ends with a RuntimeError: its
@@ -118,7 +119,8 @@ def next_attempt(run: RunSession) -> bool:
         except ServerAway as error:
             _log.warning("%s may be retried without a delay: %s", run.run_id, error)
         if decision.is_requeue:
-            # The next task, `admit`, waits in the queue. The scheduler enforces the delay.
+            # Do not wait for the delay here. The next task, `admit`, waits in the queue, and the
+            # scheduler grants no GPUs before the delay is over.
             return not (run.interrupt_reason or run.handover_reason)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
@@ -147,7 +149,8 @@ def _leave_jobs(run: RunSession) -> NoReturn:
             if flow_run is not None:
                 labels = handover_labels(flow_run)
         _hand_over_run(run, starter.id, state, labels)
-    # This process exits in any case, so it no longer corrects the state of the flow run.
+    # This process exits now, even if the server has not accepted the waiting state. With this flag,
+    # the thread that watches the flow run no longer sets the flow run back to Running.
     run.is_handing_over = True
     run.leave()
     raise Pause(state=state)
@@ -204,6 +207,8 @@ def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, du
 def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> dict[str, Any]:
     """Return the flow run labels of a run that waits for its GPUs again.
 
+    The labels tell the scheduler the earliest start of the next attempt.
+
     Args:
         run: The run.
         decision: The decision to start another attempt.
@@ -217,8 +222,9 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # Ray reports when GPUs become free, so a short delay is enough: after some seconds, Ray's
-        # figures are correct again. Like the full delay, the short delay grows with each requeue.
+        # A shorter delay is enough with Ray, because Ray reports which GPUs are free. After some
+        # seconds, this report is correct again, and the scheduler relies on it. Like the full
+        # delay, the shorter delay grows with each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
@@ -265,7 +271,11 @@ def _hand_over_run(
 def _set_waiting_state(
     run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
-    """Give the flow run its labels and a waiting state. Return True as `_hand_over_run` does."""
+    """Give the flow run its labels and a waiting state.
+
+    Returns:
+        True if the server accepted the state and the run was not interrupted.
+    """
     try:
         with _connect() as client:
             if labels:
