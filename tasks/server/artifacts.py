@@ -58,8 +58,8 @@ def find_run_logger(own: logging.Logger) -> Log:
 def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """Create a new artifact for a report, and link it to the current flow run if there is one.
 
-    If the server does not accept the artifact, a warning is logged and no error is raised: the work
-    that the report describes is already done, and the log contains the same lines as the report.
+    If the server does not accept the artifact, a warning is logged and no error is raised. The work
+    that the report describes is already done, and the log contains the lines of the report, too.
 
     Args:
         key: Key of the artifact.

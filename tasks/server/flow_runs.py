@@ -1,8 +1,8 @@
 """Read the flow runs on the Prefect server, find those without a process, and set their states.
 
 State changes follow the server's orchestration rules. If a flow run ends or is cancelled between
-the query and the change, its state is kept. Only `cancel` forces a state, and only if a run must be
-cancelled without grace periods.
+the query and the change, its state is kept. Only `cancel` may force a state: if a run must be
+cancelled without grace periods, or if a run in a final state still has a process.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class ProxyAway(ServerAway):
 class ServerRefuses(ServerAway):
     """The settings of this process do not allow requests to a Prefect server.
 
-    The server rejects or misses the password, or the proxy for the server has no valid address. The
-    error message names the setting to correct. Callers repeat their requests until an operator
-    has corrected the setting.
+    The password is wrong or missing, or the address of the proxy is not valid. The error message
+    names the setting to correct. Callers repeat their requests until an operator has corrected the
+    setting.
     """
 
 
@@ -315,8 +315,8 @@ def read_upkeep_deployments(
 def find_worker(run: FlowRun) -> str | None:
     """Return the name of the last worker of a flow run.
 
-    Returns: None if no worker took the flow run, or if the type of the worker does not run flow
-        runs as processes on the worker's host.
+    Returns: None if no worker took the flow run. Also None if the worker does not run flow runs as
+        processes on its own host.
     """
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
@@ -423,10 +423,10 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         host: host that may have run the process.
         now: present time by the server's clock.
 
-    Returns: The new state, for example Crashed. None if the state should not change: the flow run
-        may have a process, may soon get a process, or belongs to another host. Also None if the
-        flow run is in the host's list of runs (`host.registered`), because `tasks.upkeep.lost_run`
-        handles these flow runs.
+    Returns: The new state, for example Crashed. None if the flow run may have a process or may soon
+        get a process, or if the flow run belongs to another host. Also None if the flow run is in
+        the host's list of runs (`host.registered`), because `tasks.upkeep.lost_run` handles these
+        flow runs.
     """
     state = run.state
     if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
@@ -650,8 +650,9 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
     """Return True if a flow run of Muster's pools has had no worker for some time.
 
-    Either a worker took the flow run and was killed before it set its label, or a user has set the
-    state of a waiting flow run by hand. Each host may then schedule the flow run again.
+    There are two possible causes. A worker may have been killed after it took the flow run and
+    before it set its label. Or a user has set the state of a waiting flow run by hand. In both
+    cases, each host may schedule the flow run again.
 
     Args:
         run: the flow run.

@@ -330,7 +330,7 @@ def skip_event_retries() -> None:
     """Make Prefect give up at once if the server does not accept an event.
 
     Call this in a process with a temporary server. Otherwise, Prefect would try for some seconds to
-    send each pending event to the stopped server, and this process could not exit during that time.
+    send each pending event to the stopped server. This process could not exit during that time.
     """
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 

@@ -72,8 +72,8 @@ def serialize_writes() -> None:
         async with _write_lock(), begin(self, session, with_for_update=True) as transaction:
             await session.connection()
             # The transaction has begun as a write transaction. If this task opens other sessions
-            # during the transaction, they must begin as read transactions: a second write
-            # transaction would wait for the first.
+            # during the transaction, they must begin as read transactions. A second write
+            # transaction would wait for the first, and so the task would wait for itself.
             SQLITE_BEGIN_MODE.set("DEFERRED")
             yield transaction
 

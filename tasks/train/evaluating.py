@@ -58,10 +58,11 @@ _CHECK_EVERY_S = 5.0
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has begun.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
-#: Longest wait in seconds, at the end of the training, for the last evaluations to be created, or
-#: for a cancelled training's evaluations to be cancelled.
+#: Longest wait in seconds at the end of the training. In this time, the last evaluations are
+#: created. If the training was cancelled, its evaluations are cancelled instead.
 _END_TIMEOUT_S = 15.0
-#: Longest wait in seconds, at the end of an evaluation, for the update of its training's page.
+#: Longest wait in seconds at the end of an evaluation, until its training's page in the Prefect UI
+#: is updated.
 _REPORT_TIMEOUT_S = 15.0
 #: Largest number of figures (numbers in the result) in the message about an evaluation's end.
 _MAX_SHOWN_FIGURES = 5

@@ -286,9 +286,13 @@ def _read_typed_names() -> dict[str, str]:
 def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
     """Return the runs that a text stands for, according to the first rule that matches a run.
 
-    The rules are in this order: the text is the run id or the id of the flow run; it is the name in
-    the spec; it is the beginning of an id; it is the end of an id; it is any part of the run id.
-    The run id contains the name in the spec.
+    The rules are, in this order:
+
+    1. The text is the run id or the id of the flow run.
+    2. The text is the name in the spec.
+    3. The text is the beginning of the run id or of the id of the flow run.
+    4. The text is the end of one of these ids.
+    5. The text is any part of the run id, which contains the name in the spec.
     """
     rules: tuple[Callable[[Run], bool], ...] = (
         lambda run: text in (run.run_id, run.flow_run_id),
@@ -318,9 +322,10 @@ def find_run(name: str) -> Run:
     """Find a run by its name or id, or by a part of them, and return the run.
 
     Args:
-        name: `latest`; the id of the run or of its flow run; the first or last characters of either
-            id; the name in the spec; the name that a user gave to the flow run in the Prefect UI;
-            or any part of a run id or name that no other run has.
+        name: `latest`, or one of these texts: the id of the run or of its flow run, the first or
+            last characters of one of these ids, the name in the spec, or the name that a user gave
+            to the flow run in the Prefect UI. Any part of a run id or name is also accepted, if
+            only one run has it.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.

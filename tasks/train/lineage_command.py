@@ -44,11 +44,11 @@ from tasks.train.run_records import find_record
 _MAX_LINEAGES = 1000
 #: Number of artifacts that are read with one request.
 _PAGE = 100
-#: Largest number of levels of runs that the tree shows: a run, the runs that made its inputs, the
-#: runs that made the inputs of those, and so on.
+#: Largest number of levels of runs that the tree shows. The first level is the run itself. The
+#: second level contains the runs that made its inputs, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that the tree lists as users of one output. It is also the largest number
-#: of outputs that the tree lists for such a run.
+#: Largest number of runs that the tree shows below an output: the runs that used this output. It is
+#: also the largest number of outputs that the tree shows below each of these runs.
 _MAX_USERS = 20
 
 
@@ -267,8 +267,8 @@ def _list_inputs_as_json(index: LineageIndex, above: list[str]) -> list[dict[str
 
     Args:
         index: The lineages of all known runs.
-        above: Ids of the runs on the path through the tree: first the run that the user asked for,
-            last the run whose inputs are returned.
+        above: Ids of the runs on the path through the tree. The first is the run that the user
+            asked for, and the last is the run whose inputs are returned.
     """
     content = []
     for data in index.list_inputs(above[-1]):

@@ -53,10 +53,10 @@ _INTERVAL_PER_AGE = 0.01
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that are updated even if no event occurs, because they contain durations.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
-#: Minimum number of seconds between two updates of an artifact without an event.
+#: Minimum number of seconds between two updates of an artifact while no event occurs.
 _TIMED_INTERVAL_S = 30.0
-#: Minimum interval between two updates of an artifact while no event occurs, as a multiple of the
-#: minimum interval that applies when events occur.
+#: Factor of the minimum interval between two updates of an artifact while no event occurs. The
+#: interval that applies when events occur is multiplied by this factor.
 _TIMED_INTERVAL_FACTOR = 10
 #: Longest wait in seconds for the metrics file.
 _READ_METRICS_WITHIN_S = 5.0

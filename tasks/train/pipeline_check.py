@@ -149,8 +149,8 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # Without a list of nodes, `compare_stages` does not check the CPUs, the memory
-                    # and the labels that steps need.
+                    # The nodes are unknown, so `compare_stages` cannot check the CPUs, the memory
+                    # and the labels that steps need. It still checks the GPUs.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,

@@ -109,8 +109,8 @@ class Reporter:
         #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
-        #: The recoveries of inference servers that are in progress, by the id of the recovery: the
-        #: id of the task run that shows the recovery, and a description.
+        #: The recoveries of inference servers that are in progress, by the id of the recovery. A
+        #: value contains the id of the task run that shows the recovery, and a description.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = make_context_thread("reporter", self._work)
 

@@ -18,8 +18,8 @@ from tasks.spec.errors import BadArgument, MusterError
 from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import read_local_record
 
-#: Seconds between two SIGINTs to the process of a run. The process then counts the second SIGINT as
-#: a second press of Ctrl-C, which skips the grace periods, and not as a repetition of the first.
+#: Seconds between two SIGINTs to the process of a run. With this pause, the process counts the
+#: second SIGINT as a second press of Ctrl-C, and skips the grace periods.
 _SECOND_CTRL_C_S = 0.5
 
 

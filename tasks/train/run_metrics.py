@@ -46,8 +46,8 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     as `math.accuracy`.
 
     Raises:
-        BadArgument: The files of the run are on another host, the run has neither a metrics file
-            nor evaluations, or the file system of the metrics does not answer.
+        BadArgument: The files of the run are on another host, or the file system of the metrics
+            does not answer. Also raised if the run has neither a metrics file nor evaluations.
     """
     numbers = list_attempts(run.place)
     if not numbers:

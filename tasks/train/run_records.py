@@ -51,14 +51,14 @@ def find_record(run: Run) -> RunJson | None:
 
 
 def describe_lost_process(run: Run) -> str:
-    """Return a text about the flow process of a run if it has died and the run has no end yet.
+    """Return a text about the flow process of a run if the process died before the run ended.
 
     The text comes from the files of this machine. The Prefect server and the record of the run show
     the death later, after a worker or `muster reconcile` has reported it.
 
     Returns:
-        The text. Empty if the process lives or ran on another host, if the run has ended, or if the
-        state of the run already has the text.
+        The text. Empty if the process is alive or ran on another host, or if the run has ended.
+        Also empty if the message of the run's state already contains the text.
     """
     owner = read_owner(run.run_id)
     record = read_local_record(run.run_id)

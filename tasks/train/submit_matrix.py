@@ -51,6 +51,8 @@ def make_matrix_pipeline(
 ) -> PipelineSpec:
     """Return the pipeline that runs a spec once for each point of a matrix.
 
+    A point is one combination of the values in the options `--matrix`.
+
     Args:
         spec: The run spec.
         options: Values of the options `--matrix`.

@@ -1,15 +1,15 @@
 """Environment variables that name and group the runs of experiment trackers.
 
-In Weights & Biases (W&B) and in MLflow, each process that starts a tracked run gets a new one, so
-that no attempt writes into the history of another attempt. Muster sets only names and groups:
+Each process that uses Weights & Biases (W&B) or MLflow starts a new run there. So no attempt writes
+into the history of another attempt. Muster sets only names and groups:
 
 - In W&B, all runs are in one group, which has the name of Muster's run.
 - In MLflow, all runs have tags. From the second attempt on, they are children of one parent run.
 
 W&B can also rewind one of its runs to an earlier step, but Muster never requests that. Rewinding
-fails or cuts off the wrong steps in several cases: the W&B server is self-managed, the server has
-not received the last steps, or the trainer counts its steps otherwise than W&B. The callback of
-Hugging Face is such a trainer. In offline mode, W&B ignores that a run is resumed.
+fails on a self-managed W&B server. It also fails or cuts off the wrong steps if the server has not
+received the last steps, or if the trainer counts its steps otherwise than W&B. The callback of
+Hugging Face counts them otherwise. In offline mode, W&B ignores that a run is resumed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ def tracker_env(
 def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
     """Return True if a later attempt of a component needs a parent run in MLflow.
 
+    A parent run is needed if the component uses MLflow, unless the user selects a run of MLflow.
+
     Args:
         env: Variables of the component that do not come from `tracker_env`.
-        is_job: True if the component is a Ray job. This machine cannot read a store of MLflow that
-            consists of files of another machine.
+        is_job: True if the component is a Ray job. The store of a Ray job counts only if it is a
+            server, because this machine cannot read files of another machine.
     """
     if any(name in env for name in _MLFLOW_SELECTORS):
         return False
