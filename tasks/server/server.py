@@ -227,7 +227,8 @@ def make_server_command(
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     }
-    # A user may open the server's pages with the IP address or with the name `localhost`.
+    # Allow requests from both origins, because a user may open the server's pages with the IP
+    # address or with the name `localhost`.
     origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
         # Do not start the server with `prefect server start`, because the import of Prefect's

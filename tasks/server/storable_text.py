@@ -19,7 +19,8 @@ from websockets.asyncio.client import ClientConnection
 #: backslashes, the same characters are no NUL, because the backslash of the escape is itself
 #: escaped. So an even number of backslashes may stand before a match.
 _NUL_IN_JSON = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
-#: Escape of U+FFFD, the character that shows that another character was replaced.
+#: Replacement of a match: the backslashes that stood before the NUL, and the escape of U+FFFD. This
+#: character shows that another character was replaced.
 _REPLACEMENT = rb"\1\\ufffd"
 
 

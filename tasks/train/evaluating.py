@@ -256,7 +256,7 @@ class Evaluator:
         for note in noted.evaluations:
             if note.state is EvaluationState.CHOSEN:
                 # The name of the new run contains the number of the checkpoint. If this process is
-                # killed now, the next process therefore gets the same run and creates no other.
+                # killed now, the next process finds the run by its name, and creates no second run.
                 noted = noted.with_evaluation(self._begin(noted, note))
                 noted.write(run.place)
 

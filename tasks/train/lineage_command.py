@@ -92,7 +92,8 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
             lineages[run_id] = _describe_by_spec(run_id, spec)
     api_url = PREFECT_API_URL.value()
     if api_url:
-        # `list_runs_with_specs` has already printed a warning if the server does not answer.
+        # Ignore a server that does not answer, because `list_runs_with_specs` has already printed a
+        # warning about it.
         with suppress(ServerAway), connect_to_server(api_url) as client:
             lineages |= {stored.run_id: stored for stored in _read_server_lineages(client)}
     for run_id in specs:

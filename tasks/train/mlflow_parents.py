@@ -16,7 +16,8 @@ from tasks.train.interpreters import component_search_path
 from tasks.train.plan import component_env, inherit_env
 from tasks.train.trackers import needs_mlflow_parent
 
-#: Program that the Python interpreter of a component executes.
+#: Program that finds or creates the parent run. The Python interpreter of a component executes it,
+#: because only the component's environment is sure to contain MLflow.
 _PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
 #: Longest time in seconds that the program `_PROGRAM` may take for one component.
 _LIMIT_S = 60.0

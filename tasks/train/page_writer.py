@@ -58,7 +58,7 @@ _TIMED_INTERVAL_S = 30.0
 #: Factor of the minimum interval between two updates of an artifact while no event occurs. The
 #: interval that applies when events occur is multiplied by this factor.
 _TIMED_INTERVAL_FACTOR = 10
-#: Longest wait in seconds for the metrics file.
+#: Longest wait, in seconds, for a read of the metrics file. Its file system may not answer.
 _READ_METRICS_WITHIN_S = 5.0
 #: Seconds to wait before the next update after the server has rejected an artifact.
 _PAUSE_S = 5.0

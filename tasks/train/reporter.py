@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 #: Longest time in seconds to send the pending reports when the run ends. The same limit applies to
 #: the final artifacts when the process exits. Reports that are not sent in time are dropped.
 _CLOSE_TIMEOUT_S = 10.0
-#: Longest time, in seconds, to send the pending reports to a server that does not answer. This
-#: limit is for a temporary Prefect server, which ends together with the run.
+#: Longest time, in seconds, to send the pending reports to a temporary Prefect server that does not
+#: answer. This time is shorter than `_CLOSE_TIMEOUT_S`, because such a server ends with the run.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
 #: Seconds between two tries of a report.
 _RETRY_EVERY_S = 0.5

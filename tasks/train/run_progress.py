@@ -42,7 +42,7 @@ class RunProgress:
     #: Name of the reward, or of the loss if the training has no reward. Empty if the files are on
     #: another host, or have neither.
     metric: str = ""
-    #: Last value of this metric. None if it is unknown or not finite.
+    #: Last value of `metric`. None if it is unknown or not finite.
     value: float | None = None
 
     @property

@@ -74,17 +74,19 @@ _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
 _READ_CHECKPOINTS_WITHIN_S = 120.0
 #: Time limit, in seconds, of the search for a checkpoint that an ended attempt has saved.
 _FIND_SAVED_WITHIN_S = 5.0
-#: Time limit, in seconds, of the reads of checkpoints after a request to end the run.
+#: Time limit, in seconds, of a read of checkpoints after a request to end the run. It replaces the
+#: longer limit of the read.
 _ANSWERS_AT_END_WITHIN_S = 2.0
 #: Time limit, in seconds, of one read of the checkpoints before the run gets its GPUs.
 _STORE_WITHIN_S = 60.0
 #: Longest pause, in seconds, between two requests to a store of checkpoints that does not answer.
 #: The run has no GPUs yet during these requests.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest time in seconds that a run without GPUs waits for a store that does not answer.
+#: Longest time in seconds that a run waits for a store that does not answer, before the run gets
+#: its GPUs.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The run
-#: does not fail at once, because an operator may be renewing the credentials of the store.
+#: Longest time in seconds that a run waits for a store that refuses access, before the run gets its
+#: GPUs. The run does not fail at once, because an operator may be renewing the store's credentials.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
@@ -411,7 +413,8 @@ class RunSession:
         if not urls:
             return
         if self.adopts_jobs and self.record.content.adoptable(self.place) is not None:
-            # The jobs of the last attempt still run, so no attempt starts from a checkpoint.
+            # This process attaches to the Ray jobs of the last attempt, which still run. So it
+            # starts no attempt from a checkpoint.
             return
         began_s = time.monotonic()
         message = ""

@@ -156,7 +156,8 @@ def admit(run: RunSession) -> State[None]:
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")
-    # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
+    # Import these modules only here, because the import takes 0.1 s. Runs that returned above do
+    # not need the modules.
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import MissingFromServer

@@ -23,7 +23,8 @@ _WANDB_SELECTORS = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_
 #: Environment variables with which a user selects a run of MLflow or the tags of a run. If one of
 #: them is set, Muster sets no variable of MLflow, so that the user's choice remains.
 _MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
-#: Variables that show that a component uses MLflow, and where.
+#: Environment variables that select an MLflow server or experiment. A component with one of them
+#: uses MLflow.
 _MLFLOW_PLACES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
 
 #: Tag of MLflow's runs with the id of Muster's run.

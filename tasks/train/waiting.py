@@ -161,7 +161,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     verdict = run.verdict
     attempts = run.record.content.attempts
     start = ""
-    # If the folder of the checkpoints cannot be read, the next attempt reads it again.
+    # If the checkpoints cannot be read now, record the decision without the name of a checkpoint.
+    # The next attempt reads the checkpoints again.
     with suppress(CheckpointsUnreadable):
         start = run.plan_resume().describe()
     decision = decide_retry(
@@ -180,7 +181,7 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
 
 def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
     """Report the nodes that caused a failure to the scheduler, which then avoids these nodes."""
-    # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
+    # Import these modules only here, because the import takes 0.1 s, and most runs need no report.
     from tasks.queue.admission import note_failure
     from tasks.queue.settings import MissingFromServer
 
