@@ -39,9 +39,9 @@ from prefect.exceptions import PrefectException
 _log = logging.getLogger(__name__)
 
 #: Time, in seconds, after which a concurrency lease expires if it is not renewed. It is the longest
-#: time that the server accepts, so that an outage of the network does not end the lease. A long time
-#: blocks no other run. When a run ends, the server releases its concurrency slot at once, even if
-#: `muster reconcile` sets the final state.
+#: time that the server accepts, so that an outage of the network does not end the lease. This long
+#: time blocks no other run. When a run ends, the server releases its concurrency slot at once, even
+#: if `muster reconcile` sets the final state.
 #: Source: prefect/server/api/concurrency_limits_v2.py, renew_concurrency_lease.
 _LEASE_S = 24 * 60 * 60.0
 #: Time, in seconds, between two renewals of a concurrency lease.

@@ -85,7 +85,7 @@ def fail_on_wrong_names(
                 _fail(client, UUID(flow_run_id), engine_exit.__context__)
         except (httpx.HTTPError, PrefectException):
             raise engine_exit from None
-        # The final state is set, so the worker need not set another state.
+        # Exit with code 0, so that the worker does not replace the state Failed by Crashed.
         raise SystemExit(0) from None
 
 

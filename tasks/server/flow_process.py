@@ -54,7 +54,7 @@ _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
 def read_flow_run_id() -> str:
-    """Return the id of the flow run that this process executes, in the way of Prefect's engine.
+    """Return the id of the flow run that this process executes, as Prefect's engine finds it.
 
     The id is the first argument of the process. Without arguments, it is the value of the
     environment variable PREFECT__FLOW_RUN_ID. If that variable is not set, return an empty string.

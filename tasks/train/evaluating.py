@@ -68,7 +68,7 @@ _REPORT_TIMEOUT_S = 15.0
 _MAX_SHOWN_FIGURES = 5
 #: Prefix of a Prefect tag of each evaluation's flow run. The run id of the training follows it.
 EVALUATION_TAG = "evaluation-of:"
-#: State in the notes of the training about an ended evaluation, by the final state of the
+#: State that the training's record shows for an ended evaluation, by the final state of the
 #: evaluation's own run.
 _ENDINGS = {
     RunState.COMPLETED: EvaluationState.COMPLETED,

@@ -83,7 +83,7 @@ class Run:
     started_at: float | None
     #: Time at which the run ended, in UTC epoch seconds. None if the run has not ended.
     ended_at: float | None
-    #: Number of attempts. None if it is unknown here, because the run is on another host.
+    #: Number of attempts. None if this machine has no record of the run.
     attempts: int | None
     #: Host on which the flow process runs or last ran. Empty if the run had no process yet.
     host: str

@@ -43,7 +43,7 @@ def find_mlflow_parents(
     """Return the id of the parent run in MLflow, by name of the component.
 
     Each attempt makes MLflow runs of its own. The parent run groups them in the MLflow UI. It is
-    created when the second attempt starts, if an earlier attempt has begun a run in MLflow.
+    created if it does not exist yet and an earlier attempt has begun a run in MLflow.
 
     A component without a parent run is not in the result. An error of MLflow only causes a
     warning, because the training does not need a parent run.

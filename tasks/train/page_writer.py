@@ -227,7 +227,10 @@ class RunPage:
                 self._due_at_s.setdefault(key, sent_at_s + interval_s)
 
     def _find_artifact_key(self, key: str) -> str:
-        """Return the server's key of an artifact: `loss`, not `reward`, for a curve of the loss."""
+        """Return the key of an artifact on the server.
+
+        The curve of the reward has the key `loss` instead of `reward` if it shows the loss.
+        """
         is_loss = self._figures is not None and self._figures.is_loss
         return pages.LOSS if key == pages.REWARD and is_loss else key
 

@@ -77,9 +77,9 @@ class PlanInputs:
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
     #: Fingerprint of the metrics file at the start of the attempt. It shows which part of the file
-    #: the attempt has written. None for a new attempt, whose fingerprint the supervisor makes. Also
-    #: None if an earlier process began the attempt and recorded no fingerprint. The whole file then
-    #: counts as written by the attempt.
+    #: the attempt has written. None if unknown. For a new attempt, the supervisor then makes the
+    #: fingerprint. For an attempt that an earlier process began, the whole file then counts as
+    #: written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
@@ -372,7 +372,8 @@ def component_env(
     code_env: dict[str, str] = {}
     project = os.environ.get(PROJECT)
     if project and component is not None and not is_job:
-        # `uv run` would install this copy of the project into the environment that all runs use.
+        # Without this variable, `uv run` would install this copy of the project into the
+        # environment that all runs use.
         inherited.setdefault("UV_NO_SYNC", "1")
         # Let the component import the submitted code. Otherwise an editable package would be
         # imported from the project's folder, whose files may have changed since the submission.

@@ -159,7 +159,7 @@ class Reporter:
             timeout_s: Longest wait in seconds.
 
         Returns:
-            True if all reports were sent, False if the time was over first.
+            True if all reports were sent, False after a timeout.
         """
         is_sent = threading.Event()
         self._reports.put(self._drop_activity)
@@ -238,7 +238,7 @@ class Reporter:
             self._is_closed.wait(_RETRY_EVERY_S)
 
     def _send_page(self) -> None:
-        """Send the artifacts that are due, until another report is pending."""
+        """Send the artifacts that are due. Stop if another report is pending, to send it first."""
         self._page.send(is_enough=lambda: not self._reports.empty())
 
     def _send_last_page(self) -> None:
@@ -261,7 +261,7 @@ class Reporter:
         get_run_logger().info(message)
 
     def _note_activity(self, activity: str, event_name: str) -> None:
-        """Log the current activity of the run. Soon afterwards, it becomes the state message."""
+        """Log the current activity of the run, and queue it as message of the flow run's state."""
         # The states of many inference servers change in quick succession. Skip outdated messages.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return

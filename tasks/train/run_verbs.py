@@ -126,7 +126,7 @@ def ls(
         for run in runs
     ]
     if not is_on_terminal():
-        # Programs such as grep and cut read one line per run, so no cell is shortened or wrapped.
+        # Print each run as one line, for programs such as grep and cut. Do not shorten any cell.
         for row in rows:
             *cells, step, metric, message = row.cells
             # Print the two newest columns at the end of the line. Scripts that select a column by
@@ -304,7 +304,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
         return
     now = time.time()
     if not is_on_terminal():
-        # Programs such as grep and cut read one line per checkpoint.
+        # Print each checkpoint as one line, for programs such as grep and cut.
         for row in rows:
             print(format_checkpoint_line(row, now))
         return
