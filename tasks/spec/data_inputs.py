@@ -34,7 +34,8 @@ def _check_data_input(text: str) -> str:
             "write each path as an item of the list",
         )
     if not is_url(text):
-        # `find_url_fault` also recognises a URL with a missing slash.
+        # The text is a path, or a mistyped URL such as `s3:/bucket`. `find_url_fault` finds the
+        # mistake in such a URL.
         if fault := find_url_fault(text):
             raise make_refusal(fault.problem, fault.remedy)
         return text
@@ -103,7 +104,8 @@ def is_data_input(text: str) -> bool:
 def drop_invalid_inputs(spec: dict[str, Any]) -> None:
     """Remove the items of the key `inputs` that are invalid after placeholders were replaced.
 
-    A placeholder may have an empty value, for example. A run must not fail because of `inputs`.
+    For example, an item is invalid if its placeholder had an empty value. No error is raised,
+    because `inputs` only records the data of a run, and the run can start without such a record.
 
     Args:
         spec: A run spec as plain data. It is changed.

@@ -45,12 +45,13 @@ _WORKLOADS = {
 }
 #: Name of the TRL command of a workload, if it differs from the workload.
 _TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
-#: Matches a variable in the template of a run spec, such as COMMAND.
+#: Matches a variable in the template from which a run spec is written, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
-#: Words that are likely in the name of a training's main file, the likeliest first. If several
-#: files use a framework, these words decide which of them is the main file.
+#: Words that are likely in the name of a training's main file, the likeliest first. Their order
+#: helps to rank several files that may be the main file, see `_CandidateFile.rank`.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
-#: Matches names of files that belong to a training without starting it.
+#: Matches the names of helper files of a training, such as `data.py`. Such a file is unlikely to be
+#: the main file, which starts the training.
 _HELPER = re.compile(
     r"(?i)(^|[_-])(test|tests|eval\w*|data\w*|utils?|helpers?|config\w*|models?|plot\w*|serve\w*"
     r"|infer\w*|prepare\w*|convert\w*|download\w*|install\w*)($|[_-])"
@@ -170,8 +171,8 @@ class _CandidateFile:
     def rank(self) -> tuple[bool, int, int, bool, str]:
         """Sort key of the file. Files that are more likely the main file come first.
 
-        Files whose name is that of a helper, such as `data.py`, come last. Files in fewer folders
-        come first. Within the same depth, files with likely names come first.
+        Helper files, such as `data.py`, come last. The other files are sorted by their depth in the
+        directory, the highest folder first. In the same depth, files with likely names come first.
         """
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
@@ -243,7 +244,10 @@ class _SpecWriter:
 
     @property
     def hook(self) -> Path | None:
-        """Path of the module that writes the metrics, beside a Python script, or None."""
+        """Path of the module with which the script writes its metrics, beside a Python script.
+
+        None if the script needs no such module.
+        """
         if "variables" not in self._framework["parts"] or Purpose.METRICS in self._used_options:
             return None
         folder = self._script.file.parent if self._script.file.suffix == ".py" else Path()
@@ -313,7 +317,11 @@ class _SpecWriter:
         return ", ".join(words)
 
     def _write_variables(self) -> str:
-        """Return the key `env`, with the variables for which the script has no option."""
+        """Return the key `env` of the run spec as YAML, or an empty string if it has no variables.
+
+        A variable passes a path to the script if the script has no command-line option for it: the
+        metrics file, the folder of the checkpoints, or the checkpoint from which it resumes.
+        """
         lines = ["env:"]
         if Purpose.METRICS not in self._used_options:
             lines.append('  METRICS: "${attempt.dir}/metrics.jsonl"')
@@ -336,7 +344,7 @@ class _SpecWriter:
         return int(match[1]) or None if match is not None else None
 
     def _make_values(self) -> dict[str, str]:
-        """Return the value of each variable in the text of the run spec."""
+        """Return the value of each variable in the template of the run spec, by its name."""
         file = self._script.file
         name = re.sub(r"[^a-z0-9]+", "-", self._directory.name.lower()).lstrip("-0123456789")
         lowered = f"{file} {self._script.content}".lower()

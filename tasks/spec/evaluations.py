@@ -113,7 +113,9 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of an evaluation that depend on the key `on`: on a Ray node, or on the host.
+    """Yield the faults of an evaluation that depend on its place: a Ray node or the worker's host.
+
+    The key `on` of the evaluation decides the place.
 
     Args:
         written: The run spec as the user wrote it.
@@ -153,7 +155,8 @@ def _check_keep_best(
 def find_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> object:
     """Return the place of an evaluation: `ray` for a Ray node, or `host` for the worker's host.
 
-    If the value of the key `on` is invalid, this value is returned.
+    If the value of the key `on` is invalid, this value is returned unchanged. The validation of the
+    evaluation reports it.
 
     Args:
         written: The run spec as plain data.

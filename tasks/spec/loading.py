@@ -44,7 +44,8 @@ _INT = re.compile(r"0|-?[1-9][0-9]*")
 
 #: Beginning of the names of YAML's own types, such as `tag:yaml.org,2002:int`.
 _TAG = "tag:yaml.org,2002:"
-#: Types of YAML that a key does not have, although its spelling is that of such a value.
+#: Types that YAML derives from the spelling of a value, such as `on` or `1`. The key of a mapping
+#: is always read as text, even if it is spelled like such a value.
 _VALUE_TAGS = frozenset(f"{_TAG}{name}" for name in ("bool", "int", "float", "null", "timestamp"))
 #: Path of standard input. The command line accepts `-` instead, as in `muster train -`.
 STANDARD_INPUT = Path("/dev/stdin")
@@ -64,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         Raises:
             ComposerError: The file has several documents with content.
         """
-        # PyYAML's parser has no types.
+        # PyYAML has no type annotations for the parser methods that are called below.
         events: Any = self
         document: yaml.Node | None = None
         while not self.check_event(yaml.StreamEndEvent):
@@ -82,10 +83,12 @@ class _Loader(yaml.SafeLoader):
         return document
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the YAML node of a mapping, whose keys are texts as the file spells them.
+        """Return the YAML node of a mapping. Each key becomes a text with the spelling of the file.
+
+        Without this, YAML would read a key such as `on` as a Boolean.
 
         Raises:
-            ComposerError: The mapping has a key twice.
+            ComposerError: The mapping contains the same key twice.
         """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -128,8 +131,8 @@ def name_source(path: Path) -> str:
 def locate_spec(path: Path) -> Path:
     """Return the absolute path of a spec file.
 
-    Relative paths of a spec on standard input start in the current directory. The result is then a
-    path in this directory, although no such file exists.
+    For standard input, the result is the path of a file in the current directory. No such file
+    exists. The result only makes the relative paths of the spec start in the current directory.
     """
     return Path.cwd() / "-" if path == STANDARD_INPUT else path.absolute()
 
@@ -398,7 +401,7 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
     """Return the data of a run spec with its secrets masked.
 
     Args:
-        written: The run spec as plain data. Its mappings `env` are changed.
+        written: The run spec as plain data. Each of its keys `env` gets a new, masked value.
         secrets: Values to mask in every text of the spec.
     """
     evaluations = mapping_or_empty(written.get("evals")).values()
@@ -471,11 +474,11 @@ def _is_trusted_marker(marker: Path) -> bool:
 
 
 def _warn_about_markers(folder: Path, fault: str) -> None:
-    """Log a warning for each `.git` and `pyproject.toml` of a folder that is not trusted.
+    """Log a warning for each `.git` and `pyproject.toml` in an untrusted folder: they are ignored.
 
     Args:
-        folder: The folder.
-        fault: Reason that the folder is not trusted.
+        folder: The untrusted folder, in which another user could have created files.
+        fault: Reason why the folder is not trusted.
     """
     for marker in _ROOT_MARKERS:
         if is_present(folder / marker):

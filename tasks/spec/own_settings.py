@@ -74,7 +74,7 @@ class InvalidVariable(MusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting(Generic[_ValueT]):
-    """An environment variable that a person sets."""
+    """A setting of Muster: an environment variable that a user or an operator can set."""
 
     name: str
     #: Meaning of the variable, as Markdown for the document `settings.md`.

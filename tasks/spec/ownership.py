@@ -102,8 +102,8 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if set(group.gr_mem) - {owner.pw_name}:
         return False
-    # If the path has an access control list, the group's write permission in the mode also applies
-    # to the users of that list.
+    # If the path has an access control list, other users on that list may be able to write, too. So
+    # the group counts as private only if the path has no such list.
     try:
         os.getxattr(path, _ACL, follow_symlinks=False)
     except OSError as error:

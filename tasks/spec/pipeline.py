@@ -271,8 +271,8 @@ class Stage(Model):
 
         kind = "step" if kinds[0] in ("call", "command") else "run"
         for key in _RUN_KEYS if kind == "step" else _STEP_KEYS:
-            # Prefect stores the parameters of a flow run with all default values of the spec, so a
-            # default value is no fault.
+            # A key of the other kind with its default value is no fault: Prefect adds the default
+            # values of all keys when it stores the parameters of a flow run.
             default = cls.model_fields[key].get_default(call_default_factory=True)
             value = written.get(key)
             is_blank = isinstance(value, Mapping) and not any(value.values())
@@ -362,7 +362,7 @@ class PipelineSpec(Document):
         return {stage.name: stage for stage in self.stages}[name]
 
     def unit_stage(self, unit: str) -> Stage:
-        """Return the stage to which a run belongs.
+        """Return the stage with a given name, or the stage to which a point of a matrix belongs.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -649,7 +649,9 @@ def parse_pipeline(
 
 
 def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
-    """Return the pipeline with a run spec for each stage that only names a deployment.
+    """Return a copy of the pipeline in which each stage with a training run has a run spec.
+
+    A stage can name a deployment instead of a run spec. The run spec of that deployment is added.
 
     Args:
         pipeline: A validated pipeline spec.
@@ -757,7 +759,9 @@ def _check_stage(
 
 
 def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
-    """Check that the run spec names a metrics file if points are stopped early.
+    """Check that the run spec names a metrics file if the stage has the key `stop_early`.
+
+    `stop_early` compares the metrics of the points of a matrix.
 
     Args:
         stage: The stage as plain data, with the changes in `set` applied to its run spec.
@@ -783,7 +787,8 @@ def _check_step(
     Args:
         stage: The step as plain data.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: See `_check_stage`.
+        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
+            is False if such a placeholder will never have a value.
         faults: List to which the faults are added.
     """
     args_uses = [*_find_arg_uses(stage.get("args"), "args")]
@@ -855,9 +860,9 @@ def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> N
     Each value of the matrix is checked once, together with the first values of the other keys.
 
     Args:
-        stage: The stage as plain data, whose own run spec is checked already.
+        stage: The stage as plain data. The caller has checked its run spec without the matrix.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        faults: List to which the faults are added. A stage that has faults is not checked.
+        faults: List to which the faults are added. If it is not empty, nothing is checked.
     """
     matrix = stage.get("matrix")
     is_run = isinstance(stage.get("spec"), dict)
@@ -890,7 +895,10 @@ def _explain_needs(
     faults: Sequence[Fault],
     stages: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Fault]:
-    """Yield the faults of a stage, with better advice if `needs` lacks a stage that is used.
+    """Yield the faults of a stage, some of them with a better remedy.
+
+    If a placeholder uses another stage that is missing in `needs`, the remedy is to add that stage
+    to `needs`.
 
     Args:
         stage: The stage as plain data.

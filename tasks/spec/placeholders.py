@@ -280,10 +280,10 @@ def find_numbers(data: object) -> dict[str, int]:
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
     """Return a run spec with its placeholders replaced.
 
-    The placeholders of evaluations and `${server.NAME}` of the fleet stay unchanged. If a
-    placeholder is in a regular expression of a probe, its value is escaped. If a whole argument of
-    a command is `${rollout.engines}`, it becomes one argument for each engine, for options with
-    `nargs="+"`.
+    Two kinds of placeholders stay unchanged, because their values are not known yet: those of
+    evaluations, and `${server.NAME}` of the fleet. In a regular expression of a probe, the value of
+    a placeholder is escaped. If a whole argument of a command is `${rollout.engines}`, it becomes
+    one argument for each engine. So the program can read them with an option with `nargs="+"`.
 
     Args:
         data: The run spec as plain data.

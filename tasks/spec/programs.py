@@ -34,8 +34,9 @@ _REMEDY = (
     "install the program, or write its path ./NAME and run chmod +x NAME; write each argument as a "
     "separate list item"
 )
-#: Environment variables that name the activated Python environment of a shell: that of a virtual
-#: environment, and that of conda. A virtual environment may be activated within conda's.
+#: Environment variables that contain the path of the activated Python environment: the first for a
+#: virtual environment, the second for a conda environment. If both are set, the virtual environment
+#: was activated within the conda environment and is used.
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
@@ -304,10 +305,11 @@ def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[F
 
 
 def _find_program_faults(place: str, program: str | None, path: str) -> Iterator[Fault]:
-    """Yield a fault if a program does not exist in any working directory.
+    """Yield a fault if a program does not exist, whatever the working directory is.
 
-    Call this for a component whose working directory does not exist or is not known yet. A program
-    that depends on the working directory, such as `./train.sh`, is not checked.
+    Call this for a component whose working directory does not exist or is not known yet. If the
+    location of the program depends on the working directory, as for `./train.sh`, the program is
+    not checked.
 
     Args:
         place: Dotted path of the command in the spec.

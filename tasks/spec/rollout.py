@@ -144,7 +144,7 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _find_unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """Yield the faults in sizes that the backend does not support."""
+    """Yield a fault for each size of an engine that the engine's backend does not support."""
     match sizes.backend:
         case "sglang":
             yield from _find_sglang_size_faults(sizes)
@@ -248,7 +248,7 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
 #: Environment variable that sets SGLang's own timeout of a health check, in whole seconds.
 #: Source: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
-#: SGLang's timeout of a health check in seconds if the environment variable is not set.
+#: SGLang's own timeout of a health check in seconds if SGLANG_HEALTH_CHECK_TIMEOUT is not set.
 _SGLANG_TIMEOUT_S = 20
 
 #: Backends whose command Muster builds itself: name in the spec, and name in messages.

@@ -22,7 +22,8 @@ _PREFIX = "PREFECT_"
 def drop_service_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Remove variables of Kubernetes services that Prefect would read as its settings.
 
-    No setting of Prefect that ends with `_PORT` can have a URL as its value.
+    A variable is removed if its name is `PREFECT_..._PORT` and its value is a URL. It cannot be a
+    setting of Prefect, because the value of such a setting is a number.
     """
     for name, value in list(environment.items()):
         is_setting = name.startswith(_PREFIX) and name.endswith("_PORT")

@@ -18,8 +18,8 @@ RUN_ID_PATTERN = r"^[a-z][a-z0-9-]{0,31}-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}$"
 RunId = Annotated[str, Field(strict=True, pattern=RUN_ID_PATTERN)]
 #: Matches a run id that is a whole part of a path or URI. The group of the pattern is the run id.
 _RUN_ID_PART = re.compile(rf"/({RUN_ID_PATTERN[1:-1]})(?:/|$)")
-#: Placeholder for the path of the checkpoint from which an attempt starts. Programs of the run
-#: receive the path through it.
+#: Name of the placeholder for the path of the checkpoint from which an attempt starts. The user
+#: writes `${attempt.resume_from}` into a command to pass this path to the program.
 _RESUME_FROM = "attempt.resume_from"
 
 

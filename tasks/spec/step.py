@@ -66,8 +66,8 @@ def build_run_spec(stage: Mapping[str, Any], *, ray_address: str | None = None) 
     Args:
         stage: The step as plain data. Parts that are not validated yet may have faults; the
             validation of the run spec then reports them.
-        ray_address: Address of the Ray dashboard for steps on Ray, or None for the only cluster of
-            the queue.
+        ray_address: Address of the Ray dashboard for steps on Ray. None to use the only Ray cluster
+            of the work pool.
     """
     resources = mapping_or_empty(stage.get("resources"))
     gpus = resources.get("gpus") or 0
@@ -114,7 +114,7 @@ def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, A
 
     Args:
         resources: Resources that the step takes on its node.
-        address: Address of the Ray dashboard. None for the only cluster of the queue.
+        address: Address of the Ray dashboard. None to use the only Ray cluster of the work pool.
     """
     ray: dict[str, Any] = {"entrypoint_cpus": resources.get("cpus") or 1}
     if address is not None:

@@ -314,7 +314,10 @@ def shorten(text: str, length: int = 60) -> str:
 
 
 def _check_storable(text: str) -> str:
-    """Return the text, or raise an error if a Prefect server could not store it."""
+    """Return the text, or raise an error if a Prefect server could not store it.
+
+    A server cannot store text that contains a NUL character or cannot be encoded as UTF-8.
+    """
     try:
         is_storable = b"\0" not in text.encode()
     except UnicodeEncodeError:

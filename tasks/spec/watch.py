@@ -399,7 +399,8 @@ class _RuleState:
     def _count_null(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
         """Return an alarm if the metric is null for unusually many lines in a row.
 
-        Null is a missing value. A trainer may write null between two values of a metric.
+        Null stands for a missing value. Some trainers write null in the lines between two values of
+        a metric, so a few nulls are normal. The limit adapts to the longest such gap so far.
         """
         metric = has_null(entry, self.rule.metric)
         if not metric:
@@ -474,7 +475,10 @@ class _RuleState:
         return self._evaluate_loss(values) if rule.loses else ""
 
     def _evaluate_loss(self, values: Sequence[float]) -> str:
-        """Evaluate the condition `loses`: the present mean is far worse than the best mean so far.
+        """Evaluate the condition `loses`: the mean of the last values is far below the best mean.
+
+        The best mean is the best one over `for_steps` consecutive values so far. If a lower metric
+        is better, the mean must be far above the best mean.
 
         Args:
             values: The last `for_steps` values of the metric.
