@@ -28,7 +28,7 @@ _REQUEST_TIMEOUT_S = 5.0
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
 #: Time in the year 2255, in UTC epoch milliseconds. If the deadline of a drained node is this time
-#: or later, there is no deadline: some programs then write the largest integer.
+#: or later, the node has no deadline: some programs write the largest integer in that case.
 _NO_DEADLINE_MS = 9_000_000_000_000
 #: gRPC status codes of a refused request. A repeated request would be refused, too.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})

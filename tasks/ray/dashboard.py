@@ -86,7 +86,10 @@ CLUSTERS_VARIABLE = RAY_CLUSTERS.name
 
 
 class ListedCluster(BaseModel):
-    """A Ray cluster that an operator has listed. Muster may send credentials to it."""
+    """A Ray cluster that an operator trusts. Muster may send credentials to it.
+
+    Operators list such clusters in the settings of a work pool, or in MUSTER_RAY_CLUSTERS.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -129,8 +132,8 @@ class Credentials:
     The methods raise `Denied` if the value of a header or the certificate file cannot be read.
     """
 
-    #: Values of the HTTP headers by the name of the header, as the operator has listed them. The
-    #: values may contain placeholders.
+    #: Values of the HTTP headers by the name of the header, as they are written in the settings of
+    #: the cluster. The values may contain placeholders such as `${env.NAME}`.
     headers: Mapping[str, str] = field(default_factory=dict)
     #: Path of a file with CA certificates. None if the public certificate authorities are used.
     ca: str | None = None
@@ -144,9 +147,9 @@ class Credentials:
 
         Args:
             address: URL of the cluster's dashboard.
-            listed: The clusters that operators have listed.
+            listed: The clusters that operators trust, from the settings.
             is_own: True if the run of this process uses the cluster. Ray's token may then be sent
-                to the cluster, even if no operator has listed the cluster.
+                to the cluster, even if it is not among the listed clusters.
         """
         for cluster in listed:
             if cluster.address == address.rstrip("/"):
@@ -208,7 +211,9 @@ def _environment_value(name: str) -> str:
 
 
 def add_listed_clusters(clusters: Iterable[object]) -> None:
-    """Add clusters that an operator has listed, for this process and its Muster child processes.
+    """Add trusted clusters to those of this process and its Muster child processes.
+
+    Muster may send credentials to these clusters.
 
     Args:
         clusters: `ListedCluster` objects, or dicts with the same fields. Invalid dicts are ignored.
@@ -664,7 +669,8 @@ def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
     return dict(get_auth_headers_if_auth_enabled(headers))
 
 
-#: Environment variable that prevents a Ray driver from replacing a loopback address.
+#: Environment variable for a Ray driver. With the value 0, the driver does not replace a loopback
+#: address with the network address of the machine.
 #: Source: ray/_private/ray_constants.py, ENABLE_RAY_CLUSTERS_ENV_VAR.
 _KEEP_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
@@ -711,8 +717,8 @@ def prepare_driver(gcs_address: str) -> None:
     if not variables:
         return
     os.environ.update(variables)
-    # The module `ray` reads the environment variable only during its import, and may already have
-    # been imported. So set the constant that the module derives from the variable as well.
+    # Ray reads these variables only when the module `ray` is imported. The module may already have
+    # been imported, so also set the constant that Ray derives from them.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -212,7 +212,8 @@ def earliest_end(
 #: Longest time in seconds that a stop may take in addition to the grace period. The time covers 5 s
 #: that Ray waits after the grace period, and the delay until Ray notices the end of the job.
 _STOP_MARGIN_S = 8.0
-#: Seconds from the SIGKILL of the job's supervisor actor until Ray must report a final state.
+#: Longest wait in seconds for Ray to report a final state of the job after the SIGKILL of its
+#: supervisor actor. After this time, the job is reported as a leftover.
 _KILL_TIMEOUT_S = 30.0
 #: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most of
 #: them end together with their driver, but detached actors and placement groups do not.
@@ -222,8 +223,8 @@ _REMOVAL_DELAY_S = 3.0
 _FREE_TIMEOUT_S = 30.0
 #: Largest number of nodes that a message about unchecked nodes lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests to the cluster during the wait for a job's end. The pause grows: it is
-#: this share of the time that has been waited so far.
+#: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
+#: that the wait has lasted so far. So the pauses grow during the wait.
 _PAUSE_SHARE = 0.1
 #: Shortest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MIN_PAUSE_S = 0.04
@@ -286,7 +287,8 @@ class TakeDown:
     #: job is being ended.
     is_hurried: bool = False
     #: Earliest time of SIGKILL for a job that saves a checkpoint after its stop signal, in
-    #: CLOCK_MONOTONIC seconds. The attribute may be set while the job is being ended.
+    #: CLOCK_MONOTONIC seconds. 0 if the job saves no checkpoint. The attribute may be set while the
+    #: job is being ended.
     kill_not_before: float = 0.0
     #: True if the cluster has reported the job as pending or running since the call of `run`.
     _was_alive: bool = False

@@ -332,7 +332,10 @@ class RayJob(RunningComponent):
             await asyncio.sleep(_STATE_INTERVAL_S)
 
     async def examine(self) -> None:
-        """Write a file that shows where the processes of a hanging job hang, for every node."""
+        """Write a report on a hanging job: stacks and states of its processes on every node.
+
+        The report is a file next to the log of the job.
+        """
         if self.is_pending:
             return
         job = self._job
@@ -641,8 +644,8 @@ class RayJob(RunningComponent):
         if not self._state.driver_node_id:
             # The driver never started, so there is no log.
             return ""
-        # Leftover processes of the job may have written to the log until they were killed. So copy
-        # the rest of the log once more.
+        # An earlier copy of the log may lack its last lines: leftover processes of the job may have
+        # written to the log until they were killed. So copy the new lines.
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:
@@ -665,8 +668,8 @@ class RayJob(RunningComponent):
         """Return the reason for giving up a job that did not take its GPUs in time.
 
         Returns:
-            The reason. None if the job has its GPUs, if the job has more time to take its GPUs, or
-            if the cluster does not answer.
+            The reason, or None in three cases: the job has its GPUs, the time to take them is not
+            over, or the cluster does not answer.
         """
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None

@@ -65,7 +65,7 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
 
 #: The function of each order, by the name of the order. An order is a request to an agent. The
 #: function carries out the order on this machine and returns JSON data. Each function takes a short
-#: time and may be called repeatedly.
+#: time. It may be called again with the same arguments, because a client repeats a lost order.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
@@ -77,7 +77,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "greet": dict,
 }
 #: Names of the orders (requests to agents) that act on a whole machine. If several Ray nodes run on
-#: one machine, only one of their agents gets such an order.
+#: the same machine, only one of their agents gets such an order.
 OF_MACHINES = ("sweep", "examine", "warn")
 #: An agent of Muster ends itself after this number of seconds without an order (request).
 _UNUSED_S = 24 * 3600.0

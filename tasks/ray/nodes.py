@@ -732,6 +732,7 @@ async def warn(
 
 
 #: Deadline for the examination of processes on one node, as a share of the deadline for all nodes.
+#: The rest of the time is for starting missing agents and for sending the results.
 _NODE_TIME_SHARE = 0.3
 
 

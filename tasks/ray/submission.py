@@ -87,8 +87,8 @@ _log = logging.getLogger(__name__)
 class SubmissionFile:
     """File that records the submission of one Ray job, and the job's state.
 
-    The file is created before the first request to the cluster, so that a later process finds every
-    job that may exist there.
+    The file is created before the first request to the cluster. So after a crash, a later process
+    of the run finds every job that may exist in the cluster.
     """
 
     #: Thread that writes the file, so that the caller does not wait for the disk. If None, the

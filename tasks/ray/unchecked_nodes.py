@@ -49,12 +49,13 @@ async def split_departed_nodes(
     Args:
         dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
         unreached: The nodes that could not be reached.
-        since: UTC epoch seconds. The second list also names the nodes that the cluster has lost
-            since this time. If None, the second list names only nodes of `unreached`.
+        since: UTC epoch seconds. The phrases then also describe other nodes that the cluster has
+            lost since this time. None to describe only nodes of `unreached`.
 
     Returns:
-        The nodes that belong to the cluster, and one phrase for each node that no longer belongs to
-        the cluster. If the dashboard does not answer, all nodes count as nodes of the cluster.
+        A list of the unreachable nodes that still belong to the cluster, and a list with one phrase
+        for each node that has left the cluster. If the dashboard does not answer, all nodes of
+        `unreached` count as nodes of the cluster.
     """
     try:
         living_ids = {node.node_id for node in await dashboard.nodes()}
@@ -117,9 +118,12 @@ def _note_path(submission_id: str) -> Path:
 
 
 def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
-    """Yield the notes about unchecked nodes that the given host must check.
+    """Yield the notes whose unchecked nodes `muster reconcile` must check from a given host.
 
-    A note is a file on disk. Files that cannot be read are logged and skipped.
+    A note is a file on disk. A file that cannot be read is skipped, and a warning is logged.
+
+    Args:
+        host: Name of the host.
     """
     for path in sorted(_note_path("").parent.glob("*.json")):
         try:

@@ -126,8 +126,9 @@ class ClusterNode:
     cluster: str = ""
     #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Known programs among those that `others_gpus` counts, with their number of GPUs. The name is
-    #: the run id if the program is a run without a grant, for example of a deleted flow run.
+    #: Number of GPUs of each known program whose GPUs count in `others_gpus`, by its name. A run of
+    #: Muster without a grant counts as such a program, for example if its flow run was deleted. Its
+    #: name is the run id.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -279,8 +280,7 @@ def _parse_bundle_resource(key: str) -> tuple[str, str, str] | None:
 
 def _used_amount(node: NodeReport, resource: str) -> float:
     """Return the used amount of a resource of a node."""
-    # A new node may not have reported its free resources yet. Then all of its resources count as
-    # used.
+    # Before a new node has reported its free resources, all of its resources count as used.
     return node.own.get(resource, 0.0) - node.available.get(resource, 0.0)
 
 
@@ -334,7 +334,7 @@ class ClusterReader:
     _dashboard: Dashboard | None = None
     #: Connection to the control store, or None before the first snapshot and after an error.
     _store: _ControlStore | None = None
-    #: Lock that prevents two snapshots or other requests at the same time.
+    #: Lock with which the methods of this object use the connection one after the other.
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self, *, within_s: float) -> Cluster:
@@ -362,12 +362,14 @@ class ClusterReader:
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
         """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-        Does nothing if the last snapshot failed. See `control_store.request_nodes`.
+        Do nothing if the last snapshot failed, because there is no connection then. See
+        `control_store.request_nodes`.
 
         Args:
             bundles: The resources of each bundle, as amounts by the name of the resource. An empty
                 list withdraws the previous request.
-            within_s: Deadline of each of the two requests, in seconds.
+            within_s: Deadline in seconds of each of two requests: one for each version of Ray's
+                autoscaler.
 
         Raises:
             NoAnswer, Denied: The control store did not answer.
@@ -545,7 +547,10 @@ class _ControlStore:
 
 
 def _import_ray() -> None:
-    """Import Ray's modules before the deadline of a snapshot starts. The import takes a second."""
+    """Import Ray's modules, which takes a second.
+
+    Call this before the deadline of a snapshot starts, so that the import does not use up the time.
+    """
     importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     importlib.import_module("ray._private.grpc_utils")
     importlib.import_module("ray._private.authentication.http_token_authentication")

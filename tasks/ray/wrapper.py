@@ -52,9 +52,9 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: If the command is younger than this number of seconds, Ray's stop signal may not have reached it.
-#: Ray first lists the processes of the tree and then sends the signal. Processes that start after
-#: the listing get no signal.
+#: Age of the command in seconds from which Ray's stop signal has certainly reached it. Ray first
+#: lists the processes of the tree and then sends the signal, so a process that starts after the
+#: listing gets no signal. To a younger command, the keeper sends the stop signal itself.
 _YOUNG_S = 0.5
 #: Message "stop the command" from the front process to the keeper process, if the stop request came
 #: from another process than Ray's.
@@ -99,8 +99,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # Disable core dumps: the other process may have written a core dump, and this process must not
-    # write a second core dump.
+    # Disable core dumps of this process. The process that is imitated may have written a core dump,
+    # and a second core dump would be misleading.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # The action of SIGKILL cannot be set. That is harmless, as SIGKILL always ends the process.
@@ -123,8 +123,9 @@ def kill_rest() -> None:
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
     """Run the front process of the wrapper, which Ray treats as the process of the job.
 
-    The front process starts the keeper process and forwards stop requests to the keeper. It ends
-    with the exit code or the signal of the keeper. This function does not return.
+    The front process starts the keeper process, which runs the command. It forwards stop requests
+    to the keeper, and ends with the exit code or the signal of the keeper. This function does not
+    return.
 
     Args:
         options: Parsed arguments of this program.
@@ -200,7 +201,7 @@ class Keeper:
         #: Time in CLOCK_MONOTONIC seconds at which this process begins to kill the process tree of
         #: the command. None if the process tree is not being ended.
         self._kill_at: float | None = None
-        #: Rounds of SIGKILL for the process tree; None before the first round.
+        #: Decides when SIGKILL is sent to the process tree again. None before the first SIGKILL.
         self._kill_rounds: tree.KillRounds | None = None
         #: True if the command was asked to stop.
         self._is_stopping = False
@@ -244,7 +245,10 @@ class Keeper:
         return max(0.0, self._kill_at - time.monotonic()) * 1000 + 1
 
     def _kill_once(self) -> None:
-        """Send SIGKILL to the whole process tree, but not in the pause after the last SIGKILL."""
+        """Send SIGKILL to the whole process tree.
+
+        Do nothing if the pause after the previous SIGKILL has not ended yet.
+        """
         self._kill_rounds = self._kill_rounds or tree.KillRounds()
         if self._kill_rounds.is_due():
             tree.kill_below_once(self._reap)
@@ -262,7 +266,7 @@ class Keeper:
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Schedule the kill of the process tree, or keep an earlier time that is already set.
+        """Schedule the kill of the process tree. If an earlier kill is scheduled, it stays.
 
         Args:
             seconds: Delay until the kill.
@@ -330,7 +334,8 @@ def command_environment(package: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, ValueError, AttributeError):
         config = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
         job_variables = config["runtime_env"].get("env_vars") or {}
-        # Remove `py_modules` from the job's runtime_env. Its only entry is this wrapper.
+        # Remove `py_modules` from the job's runtime_env, because the command does not need it. Its
+        # only entry is this wrapper.
         config["runtime_env"].pop("py_modules", None)
         env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(config)
 
@@ -373,8 +378,8 @@ def main() -> None:
     parser.add_argument("--stragglers", type=float, required=True)
     options = parser.parse_args(own_arguments)
 
-    # The bootstrap code runs this directory with `runpy`, which puts the directory first on the
-    # import path.
+    # The first entry of the import path is the directory that contains this file, because the
+    # bootstrap code runs that directory with `runpy`.
     run_front(options, command, command_environment(sys.path[0]))
 
 
