@@ -69,7 +69,8 @@ async def list_drivers(gcs_address: str, submission_id: str) -> frozenset[str]:
     Returns:
         The Ray job ids, in hex.
     """
-    # Without these two flags, the control store contacts every driver process before it replies.
+    # Without these two flags, the control store contacts every driver process before it replies,
+    # which can take long.
     flags = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
     (reply,) = await _call(gcs_address, "JobInfo", "GetAllJobInfo", [flags])
     return frozenset(

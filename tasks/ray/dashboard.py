@@ -537,8 +537,7 @@ class Dashboard:
         if follow:
             query["interval"] = "0.5"
         else:
-            # The node sends the whole log to the dashboard. This is the dashboard's deadline for
-            # the node, in seconds.
+            # Deadline in seconds within which the node must send the whole log to the dashboard.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:

@@ -171,7 +171,8 @@ def read_last_job_lines(log_end: str, job: JobState | None) -> str:
     # cause of a failure.
     lines = [line for line in log_end.splitlines() if not line.startswith(_COMMAND_ECHO)]
     if job is not None:
-        # Remove the quote of the log from Ray's message, because `log_end` has the same lines.
+        # Ray's message about a failed job quotes the end of the log. Remove the quote, because
+        # `log_end` contains the same lines.
         message, _, _ = job.message.partition(QUOTED_LOG)
         lines += [message.rstrip(" ,"), job.error_type]
     return "\n".join(line for line in lines if line)

@@ -208,7 +208,8 @@ class RayJob(RunningComponent):
         #: True if the job has taken all of its GPUs, or needs no GPU.
         self._has_gpus = job.gpus <= 0
         #: Time in CLOCK_MONOTONIC seconds at which Muster first asked Ray to stop the job. 0 if an
-        #: earlier process of the run asked. None if Muster has not asked Ray to stop the job.
+        #: earlier process of the run asked, so that the time is unknown. None if Muster has not
+        #: asked Ray to stop the job.
         self._stopped_s: float | None = None
         #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies the
         #: job's log, and "last" copies the end of that log.

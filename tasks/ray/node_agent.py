@@ -79,10 +79,11 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
 #: Names of the orders (requests to agents) that act on a whole machine. If several Ray nodes run on
 #: the same machine, only one of their agents gets such an order.
 OF_MACHINES = ("sweep", "examine", "warn")
-#: An agent of Muster ends itself after this number of seconds without an order (request).
+#: An agent of Muster ends itself after this number of seconds without an order (request). So no
+#: agent stays in a cluster that Muster no longer uses.
 _UNUSED_S = 24 * 3600.0
 #: An agent with the code of an older Muster ends itself after this number of seconds without an
-#: order (request). Carrying out an order always takes less time.
+#: order (request). Every order takes less time, so the agent does not end during an order.
 _REPLACED_UNUSED_S = 60.0
 #: Seconds within which a client must send its order (request) after it has connected to an agent.
 _ORDER_TIMEOUT_S = 10.0

@@ -44,7 +44,8 @@ _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{8})--a\d{2,}(-.+)?")
 #: Start of the name of the supervisor actor with which Ray manages a submitted job. The submission
 #: id follows. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: Memory resources of every node. The key `entrypoint_resources` of a spec cannot request them.
+#: Ray resources of every node that stand for memory. They are not custom resources, so the key
+#: `entrypoint_resources` of a spec cannot request them.
 _MEMORY = ("memory", "object_store_memory")
 #: Ray resource that only the head node of a cluster has.
 _HEAD = "node:__internal_head__"
@@ -480,8 +481,9 @@ class _ControlStore:
             )
             for reply in actor_replies
             for actor in reply.result().actor_table_data
-            # Skip actors in placement groups. They hold resources such as `GPU_group_0_...` and not
-            # `GPU`. Most actors are in a group, so snapshots are much faster without them.
+            # Skip actors in placement groups, which hold resources such as `GPU_group_0_...`. The
+            # reports of the nodes already contain the resources of the groups. Most actors are in a
+            # group, so snapshots are much faster without them.
             if any(name in actor.required_resources for name in ACCELERATORS)
             and actor.address.node_id
         ]
@@ -534,7 +536,8 @@ class _ControlStore:
                 within_s,
                 job_or_submission_id=job_id,
                 skip_submission_job_info_field=True,
-                # Without this flag, the control store contacts every driver before it replies.
+                # Without this flag, the control store contacts every driver before it replies,
+                # which can take long.
                 skip_is_running_tasks_field=True,
             )
             for job_id in job_ids

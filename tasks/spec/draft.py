@@ -66,9 +66,10 @@ _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentPa
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
 #: Matches a word that YAML reads as the same text in a list such as `[python, train.py]`.
 _PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
-#: Number of GPUs in the lines that are commented out on a machine without GPUs.
+#: Number of GPUs in a run spec that is written on a machine without GPUs. The lines with this
+#: number are commented out.
 _EXAMPLE_GPUS = 8
-#: Largest number of other scripts that `Draft` lists.
+#: Largest number of scripts in `Draft.other_scripts`.
 _MAX_OTHER_SCRIPTS = 5
 
 

@@ -54,9 +54,9 @@ class KindProperties:
     action: str
     #: Advice for the user, in plain text. Muster shows it if the failure itself has no hint.
     remedy: str
-    #: True if the run did not cause the failure. The run then returns to the queue, even if `retry`
-    #: in the run spec does not list the kind. False if the run fails. In that case, the user can
-    #: list the kind under `retry`, and Muster then starts another attempt.
+    #: True if the run did not cause a failure of this kind. The run then returns to the queue for
+    #: another attempt. False if the run fails, unless the user lists the kind under `retry` in the
+    #: run spec.
     is_requeued: bool = False
     #: False if the run fails before its first attempt, so that no attempt can be repeated.
     can_be_retried: bool = True
@@ -69,7 +69,7 @@ class KindProperties:
     attempts: int | None = None
     #: Seconds between an attempt with this kind of failure and the first retry, if the run spec
     #: sets no delay. None if the common default delay applies, as for most kinds of failure. A
-    #: short delay is right if the run need not wait for GPUs.
+    #: short delay is enough if no GPU must become free before the retry.
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER

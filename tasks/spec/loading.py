@@ -354,8 +354,8 @@ def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
         spec: The spec.
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
-    # A value that consists of a placeholder such as `${run.id}` is no secret. If it were masked,
-    # the other texts with that placeholder would be unusable.
+    # A value that consists of a placeholder such as `${run.id}` is no secret. Masking it would also
+    # replace this placeholder in all other texts of the spec.
     masked_values = {
         secret
         for secret in spec.secrets | frozenset(secrets)

@@ -450,7 +450,8 @@ def _list_stage_inputs(
         name: Name of the earlier stage.
         key: Part of the placeholder after the name of the stage.
         value: Value of the placeholder.
-        value_of: See `PipelineSpec.fill_run_spec`.
+        value_of: Function that receives the name of a stage and a key, and returns the value as
+            JSON data.
     """
     if paths := list_paths(value):
         return paths
@@ -487,7 +488,8 @@ def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
 
     Args:
         node: The arguments, or a part of them.
-        value_of: See `PipelineSpec.fill_run_spec`.
+        value_of: Function that receives the name of a stage and a key, and returns the value as
+            JSON data.
     """
     if isinstance(node, Mapping):
         return {key: _fill_args(value, value_of) for key, value in node.items()}

@@ -387,7 +387,7 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
 
     Args:
         uses: The placeholders. Placeholders with other names are not checked.
-        known_names: See `check_stage_names`.
+        known_names: Placeholder names of the earlier stages. See `check_stage_names`.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.

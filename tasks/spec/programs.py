@@ -41,7 +41,7 @@ ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
 #: Matches options of Python and of shells that take no value. After any other option, it is
-#: uncertain which argument is the script.
+#: uncertain which argument is the script: the next argument may be the value of the option.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: Matches an argument that is the path of a single config file, but no URL and no list of files.
@@ -122,7 +122,8 @@ def find_active_environment(
     """Return the variable of the activated Python environment that a run needs in its spec.
 
     The command that starts or queues a run adds the variable to the spec's `env`. The run then uses
-    the environment of the user's shell, also on a worker, which has another shell.
+    the Python environment of the user's shell, even if a worker starts the run. Without this, the
+    run would use the environment of the worker.
 
     Args:
         root: Root of the project.

@@ -141,7 +141,10 @@ def check_device_use(
 
 
 def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
-    """Yield a fault for each variable of a mapping `env` whose value Muster sets itself.
+    """Yield a fault for each variable of a mapping `env` that selects GPUs.
+
+    A user must not set variables such as CUDA_VISIBLE_DEVICES. Muster sets them to the GPUs that
+    the queue has granted to the run.
 
     Args:
         place: Keys that lead to `env` in the spec.

@@ -90,7 +90,8 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         name = max(names, key=len) if function != "argument" else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         if "action" in keywords or "is_flag" in keywords or "nargs" in keywords:
-            # A flag such as `store_true` takes no value. With `nargs`, the value may be a list.
+            # Skip an option without exactly one value: a flag such as `store_true` takes no value,
+            # and `nargs` may mean a list of values.
             continue
         is_positional = not name.startswith("-")
         has_default = "default" in keywords

@@ -55,11 +55,13 @@ _SECRET_LAST = _split_words("KEY KEYS PASS")
 _SECRET_KEY_PREFIXES = _split_words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
 #: If one of these words precedes KEY at the end of a name, the value is not secret: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = _split_words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
-#: If one of these words precedes TOKEN, the name means a token of a language model: EOS_TOKEN.
+#: If one of these words precedes TOKEN, the name means a token of a language model. The value is
+#: not secret: EOS_TOKEN.
 _MODEL_TOKEN_PREFIXES = _split_words(
     "EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM"
 )
-#: If one of these words follows TOKEN, the name means tokens of a language model: TOKEN_COUNT.
+#: If one of these words follows TOKEN, the name means tokens of a language model. The value is not
+#: secret: TOKEN_COUNT.
 _MODEL_TOKEN_SUFFIXES = _split_words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
 #: If one of these words is the last word of a name, the value is not secret. It only describes the
 #: place or the use of a secret, as in SSH_KEY_FILE.

@@ -51,8 +51,8 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for a field that the form shows last, because the field
 #: takes much space.
 LAST = 1000
-#: Key that Muster adds to the JSON schema of a spec's mapping. Its value is a list of the names of
-#: all keys of the mapping, in the order of the pydantic model.
+#: Key that Muster adds to the JSON schema of a spec's mapping, so that the order of the keys is not
+#: lost. Its value is a list of the names of all keys, in the order of the pydantic model.
 _ALL_KEYS = "x-keys"
 
 
@@ -501,8 +501,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
     context = error.get("ctx", {})
     place = error["loc"]
 
-    # If a key is faulty, `input` of pydantic's error is the key itself. The last part of `loc` is
-    # not reliable: for the key `true`, that part is 1.
+    # If a key is faulty, `input` of pydantic's error is the key itself. Use it instead of the last
+    # part of `loc`, which is not reliable: for the key `true`, that part is 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]
@@ -558,7 +558,8 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest exponent of a number that a remedy writes as a plain decimal number.
+#: Largest power of ten of a number that the remedy in an error message repeats in decimal notation.
+#: For a larger number, the remedy shows an example number instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
