@@ -7,8 +7,8 @@ driver (see `driver_env`) prevents the replacement.
 
 **Credentials.** A user can write any cluster address into a run spec, and Muster contacts that
 address to show the queue. Muster therefore sends Ray's token and configured headers only to
-clusters that an operator has listed. The only exception is the process of a run: it also sends the
-token to the cluster that the run uses.
+clusters that an operator has listed in the settings. The only exception is the process of a run: it
+also sends the token to the cluster that the run uses.
 """
 
 from __future__ import annotations

@@ -189,6 +189,9 @@ def earliest_end(
 ) -> float:
     """Return the earliest time at which a Ray job can have ended, in CLOCK_MONOTONIC seconds.
 
+    Muster compares this time with the ends of other components, to find the component that failed
+    first.
+
     Args:
         job: The final state of the job. Its end time comes from the clock of another machine.
         wall_s: The current time, in UTC epoch seconds.
@@ -331,8 +334,7 @@ class TakeDown:
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
             # If the state is None, the cluster was restarted and no longer knows the job. The
-            # cluster then has no actors of the job, but processes of the job may still run on its
-            # nodes.
+            # restart has ended the actors of the job, but its processes may still run on the nodes.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"

@@ -154,7 +154,8 @@ _LOG_INTERVAL_S = 0.2
 #: Deadline for sending the warning signal to the processes of a job on all nodes, in seconds. In
 #: this time, Muster also starts its agent on nodes without an agent.
 _WARN_TIMEOUT_S = 30.0
-#: Shortest time in seconds between two searches for processes that handle the warning signal.
+#: Shortest time in seconds between two searches for processes that handle the warning signal. Each
+#: search contacts every node.
 _WARN_INTERVAL_S = 10.0
 #: Deadline for the examination of a hanging job on all nodes, in seconds. In this time, Muster also
 #: starts its agent on nodes without an agent, which takes several seconds.

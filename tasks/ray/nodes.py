@@ -154,7 +154,7 @@ class AgentConnection:
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
     #: Random number from the first message of the agent. The signature of a request covers this
-    #: number and the request.
+    #: number and the request, so nobody can use the signature again.
     _nonce: str
     #: Machine and user of the agent. Several Ray nodes may run on one machine. Their agents have
     #: equal values, and can kill the same processes.
@@ -206,9 +206,9 @@ class AgentConnection:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, with one more key: `clock`, the
-            value of the attribute `clock`. `{"why": reason}` if the deadline has passed. None if
-            the connection was lost.
+            The result of `tasks.ray.node_agent.execute_order`, with one more key: `clock`, whose
+            value is the attribute `clock` of this object. If the deadline has passed, the result is
+            `{"why": reason}`. If the connection was lost, the result is None.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()

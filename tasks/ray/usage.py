@@ -8,7 +8,7 @@ process:
   moment. The last 4 bytes of the group id are the id of the Ray job that created the group.
 - Actors outside placement groups are listed with their job and their resources.
 - The control store does not list Ray tasks outside placement groups. Their resources count as used
-  by others.
+  by programs that are not Muster's runs.
 
 Source: ray/design_docs/id_specification.md; ray/common/bundle_spec.h, FormatPlacementGroupResource.
 """

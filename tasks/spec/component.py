@@ -230,10 +230,11 @@ class Component(Model):
 
 
 def _find_folder_fault(checkpoints: object, cwd: object) -> str:
-    """Return why a folder for checkpoints also contains files of Muster, or an empty string.
+    """Return an error text if a folder for checkpoints also contains files of Muster, otherwise "".
 
-    The directory of a run contains the directories of its attempts, whose names look like names of
-    checkpoints. The directory of an attempt contains logs, and debug files of NCCL.
+    Muster could take these files for checkpoints. The directory of a run contains the directories
+    of its attempts, whose names look like names of checkpoints. The directory of an attempt
+    contains logs, and debug files of NCCL.
     """
     if not isinstance(checkpoints, str):
         return ""
@@ -253,7 +254,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     return ""
 
 
-#: Placeholders of the directories in which Muster writes files, each with an example of its value.
+#: Placeholders of the directories in which Muster writes files. `_find_folder_fault` replaces each
+#: placeholder by the example here, so that it can compare paths.
 _MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs/run/attempt-01"}
 
 

@@ -43,7 +43,7 @@ _WORKLOADS = {
     "rm": re.compile("rewardtrainer|rewardconfig|trl reward"),
     "sft": re.compile("sft"),
 }
-#: Name of the TRL command of a workload, if it differs from the workload.
+#: Name of the TRL command of a workload, if it differs from the workload. TRL has no command `ppo`.
 _TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
 #: Matches a variable in the template from which a run spec is written, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")

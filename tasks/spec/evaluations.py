@@ -183,7 +183,7 @@ def build_evaluation_spec(
         values: Value of each placeholder name in `placeholders.CHECKPOINT_NAMES`.
         result: Path of the file into which the evaluation writes its figures. If empty, the file
             is in the directory of the evaluation's own attempt.
-        ray_address: Address of the Ray dashboard, or None for the only cluster of the queue.
+        ray_address: Address of the Ray dashboard. None to use the only cluster of the work pool.
         code: Version of the project's files that the training uses, or None if unknown.
     """
     evaluation = mapping_or_empty(written["evals"][name])

@@ -425,9 +425,9 @@ def find_project_root(file: Path) -> Path:
     that contains `.git` or `pyproject.toml`. If no folder contains either, the root is the folder
     of the file.
 
-    A `.git` or `pyproject.toml` that belongs to another user than this one or root is ignored. The
-    search stops at a folder in which another user could have created such a file. Such a folder
-    belongs to another user, or every user may write to it.
+    A `.git` or `pyproject.toml` is ignored if it belongs neither to this user nor to root. The
+    search stops at a folder in which another user could have created such a file, because the
+    folder belongs to another user or every user may write to it.
 
     The flow process of a run uses this root as its working directory.
     """

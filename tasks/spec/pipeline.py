@@ -595,8 +595,8 @@ def parse_pipeline(
     """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
     In the result, the changes in `set` of a stage are already applied to its run spec, and the run
-    spec has the key `start_order`. A stage that only names a deployment has no run spec in the
-    result; `add_deployment_specs` adds it later.
+    spec has the key `start_order`. A stage that names a deployment instead of a run spec has no run
+    spec in the result. `add_deployment_specs` adds the run spec later.
 
     Args:
         data: The pipeline spec as plain data.

@@ -46,7 +46,7 @@ class Kind(Enum):
 
 
 #: Function that changes a text of a spec. It receives the dotted path of the text, the text and its
-#: kind, and returns the new text. For an item of a list, it may return a list of new items.
+#: kind, and returns the new text. For an item of a list, it may return several items for its place.
 Change = Callable[[str, str, Kind], str | list[str]]
 
 # The escaped form `$${` must be the first alternative, because it contains `${`.
@@ -176,8 +176,8 @@ def substitute(
         text: Text that may contain placeholders.
         value_of: Function that returns the value of a placeholder name.
         is_deferred: Function that returns True for a name that another program replaces later. The
-            placeholder then stays unchanged. If this argument is passed, each `$${` stays
-            unchanged, too.
+            placeholder with this name stays unchanged. If this argument is passed, each `$${` stays
+            unchanged, too, because the other program replaces it.
     """
 
     def replace(match: re.Match[str]) -> str:

@@ -32,7 +32,7 @@ from tasks.spec.values import (
 #: have the key `exit` instead.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-#: Result of a search for a value in JSON if the value is missing. It differs from every JSON value.
+#: Stands for a value that a search in JSON did not find. It differs from every JSON value.
 _MISSING = object()
 
 
@@ -70,7 +70,8 @@ def get_number(content: Any, key: str) -> float | None:
         The number, or None if the key is missing or its value is not a finite number.
     """
     # NaN must not count as a training step. Two NaN values are not equal, so each NaN would look
-    # like a new step. NaN is also never below the step that `success` requires.
+    # like a new step. NaN is also never below the step that `success` requires, so the run would
+    # count as successful.
     value = get_value(content, key)
     # `isfinite` raises OverflowError for an integer that is too large for a float.
     with suppress(OverflowError):

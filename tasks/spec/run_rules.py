@@ -24,7 +24,9 @@ DEVICE_VARIABLES = {
 def check_ray_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults of a run spec that uses Ray: a missing cluster, and keys that Ray forbids.
+    """Yield the faults of a run spec that uses Ray.
+
+    The faults are a missing Ray cluster, and keys that do not work for a component on Ray.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.

@@ -2,7 +2,7 @@
 
 For a service named `prefect-server-api`, Kubernetes sets PREFECT_SERVER_API_PORT to a URL such as
 `tcp://10.0.0.1:4200` in each container of the namespace. Prefect has a setting of the same name,
-which must be a number. Prefect then fails when it is imported.
+which must be a number. Because of the URL, the import of Prefect fails.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ class WatchRule(Model):
     def with_defaults(self, other: WatchRule) -> WatchRule:
         """Return this rule with its omitted keys taken from another rule.
 
-        If this rule has its own condition, the condition of the other rule is dropped.
+        A rule has exactly one condition. If this rule has a condition, the condition of the other
+        rule is dropped.
         """
         written = {key: getattr(self, key) for key in self.model_fields_set}
         if written.keys() & _CONDITIONS:
@@ -344,16 +345,17 @@ class _RuleState:
         self._first_value = 0.0
         self._highest_value = 0.0
         #: Mean of the first `for_steps` values, or None if there were too few values so far. If a
-        #: lower metric is better, the sign of the mean is inverted.
+        #: lower metric is better, the sign of the mean is inverted, so that a larger number is
+        #: always better.
         self._first_mean: float | None = None
         #: Best mean over `for_steps` consecutive values so far. If a lower metric is better, the
-        #: sign of the mean is inverted.
+        #: sign of the mean is inverted, so that a larger number is always better.
         self._best_mean = 0.0
         self._value_count = 0
         #: Number of lines in a row in which the metric is null, and the step of the first of them.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of lines in a row in which the metric was null before it had a value.
+        #: Largest number of lines in a row in which the metric was null before its next value.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
