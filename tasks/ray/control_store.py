@@ -197,7 +197,7 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
 
 def uses_tls() -> bool:
-    """Return True if the environment variables make Ray encrypt its connections.
+    """Return True if the variable RAY_USE_TLS makes Ray encrypt its connections.
 
     Source: ray/_private/tls_utils.py.
     """

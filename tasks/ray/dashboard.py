@@ -69,8 +69,8 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
     """Return the number of accelerators, such as GPUs, among Ray resources.
 
     Args:
-        resources: Amounts of a node, bundle, actor or task, by the name of the Ray resource. None
-            if it has no resources.
+        resources: Amounts of the resources of a node, bundle, actor or task, by the name of the Ray
+            resource. None if there are no resources.
     """
     for kind in ACCELERATORS:
         if amount := (resources or {}).get(kind):
@@ -178,7 +178,7 @@ class Credentials:
         """Return the TLS context with which httpx verifies the cluster's certificate.
 
         Returns:
-            True instead of a context if httpx must use the public certificate authorities.
+            The context, or True if httpx must use the public certificate authorities.
         """
         try:
             return ssl.create_default_context(cafile=self.ca) if self.ca else True
@@ -330,8 +330,8 @@ class Dashboard:
 
         Args:
             address: URL of the dashboard.
-            credentials: Credentials for the cluster. If None, the cluster counts as the cluster
-                that the run of this process uses.
+            credentials: Credentials for the cluster. None to use the credentials of a process whose
+                run uses the cluster, see `Credentials.own`.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
@@ -694,6 +694,9 @@ def require_trusted_control_store(gcs_address: str) -> None:
 def driver_env(gcs_address: str) -> dict[str, str]:
     """Return the additional environment variables that a Ray driver of a cluster needs.
 
+    If the control store has a loopback address, the variables prevent the driver from replacing
+    that address. Otherwise, no variables are needed.
+
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).
     """
@@ -702,7 +705,9 @@ def driver_env(gcs_address: str) -> dict[str, str]:
 
 
 def prepare_driver(gcs_address: str) -> None:
-    """Prepare this process to become a Ray driver of a cluster with `ray.init`.
+    """Prepare this process to become a Ray driver of a cluster. Call this before `ray.init`.
+
+    The environment variables of `driver_env` are set in this process.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

@@ -214,7 +214,8 @@ def earliest_end(
 
 
 #: Longest time in seconds that a stop may take in addition to the grace period. The time covers 5 s
-#: that Ray waits after the grace period, and the delay until Ray notices the end of the job.
+#: that Ray waits after the grace period, and the delay until Ray notices the end of the job. After
+#: this time, Muster kills the supervisor actor of the job.
 _STOP_MARGIN_S = 8.0
 #: Longest wait in seconds for Ray to report a final state of the job after the SIGKILL of its
 #: supervisor actor. After this time, the job is reported as a leftover.

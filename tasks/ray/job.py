@@ -230,6 +230,10 @@ class RayJob(RunningComponent):
         """Return the end of the job's log and Ray's message about the end of the job.
 
         Lines that Ray has written to the log are removed.
+
+        Args:
+            since: Offset in the log, in bytes, at which reading begins.
+            until: Offset in bytes at which reading ends. None to read to the end of the log.
         """
         log_end = super().read_log_end(since, until)
         return read_last_job_lines(log_end, self._state if self._is_final else None)

@@ -154,7 +154,7 @@ class AgentConnection:
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
     #: Random number from the first message of the agent. The signature of a request covers this
-    #: number and the request, so nobody can use the signature again.
+    #: number and the request, so the signature is valid only once.
     _nonce: str
     #: Machine and user of the agent. Several Ray nodes may run on one machine. Their agents have
     #: equal values, and can kill the same processes.

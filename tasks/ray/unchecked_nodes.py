@@ -54,7 +54,7 @@ async def split_departed_nodes(
 
     Returns:
         A list of the unreachable nodes that still belong to the cluster, and a list with one phrase
-        for each node that has left the cluster. If the dashboard does not answer, all nodes of
+        for each node that no longer belongs to it. If the dashboard does not answer, all nodes of
         `unreached` count as nodes of the cluster.
     """
     try:

@@ -136,8 +136,8 @@ class ClusterNode:
     def usable_gpus(self) -> int:
         """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        The number is 0 if the node is drained. The queue then cannot grant the node's GPUs, even
-        after the runs on the node have ended.
+        The number is 0 if the node is drained, because the queue must not grant the node's GPUs
+        again when the runs on the node have ended.
         """
         if self.is_drained:
             return 0
@@ -465,9 +465,9 @@ class _ControlStore:
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
         """Request the resources of all nodes, and the placed actors outside placement groups."""
         usage_reply = self._usage(within_s)
-        # Send all requests at once, and the requests for actors last. If the replies do not name
-        # the owner of a used resource, the resource counts as used by programs outside of Muster.
-        # The queue may then grant too few GPUs, but never too many.
+        # Send all requests at once, and the requests for actors last. If no reply names the owner
+        # of a used resource, the resource counts as used by programs outside of Muster. So an
+        # incomplete reply may make the queue grant too few GPUs, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]

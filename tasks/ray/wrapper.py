@@ -54,7 +54,7 @@ _SIGINFO = struct.Struct("=IiiI112x")
 _PR_SET_DUMPABLE = 4
 #: Age of the command in seconds from which Ray's stop signal has certainly reached it. Ray first
 #: lists the processes of the tree and then sends the signal, so a process that starts after the
-#: listing gets no signal. To a younger command, the keeper sends the stop signal itself.
+#: listing gets no signal. The keeper itself sends the stop signal to a younger command.
 _YOUNG_S = 0.5
 #: Message "stop the command" from the front process to the keeper process, if the stop request came
 #: from another process than Ray's.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 EXTRAS = {"s3": "s3", "gs": "gcs", "file": ""}
 #: Other names of the protocols, as some trainers write them.
 _ALIASES = {"s3a": "s3", "gcs": "gs"}
-#: Matches the beginning of a URL. A path of this machine never matches.
+#: Matches the beginning of a URL. A local path never matches.
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 #: Matches a URL with a missing or additional slash or colon after its protocol.
 _MISTYPED = re.compile(r"(?i)(s3a?|gcs|gs|file)(?::/(?!/)|//|:(?!/))")
@@ -51,8 +51,8 @@ def find_url_fault(written: str) -> UrlFault | None:
     """Return the mistake in the URL of a checkpoint folder, or None if the URL is valid.
 
     Args:
-        written: Value of the key `checkpoints`, which may contain placeholders. A path of this
-            machine has no fault.
+        written: Value of the key `checkpoints`, which may contain placeholders. If it is a local
+            path, the result is None.
     """
     if not is_url(written):
         if _MISTYPED.match(written):

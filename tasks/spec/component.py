@@ -46,7 +46,7 @@ OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
 
 
-#: Signals that no program can handle, so that they cannot be a warning.
+#: Signals that no program can handle, so that they cannot be the warning signal of a component.
 _UNCATCHABLE = (signal.SIGKILL.name, signal.SIGSTOP.name)
 
 

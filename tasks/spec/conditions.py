@@ -114,7 +114,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def _check_node(node: ast.AST) -> None:
-    """Raise an InvalidCondition if a part of a condition is not in the allowed part of Python."""
+    """Raise InvalidCondition if a node of the syntax tree is not allowed in a condition."""
     match node:
         case ast.Constant(value=value):
             if isinstance(value, str) and _VARIABLE in value:

@@ -13,7 +13,7 @@ from tasks.spec.checkpoint_urls import find_url_fault, is_url
 from tasks.spec.secrets import looks_secret
 from tasks.spec.values import Text, make_refusal
 
-#: Largest number of paths that are taken from one value of a pipeline stage.
+#: Largest number of paths that `list_paths` returns for one value, such as the result of a step.
 _MAX_PATHS = 50
 #: Largest length of a path or URI, in characters.
 _MAX_LENGTH = 1000

@@ -56,7 +56,7 @@ _HELPER = re.compile(
     r"(?i)(^|[_-])(test|tests|eval\w*|data\w*|utils?|helpers?|config\w*|models?|plot\w*|serve\w*"
     r"|infer\w*|prepare\w*|convert\w*|download\w*|install\w*)($|[_-])"
 )
-#: Matches text in a Python script that is the main file of a program.
+#: Matches text in a Python file which shows that the file is the main file of a program.
 _MAIN = re.compile(r"__main__|\.parse_args\(|\.backward\(|\.train\(|\.fit\(")
 #: Matches the import of a library that computes on GPUs.
 _GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)\b|\bcuda\b")
@@ -77,7 +77,7 @@ _MAX_OTHER_SCRIPTS = 5
 class Draft:
     """A run spec for the training in a directory."""
 
-    #: Name of the recognised framework, such as `TRL`, or `a script`.
+    #: Name of the recognised framework, such as `TRL`. `a script` if no framework was recognised.
     framework: str
     #: Main file of the training, relative to the directory.
     file: Path
@@ -187,7 +187,11 @@ class _CandidateFile:
         return self.file.suffix == ".sh" or _MAIN.search(self.content) is not None
 
     def is_written_for(self, framework: Mapping[str, Any]) -> bool:
-        """Return True if the file starts a training of a framework."""
+        """Return True if the file starts a training with the given framework.
+
+        Args:
+            framework: An item of `ways` in `draft.yaml`.
+        """
         has_command = self.file.suffix in framework["commands"]
         return has_command and bool(re.search(framework["pattern"], self.content, re.MULTILINE))
 
@@ -292,7 +296,7 @@ class _SpecWriter:
         return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
 
     def _choose_options(self) -> dict[Purpose, ScriptOption]:
-        """Return the option of the script for each purpose for which it has one."""
+        """Return the options of the script whose purpose is known, by their purpose."""
         chosen: dict[Purpose, ScriptOption] = {}
         for option in self._options:
             if option.purpose is not None:

@@ -60,8 +60,8 @@ class KindProperties:
     is_requeued: bool = False
     #: False if the run fails before its first attempt, so that no attempt can be repeated.
     can_be_retried: bool = True
-    #: True if the attempt ends before its components have run. The delay before the next attempt
-    #: then depends only on the number of consecutive failures of this kind.
+    #: True if the attempt ends before its components have run. In that case, the delay before the
+    #: next attempt depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
     #: Largest number of attempts of a requeued run, including the first, if the run spec sets no
     #: number. None if there is no limit. A kind of failure has a limit if each attempt that fails

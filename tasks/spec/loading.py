@@ -334,7 +334,7 @@ def _find_evaluation_faults(written: Mapping[str, Any]) -> list[Fault]:
         written: The run spec as plain data. It has no other faults.
     """
     faults: list[Fault] = []
-    # The checkpoint is not known yet. For the validation, any text will do.
+    # The checkpoint is not known yet. The validation needs some text in its place.
     values = dict.fromkeys(placeholders.CHECKPOINT_NAMES, "checkpoint")
     for name in mapping_or_empty(written.get("evals")):
         try:

@@ -99,7 +99,8 @@ class Best(Model):
     )
 
 
-#: A point is stopped early only after a comparison with at least this number of other points.
+#: A point is stopped early only after a comparison with at least this number of other points,
+#: because fewer points show little about the usual value of the metric.
 MIN_OTHER_POINTS = 3
 
 
@@ -169,7 +170,7 @@ def list_points(
     The result depends only on the arguments, so every process of a pipeline gets the same points.
 
     Args:
-        name: Name of the stage. It determines the random points of a sample.
+        name: Name of the stage. It is part of the seed of the random points.
         matrix: The values of each key.
         sample: Number of random points. If None, the result has all combinations, and the last key
             changes fastest.

@@ -91,7 +91,7 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
     """Return True if the owner of a path is the only member of the path's group.
 
     Many systems give each user such a group, with the name of the user, and let the group write to
-    the user's files. That is harmless.
+    the user's files. That is harmless, because the group has no other member.
     """
     try:
         owner = pwd.getpwuid(status.st_uid)

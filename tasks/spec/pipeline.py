@@ -528,7 +528,7 @@ def _to_text(value: object) -> str:
 def is_pipeline_file(path: Path) -> bool:
     """Return True if a YAML file is the spec of a pipeline, and not the spec of a run.
 
-    Standard input is not read, and counts as the spec of a run.
+    Standard input is not read, because it can be read only once. It counts as the spec of a run.
     """
     if path == STANDARD_INPUT:
         return False
@@ -708,10 +708,10 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
 
 
 def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the placeholder names that later stages may use for a stage.
+    """Return the placeholder names with which later stages may refer to a stage.
 
     Args:
-        stage: The stage as plain data.
+        stage: The stage as plain data, to which the names refer.
 
     Returns:
         Maps each name, such as `stage.sft.run_id`, to True, or to False if its placeholder will
@@ -755,7 +755,8 @@ def _check_stage(
     with collect_faults(faults, f"{path}.spec"):
         check_stage_names(written, known_names)
     with collect_faults(faults, f"{path}.spec"):
-        # The values of `${stage...}` are not known yet. For the validation, any text will do.
+        # The values of `${stage...}` are not known yet. The validation needs some text in their
+        # place.
         parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).to_server_data()
 

@@ -87,7 +87,7 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
 
     The function takes the first of these interpreters that exists:
 
-    - the interpreter of the environment that VIRTUAL_ENV or CONDA_PREFIX of the spec names
+    - the interpreter of the environment in VIRTUAL_ENV or CONDA_PREFIX, if the spec sets either
     - the interpreter in the project's `.venv`, if that folder belongs to this user or to root
     - the interpreter that runs Muster
 
@@ -149,7 +149,9 @@ def find_active_environment(
 
 
 def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
-    """Return the spec with the activated Python environment of this shell, if the run needs it.
+    """Return the spec with the variable of this shell's activated Python environment in `env`.
+
+    If `find_active_environment` finds no such variable, the spec is returned unchanged.
 
     Args:
         spec: The run spec.
@@ -429,7 +431,7 @@ def _make_missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault
         place: Dotted path of the argument in the spec.
         noun: Kind of the file for the message, such as `script`.
         written: The file name as the user wrote it.
-        cwd: Directory at which a relative file name starts.
+        cwd: Directory in which a relative file name is looked up.
     """
     remedy = _suggest_name(cwd / written) or f"Muster searched in {(cwd / written).parent}"
     return Fault(path=place, problem=f"there is no such {noun}: {written}", remedy=remedy)

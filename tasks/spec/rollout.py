@@ -215,7 +215,7 @@ def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """Yield a fault for each size that must divide another size and does not."""
+    """Yield a fault for each size that does not divide another size, although it must."""
     tensor = ("tensor_parallel", sizes.tensor)
     replicas = ("the number of replicas", sizes.replicas)
     gpus = ("the number of GPUs of an engine", sizes.gpus)
@@ -262,7 +262,8 @@ _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: 
 def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
     """Return the arguments that Muster itself passes to a backend, by backend and spec key.
 
-    Arguments without a spec key are listed under `none`.
+    A user must not write these arguments into `args`, but may set the spec key. Arguments without a
+    spec key are listed under `none`.
     """
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 

@@ -37,7 +37,7 @@ _STEADY_WITHIN = 0.1
 #: A decline of a metric counts as noise if it is smaller than this multiple of the metric's mean
 #: change from step to step.
 _NOISE_FACTOR = 4.0
-#: Number of lines in a row in which a metric must be null for an alarm.
+#: Smallest number of lines in a row with a null metric that can raise an alarm.
 _MANY_NULLS = 10
 
 
@@ -309,7 +309,7 @@ class Alarms:
         """Evaluate a line of the metrics file and return the new alarms.
 
         If the step is lower than that of the previous line, the training went back to a checkpoint.
-        The rules then forget all earlier values.
+        In that case, the rules forget all earlier values.
 
         Args:
             step: Training step of the line.
