@@ -49,8 +49,8 @@ async def split_departed_nodes(
     Args:
         dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
         unreached: The nodes that could not be reached.
-        since: UTC epoch seconds. The phrases then also describe other nodes that the cluster has
-            lost since this time. None to describe only nodes of `unreached`.
+        since: Time in UTC epoch seconds. The phrases also describe other nodes that the cluster has
+            lost since this time. If None, the phrases describe only nodes of `unreached`.
 
     Returns:
         A list of the unreachable nodes that still belong to the cluster, and a list with one phrase

@@ -127,9 +127,9 @@ class ClusterNode:
     cluster: str = ""
     #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Number of GPUs of each known program whose GPUs count in `others_gpus`, by its name. A run of
-    #: Muster without a grant counts as such a program, for example if its flow run was deleted. Its
-    #: name is the run id.
+    #: Number of GPUs of each known program whose GPUs count in `others_gpus`, by the name of the
+    #: program. A run of Muster without a grant counts as such a program, for example after its flow
+    #: run was deleted. The name of such a run is its run id.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -172,8 +172,9 @@ class _CandidateFile:
     def rank(self) -> tuple[bool, int, int, bool, str]:
         """Sort key of the file. Files that are more likely the main file come first.
 
-        Helper files, such as `data.py`, come last. The other files are sorted by their depth in the
-        directory, the highest folder first. In the same depth, files with likely names come first.
+        Helper files, such as `data.py`, come last. The other files are sorted by the number of
+        folders in their path, the smallest number first. Of the files with the same number, those
+        with likely names come first.
         """
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]

@@ -54,9 +54,9 @@ class KindProperties:
     action: str
     #: Advice for the user, in plain text. Muster shows it if the failure itself has no hint.
     remedy: str
-    #: True if the run did not cause a failure of this kind. The run then returns to the queue for
-    #: another attempt. False if the run fails, unless the user lists the kind under `retry` in the
-    #: run spec.
+    #: True if a failure of this kind is not caused by the run, so that the run returns to the queue
+    #: for another attempt. False if the run fails, unless the user lists the kind under `retry` in
+    #: the run spec.
     is_requeued: bool = False
     #: False if the run fails before its first attempt, so that no attempt can be repeated.
     can_be_retried: bool = True
