@@ -37,8 +37,8 @@ EXIT_HOLDS = 0
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
-#: Seconds from the end of an actor until its living child processes count as leaked. Ray's
-#: deprecated subreaper takes 13 s to end a grandchild.
+#: Seconds from the end of an actor until its living child processes count as leaked. The value is
+#: larger than the 13 s that Ray's deprecated subreaper needs to end a grandchild.
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
@@ -46,8 +46,8 @@ _JOB_WITHIN_S = 120.0
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
-#: Kinds of child processes (keys of `SHAPES`) that stay in the process group of their Ray
-#: worker. Ray should end these processes together with the worker.
+#: Kinds of child processes that stay in the process group of their Ray worker. They are the first
+#: two keys of `SHAPES`. Ray should end these processes together with the worker.
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 

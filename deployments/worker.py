@@ -46,7 +46,8 @@ def main() -> None:
     # A shell without job control starts background processes with SIGINT ignored. After SIGTERM, a
     # Prefect worker sends SIGINT to itself. If the worker ignored SIGINT, it would never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # If a process ignores SIGCHLD, the kernel discards the exit codes of its children.
+    # This process may have inherited an ignored SIGCHLD. The kernel would then discard the exit
+    # codes of the worker's child processes, which are its runs.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (*make_own_command("deployments.prefect_worker"), *sys.argv[1:])
     os.execv(worker[0], worker)

@@ -157,7 +157,8 @@ def digest(automation: AutomationCore) -> str:
 def _sort_json(value: Any) -> Any:
     """Return a JSON value with sorted keys and sorted lists of strings.
 
-    Prefect converts some sets of strings to lists, so that the order of these lists is arbitrary.
+    Equal JSON values then have equal texts, which `digest` needs. The lists are sorted because
+    Prefect makes some of them from sets, so that their order is arbitrary.
     """
     if isinstance(value, dict):
         return {key: _sort_json(value[key]) for key in sorted(value)}

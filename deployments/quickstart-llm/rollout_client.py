@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Longest time, in seconds, from a prompt to its answers. It is longer than the restart of an
-#: engine.
+#: engine, so that a restart does not end the training.
 ANSWER_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a request.
 _RETRY_EVERY_S = 0.5
@@ -65,7 +65,8 @@ class Synced:
     version: int
     #: Indices of the engines that serve the committed weights.
     serving: tuple[int, ...]
-    #: `left_out[engine]` is the reason why the engine was not committed.
+    #: Engines that did not get the weights. The key is the index of an engine, and the value is the
+    #: reason.
     left_out: Mapping[int, str]
     #: Seconds from the begin of the weight sync to its commit. During this time, no engine samples
     #: answers.

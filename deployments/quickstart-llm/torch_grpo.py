@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """The fleet's gateway named other weights for an answer than the engine used."""
+    """An engine did not sample an answer with the weights that the fleet's gateway named for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,10 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Control value, in nats: the difference if the answers are recomputed with wrong weights,
-    #: those of the preceding version. The largest difference of each version is computed, and the
-    #: smallest of these values is stored. If the value is not much larger than `gap`, the check
-    #: cannot detect wrong weights. None if no earlier weights are kept.
+    #: Like `gap`, but recomputed with wrong weights on purpose: those of the preceding version. If
+    #: the answers have several versions, this is the smallest of the versions' values. The check
+    #: can detect wrong weights only if this value is much larger than `gap`. None if no earlier
+    #: weights are kept.
     gap_before: float | None
 
 

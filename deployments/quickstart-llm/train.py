@@ -52,8 +52,9 @@ LATEST = "latest"
 KEPT_VERSIONS = 8
 #: Time, in seconds, between two checks for restarted engines that lack the current weights.
 CHECK_EVERY_S = 2.0
-#: Longest time, in seconds, until an engine has loaded new weights. It must be longer than the
-#: time that the restart of an engine takes.
+#: Longest time, in seconds, that a weight sync is repeated until at least one engine has loaded the
+#: weights. If all engines are restarting, the training waits for them. So this time must be longer
+#: than the restart of an engine.
 PUBLISH_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a weight sync.
 RETRY_EVERY_S = 1.0
@@ -187,8 +188,9 @@ class Training:
         options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # Store the weights before the weight sync: an engine may answer with these weights as soon
-        # as the sync has ended.
+        # Keep a copy of the weights, with which answers of this version are checked. Store the copy
+        # before the weight sync, because answers of this version may arrive as soon as the sync has
+        # ended.
         self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }

@@ -36,7 +36,8 @@ from tenacity import RetryError
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
 #: Seconds between two lines of output about the progress.
 SAY_EVERY_S = 2.0
-#: Value in `inference_logprobs` for a token that the policy did not generate.
+#: Value in `inference_logprobs` for a token that the policy did not generate. It cannot be confused
+#: with a log-probability, because log-probabilities are at most 0.
 NO_LOG_PROB = 1.0
 
 
@@ -92,8 +93,9 @@ class CopyEnvironment(BaseEnv):
             # The gateway of a rollout fleet requires this token if other users can reach it. The
             # trainer's own server ignores the token.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Seconds until a request fails. Muster's liveness probe detects a hanging trainer
-            # earlier, so that the run reports the trainer as the cause and not this environment.
+            # Longest time, in seconds, that a request to the trainer may take. It is long enough
+            # for Muster's liveness probe to detect a hanging trainer first. The run then names the
+            # trainer as the cause of the failure, and not this environment.
             timeout=60,
         )
         # Return the server's config in a list. With a single config, Atropos would ignore
@@ -168,8 +170,9 @@ class CopyEnvironment(BaseEnv):
 
 
 def main() -> None:
-    # Atropos logs a line in each iteration of its main loop, and sets the level of its logger. The
-    # level of the root logger has no effect on these lines, so set the level of the handlers.
+    # Hide the line that Atropos logs in each iteration of its main loop. The level of the root
+    # logger does not hide this line, because Atropos sets the level of its own logger. So set the
+    # level of the handlers.
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)

@@ -54,7 +54,8 @@ class StepStats:
     reward: float
     #: Mean entropy of the policy in nats per generated token.
     entropy: float
-    #: Negative clipped objective of GRPO. It is about 0 if the policy itself sampled the answers.
+    #: Negative clipped objective of GRPO. It is about 0 if the present policy sampled the answers,
+    #: because the advantages of each group add up to 0.
     loss: float
     #: Share of tokens whose gradient was set to 0 by the clipping, from 0 to 1.
     clip_fraction: float

@@ -182,8 +182,8 @@ def generate(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
         body: JSON body of the request: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
 
     Returns:
-        The JSON body. Under the key `logprobs`, `logprobs[answer][position]` is a list with one
-        dictionary: the log-probability of the sampled token, by the token.
+        The JSON body. The value of its key `logprobs` is a list of lists. In it,
+        `logprobs[answer][position]` is `[{token: log_prob}]` for the sampled token.
 
     Raises:
         BadRequest: A value of the request is not valid.

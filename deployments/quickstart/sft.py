@@ -147,8 +147,8 @@ def tune_step(state: TrainState, plan: Plan) -> tuple[TrainState, StepStats]:
 def build_examples(policy: Policy, count: int, rng: random.Random) -> Batch:
     """Return a batch of right answers to new prompts, as if the policy had sampled the answers.
 
-    Each answer has an advantage of 1. The gradient of GRPO's loss is then the gradient of the
-    cross-entropy.
+    Each answer has an advantage of 1. With this advantage, the gradient of GRPO's loss equals the
+    gradient of the cross-entropy.
 
     Args:
         policy: The policy, for the log-probabilities of the answers.

@@ -92,7 +92,8 @@ class LockedRayDirectory:
     def restore(self) -> None:
         """Create the directory for Ray's files again if it was deleted, and lock the directory.
 
-        Call this before each start of the Ray head.
+        The lock prevents systemd-tmpfiles from deleting old files in the directory. Call this
+        method before each start of the Ray head.
 
         Raises:
             OSError: The directory cannot be created, or other users may enter it.

@@ -171,11 +171,13 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
 
 
 def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
-    """Put each deployment whose work pool was deleted into the pool of its flow again.
+    """Put each deployment whose work pool was deleted into a work pool again.
 
-    After the deletion of a work pool, the server keeps the pool's deployments without a pool, and
-    no worker starts their runs. A deployment that a process serves never had a pool, and has no
-    pull steps.
+    Deployments of the flow `train` get the pool POOL, and those of `pipeline` get PIPELINES_POOL.
+
+    If a work pool is deleted, the server keeps the pool's deployments without a pool, and no worker
+    starts their runs. Deployments that a process serves need no pool and are not changed. They are
+    recognised by their missing pull steps.
     """
     for flow, pool in ((_TRAIN, POOL), (_PIPELINE, PIPELINES_POOL)):
         name_filter = FlowFilter(name=FlowFilterName(any_=[flow]))

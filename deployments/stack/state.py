@@ -201,7 +201,7 @@ class StackPlace:
 
     @staticmethod
     def of_home() -> StackPlace:
-        """Return the stack directory of the MUSTER_HOME of this process."""
+        """Return the directory `stack` in the MUSTER_HOME of this process."""
         return StackPlace(directory=muster_home() / "stack")
 
     @property

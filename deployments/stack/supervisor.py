@@ -124,8 +124,8 @@ class Supervisor:
         """Start all parts in order, each as soon as the part before is ready.
 
         Returns:
-            True if the stack is up. False if a part failed, the stack was stopped, or `muster up`
-            closed its end of the pipe.
+            True if the stack is up. False if a part failed, the stack was stopped, or the process
+            `muster up` that waits for this start has ended.
         """
         for component in self._blueprint.plan.components:
             if self._report.is_broken:

@@ -71,7 +71,8 @@ class StagePlan:
     name: str
     #: Names of the stages that must have ended before this stage begins.
     needs: tuple[str, ...]
-    #: Name of the stage, or the names `NAME.N` of all points of its matrix.
+    #: Names under which the stage has runs: for a stage without a matrix, only the stage's name;
+    #: for a stage with a matrix, one name `NAME.N` for each point.
     units: tuple[str, ...]
     #: Largest number of active runs of the stage, or None if there is no limit.
     at_most: int | None = None
@@ -80,13 +81,14 @@ class StagePlan:
 
 
 class StageState(Enum):
-    """State of a stage, as the present flow process of the pipeline sees it."""
+    """State of a stage of a pipeline."""
 
     #: A stage that this stage needs has not ended, or the pipeline stops before this stage.
     WAITING = "waiting"
     #: The stage has begun and has not ended.
     ACTIVE = "active"
-    #: Each run of the stage, one for each matrix point, has completed or was stopped early.
+    #: All runs of the stage have completed or were stopped early. A stage with a matrix has one run
+    #: for each point of the matrix.
     COMPLETED = "completed"
     #: All runs of the stage have ended, and one of them has failed or was cancelled.
     FAILED = "failed"

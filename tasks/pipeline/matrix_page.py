@@ -58,7 +58,7 @@ class MatrixPage:
         #: Time at which the artifact of a matrix was last updated, in seconds of `clock`. The key
         #: is the name of the stage with the matrix.
         self._updated_s: dict[str, float] = {}
-        #: Artifact of each matrix, by the key of the artifact.
+        #: Client that updates the artifact of a matrix. The dictionary's key is the artifact's key.
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:

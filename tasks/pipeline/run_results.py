@@ -42,7 +42,8 @@ class RunResults:
         """
         self._requests = requests
         self._secrets = frozenset(secrets)
-        #: Result of each completed step, or the fault of the result, by the id of the flow run.
+        #: Result of each completed step. The keys are flow run ids. If a result is missing or not
+        #: valid, the value is an exception that says so.
         self._results: dict[str, Any] = {}
         #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
         #: flow run ids of the completed points. None if a point has no such number.
@@ -89,8 +90,8 @@ class RunResults:
         Args:
             stage: The stage of the run.
             run: The completed run.
-            key: Key of the number or name of the metric. It must be the same at each call for the
-                run.
+            key: Key of the number in the result, or name of the metric. Each call for the same run
+                must pass the same key, because the number is read only once.
         """
         if run.flow_run_id not in self._figures:
             self._figures[run.flow_run_id] = self._read_figure(stage, run, key)

@@ -93,7 +93,8 @@ class PipelineSession:
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
-        #: All runs of the pipeline's stages when the Prefect server was last asked, in any order.
+        #: All runs of the pipeline's stages, as the Prefect server last returned them. The order is
+        #: arbitrary.
         self._runs: list[StageRun] = []
         #: State of each stage at the last decision, by name.
         self._states: Mapping[str, StageState] = {}
@@ -178,9 +179,10 @@ class PipelineSession:
         self._matrix_page.show(self._values(decision.states))
         if decision.is_over or self.cancel_reason:
             return False
-        # If a run is being cancelled, the pipeline will end, too, unless the pipeline itself stops
-        # the run early. So wait for the end of the run, and do not hand over the pipeline. For
-        # example, `muster down` cancels all runs of this machine.
+        # After a run has been cancelled, the pipeline ends as well, so no other process needs to
+        # continue the pipeline. Therefore wait for the end of the run instead of a handover. For
+        # example, `muster down` cancels all runs of this machine. Runs that the pipeline itself
+        # stops early do not end the pipeline.
         is_cancelling = any(run.is_cancelling and not run.stop_reason for run in decision.active)
         if self.hand_over_reason and not is_cancelling:
             self._hand_over(_describe_handover(decision))
@@ -337,7 +339,7 @@ class PipelineSession:
             tag: Tag of the runs with the same inputs.
 
         Returns:
-            True if an earlier run with a usable result was found.
+            True if an earlier run with a usable result was found, so no new run is needed.
         """
         for flow_run in self._requests.ask(lambda client: [*find_cached_runs(client, tag)]):
             cached = describe_stage_run(step.stage, step.number, flow_run)

@@ -302,7 +302,7 @@ def use_cached_run(
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
         unit: Name of the stage, or `NAME.N` for the point N of its matrix.
-        number: Number of the replaced run among the runs of the unit, from 1.
+        number: Number that the new run would have among the runs of the unit, from 1.
         flow_run: The earlier, completed flow run.
 
     Returns:

@@ -286,12 +286,12 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
-    """Yield the first eight lines. If there are more, yield a line with their number.
+    """Yield the first eight lines. If there are more, add a line such as `and 3 more alarms`.
 
     Each line is cut after 160 characters.
 
     Args:
-        noun: Plural noun for the lines, such as `components`.
+        noun: Plural noun for the things that the lines describe, such as `alarms`.
     """
     for line in lines[:_STORY_ITEMS]:
         yield line[:_STORY_COLUMNS]

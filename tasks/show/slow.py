@@ -24,7 +24,8 @@ from tasks.spec.watch import list_metric_sections
 
 #: Number of last training steps, or of last samples, whose values count as recent.
 _RECENT_COUNT = 10
-#: Largest number of training steps, or of samples, whose values are kept in memory.
+#: Largest number of training steps whose durations are kept in memory. The same limit applies to
+#: the samples of the GPU utilisation and of the response times.
 _KEPT_COUNT = 2000
 #: Recent values are compared with earlier values only if at least this number of earlier values
 #: exist.
@@ -150,7 +151,7 @@ class Slow:
     gpus: Mapping[str, Measured]
     #: Response times of the inference fleet in seconds. The keys are `p50`, `p99` and `max`.
     requests: Mapping[str, Measured]
-    #: Standard error of the recent duration of a training step, in seconds.
+    #: Standard error of the mean duration of the recent training steps, in seconds.
     step_error_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:

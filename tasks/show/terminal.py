@@ -219,7 +219,7 @@ class Terminal:
         """Write the buffered lines, and redraw the status area at the bottom of the terminal.
 
         Args:
-            is_last: True at the end of the run. The status area is then removed.
+            is_last: If True, the status area is removed, because the run has ended.
         """
         with self._lock:
             lines = list(self._lines)
