@@ -30,10 +30,10 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-#: Exit status if no process leaked that Ray is able to end, and no exit code was lost.
+#: Exit status if Ray ended all processes that it is able to end, and no exit code was lost.
 EXIT_HOLDS = 0
-#: Exit status if a process leaked that Ray is able to end, or if an exit code was lost: a parent
-#: process in a Ray job saw 0 instead of the exit code of its child.
+#: Exit status if Ray left a process running that it is able to end, or if an exit code was lost. A
+#: lost exit code means that a parent process in a Ray job saw 0 instead of its child's exit code.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the results.
 
     Returns:
-        0 if all processes ended that Ray is able to end. 1 if a process leaked that Ray is able to
-        end, or if an exit code was lost. 2 if the cluster cannot be queried.
+        0 if Ray ended all processes that it is able to end, and no exit code was lost. 1 if Ray
+        left such a process running, or if an exit code was lost. 2 if the cluster cannot be
+        queried.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))

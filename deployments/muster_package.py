@@ -67,7 +67,8 @@ def _find_folder() -> Path:
 def _pop_modules() -> dict[str, ModuleType]:
     """Remove all modules of the packages `tasks`, `flows` and `deployments` from `sys.modules`.
 
-    The project of the user may have packages with these names, too.
+    The project of the user may have packages with these names, too. After the removal, an import
+    loads Muster's packages.
 
     Returns:
         The removed modules by name.
@@ -101,7 +102,7 @@ MusterError = _errors.MusterError
 InvalidSpec = _errors.InvalidSpec
 BadArgument = _errors.BadArgument
 
-# Pickled objects name the module of their class. The name `tasks.client` may belong to a module of
-# the project.
+# Make pickled objects refer to this module, and not to the module that defines their class. If the
+# project has its own package `tasks`, the name `tasks.client` would not lead to Muster's module.
 for _class in (RunHandle, MusterError, InvalidSpec, BadArgument):
     _class.__module__ = __name__

@@ -155,7 +155,8 @@ def serve() -> None:
     """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
     # Limit the number of flow runs in this process: one of each flow, and another for a slow flow.
-    # Prefect's server can limit a deployment, too, but never frees the slots of a killed process.
+    # A concurrency limit of a deployment is no alternative, because Prefect's server never frees
+    # the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:
         for served in SERVED:

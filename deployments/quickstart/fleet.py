@@ -29,7 +29,8 @@ GONE_AFTER_S = 10.0
 RETRY_EVERY_S = 0.2
 #: Longest time, in seconds, that one call of `push` may take to bring new weights to the servers.
 PUSH_WITHIN_S = 30.0
-#: Longest time, in seconds, that a server may take to read the weights.
+#: Longest time, in seconds, that one server may take to read the weights. It is shorter than the
+#: limit of `push`, so that one slow server does not use up the whole time.
 READ_WITHIN_S = 5.0
 
 
@@ -62,7 +63,7 @@ class Fleet:
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        # Ignore the proxy of the environment variables: both processes run on this host.
+        # Ignore proxies that environment variables name, because the gateway runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         #: Step of the last weights that were pushed, or None before the first push.
         self._pushed_step: int | None = None

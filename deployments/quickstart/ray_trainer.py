@@ -68,7 +68,8 @@ class TrainerActor:
 def main() -> int:
     """Run the training in an actor, and return the exit status."""
     options = _parser().parse_args()
-    # `ray.init` may replace the working directory by a new copy, so this line comes before it.
+    # Compute this relative path before `ray.init`, which may change the working directory to a new
+    # copy of the directory.
     folder = os.path.relpath(Path(__file__).parent)
     ray.init()
     # Set the handlers after `ray.init`, which sets its own SIGTERM handler.

@@ -34,7 +34,7 @@ PIPELINES_POOL = "pipelines"
 QUEUE_PAGE = "/v2/artifacts/key/gang-queue"
 #: Path of the page in the Prefect UI that shows the nodes of the work pool `gang`.
 NODES_PAGE = "/v2/artifacts/key/gang-nodes"
-#: Start of the last line that `deployments.stack.setup` prints after it succeeded.
+#: Start of the last line that `deployments.stack.setup` prints if it has succeeded.
 SET_UP = "Set up:"
 #: Environment variable with the id of the `muster up` stack. Every process of a stack has this
 #: variable, also the processes of runs.

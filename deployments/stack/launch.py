@@ -26,7 +26,8 @@ from tasks.processes.own_modules import make_own_command
 from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
 
-#: Longest time, in seconds, that the Ray head may take to end after SIGINT. Then it gets SIGKILL.
+#: Longest time, in seconds, that the Ray head may take to end after SIGINT. After this time, it
+#: gets SIGKILL.
 _RAY_STOP_WITHIN_S = 20.0
 #: Longest time, in seconds, until a restarted Ray cluster with all of its nodes answers.
 _RAY_RESTART_WITHIN_S = 240.0
@@ -138,8 +139,8 @@ def stop(stack: Stack) -> None:
     If the supervisor does not end in time, kill the supervisor. The guardian process of each
     program of the stack then ends the program.
     """
-    # Compute the time limit before the signal is sent. After that, the registry of components may
-    # already lack the grace periods of components that have ended.
+    # Compute the time limit before the signal is sent. It contains the grace periods of the running
+    # components, which may be missing in the registry of components as soon as components end.
     within_s = teardown_s() + STOP_WITHIN_S
     stack.supervisor.send(signal.SIGTERM)
     if not stack.supervisor.is_gone_within(within_s):
@@ -183,5 +184,5 @@ def _has_died_within(place: StackPlace, deaths: int, limit_s: float) -> bool:
 
 
 def read_last_lines(log: Path) -> str:
-    """Return the last lines of a log file."""
+    """Return the last lines of a log file as one text."""
     return last_lines(read_tail(log))

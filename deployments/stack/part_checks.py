@@ -170,7 +170,7 @@ def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
     try:
         return read_other_worker(_request_json(client, "GET", variable_url)["value"])
     except _NoAnswer:
-        # The worker has not written the variable yet, or the server does not answer.
+        # The worker has not written its Prefect variable yet, or the server does not answer.
         return ""
 
 

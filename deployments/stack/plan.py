@@ -66,12 +66,14 @@ _RAY_PORTS = {
 }
 #: Ray's environment variables for the Ray head and every Ray node.
 #:
-#: With the first settings, Ray detects a crashed or stopped node after about 8 seconds instead of
-#: 65. Muster's queue then grants GPUs of other nodes to the run that used the node.
+#: With the health check settings, Ray detects a crashed or stopped node after about 8 seconds
+#: instead of 65. After that, Muster's queue grants GPUs of other nodes to the run that used the
+#: node.
 #:
-#: With the last settings, Ray kills the process group of a worker process when the worker ends.
-#: Ray's subreaper would kill more processes, but is deprecated. With the subreaper, workers also
-#: ignore SIGCHLD, and a crashed child process of a worker appears to have exited with code 0.
+#: The setting for process groups makes Ray kill the process group of a worker process when the
+#: worker ends. The setting for the subreaper turns it off. The subreaper would kill more processes,
+#: but it is deprecated. It also makes workers ignore SIGCHLD, so that a crashed child process of a
+#: worker appears to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -240,14 +242,14 @@ def _plan_ray_head(
             "start",
             "--head",
             "--block",
-            # Without CPUs and GPUs, the only processes of runs on the head are the drivers of Ray
-            # jobs.
+            # Give the head no CPUs and GPUs, so that Ray starts no tasks and actors of runs on it.
+            # Only the drivers of Ray jobs run there.
             "--num-cpus=0",
             "--num-gpus=0",
             f"--node-name={RAY}",
             *port_options,
-            # 0 takes any free ports. Ray refuses to start if one of the ports above is in the
-            # default range of worker ports.
+            # 0 lets Ray take any free ports for its workers. With the default range of worker
+            # ports, Ray would refuse to start if one of the head's own ports were in this range.
             "--min-worker-port=0",
             "--max-worker-port=0",
             f"--dashboard-host={HOST}",

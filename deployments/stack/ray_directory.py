@@ -58,7 +58,8 @@ def create_ray_directory(home: Path) -> Path:
 def delete_ray_directory(directory: Path, home: Path) -> None:
     """Delete the directory for Ray of a stack that has ended.
 
-    A directory with an unexpected name is not deleted, because the path comes from a file.
+    The path comes from `stack.json`, which may be damaged. So the directory is deleted only if it
+    has a name that `create_ray_directory` gives.
 
     Args:
         directory: The directory for Ray.

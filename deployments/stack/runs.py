@@ -31,8 +31,8 @@ def end_runs(worker: int, *, within_s: float) -> None:
     """
     tree.signal_process(worker, signal.SIGSTOP, parent=tree.read_parent(worker))
     runs = tree.children(worker)
-    # Compute the grace period before the first SIGTERM. After that, the registry of components may
-    # already lack the grace periods of components that have ended.
+    # Compute the grace period before the first SIGTERM. It contains the grace periods of the
+    # running components, which may be missing in the registry of components as soon as they end.
     grace_s = max(map(teardown_s, runs), default=0.0)
     for run in runs:
         tree.signal_process(run, signal.SIGTERM, parent=worker)

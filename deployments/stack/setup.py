@@ -65,9 +65,10 @@ class WrongPool(Exception):
 def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, and register this machine in it.
 
-    This machine's GPUs are for runs without Ray, and the stack's Ray cluster is for the other runs.
-    If the work pool exists, its other settings stay unchanged. If a worker has created it again
-    after a deletion, it also gets its description and its concurrency limit again.
+    The pool's settings get this machine's GPUs for runs without Ray, and the stack's Ray cluster
+    for the other runs. If the work pool exists, its other settings stay unchanged. There is one
+    exception: a user deleted the pool, and a worker created the pool again with default settings.
+    This function then also restores the pool's description and concurrency limit.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.

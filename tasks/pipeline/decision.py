@@ -108,7 +108,7 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
-    #: State of each stage, by name, at a time when the runs in `begins` are not created yet.
+    #: State of each stage, by name, before the runs in `begins` are created.
     states: Mapping[str, StageState]
     #: The skipped stages. The key is the name of a stage, and the value is the reason.
     skipped: Mapping[str, str]

@@ -163,8 +163,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         sampler=optuna.samplers.RandomSampler(),
     )
     if rule.rule == "median":
-        # The median of all points includes the point itself. Otherwise, a rounding error could stop
-        # the point in the middle.
+        # Include the point itself in the median of all points. If its value is the median, both are
+        # then exactly equal, so that no rounding error can stop the point.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
             for figure in (*others, best)
@@ -173,7 +173,7 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         for figure in others:
             trial = study.ask()
             trial.report(figure, step)
-            # The pruner of successive halving records the figure of a trial only in this call.
+            # Optuna's pruner for successive halving stores the value of a trial only in this call.
             trial.should_prune()
     trial = study.ask()
     trial.report(best, step)

@@ -19,8 +19,8 @@ from tasks.show.pictures import MatrixCurve, draw_matrix
 from tasks.show.run_view import Shown
 from tasks.spec.pipeline import Stage
 
-#: Shortest time in seconds between two updates of a matrix's artifact, if since the last update
-#: only numbers have changed, and no state of a run.
+#: Shortest time in seconds between two updates of a matrix's artifact, if only numbers change. If
+#: the state of a run has changed, the artifact is updated at once.
 _FIGURES_EVERY_S = 10.0
 
 
@@ -28,8 +28,7 @@ class MatrixPage:
     """Shows a picture and a table of each matrix of a pipeline in the Prefect UI.
 
     A matrix of a stage is a list of sets of values. Each set of values is a point, and the stage
-    is run once for each point. Each
-    matrix has one Prefect artifact, which is updated in place.
+    is run once for each point. Each matrix has one Prefect artifact, which is updated in place.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class MatrixPage:
         self._clock = clock
         #: Content of each matrix's artifact at its last update, by the name of the stage.
         self._contents: dict[str, Shown] = {}
-        #: State of each point of a matrix at the last update of the artifact, by the name of the
-        #: stage.
+        #: States of the points of each matrix at the last update of its artifact. The key is the
+        #: name of the stage with the matrix.
         self._states: dict[str, list[str]] = {}
         #: Time at which the artifact of a matrix was last updated, in seconds of `clock`. The key
         #: is the name of the stage with the matrix.

@@ -24,13 +24,12 @@ class PointHistories:
     """
 
     def __init__(self) -> None:
-        #: Reader of each metric, by the name of the run and the key of the metric. Before a run
-        #: begins, its name is not yet the run id, and it has no files.
+        #: Reader of each metric, by the name of the run and the key of the metric.
         self._readers: dict[tuple[str, str], MetricReader] = {}
         #: Values of each metric at the last read, by the name of the run and the key of the metric.
         self._histories: dict[tuple[str, str], PointHistory] = {}
-        #: Metrics that were read after the end of their run, as pairs like the keys of
-        #: `_histories`. These metrics cannot change, so they are not read again.
+        #: Metrics that were read after the end of their run, as pairs of the run's name and the
+        #: metric's key. These metrics cannot change, so they are not read again.
         self._complete: set[tuple[str, str]] = set()
         #: Names of the runs whose metrics could not be read at the last call.
         self._unreadable: set[str] = set()

@@ -46,7 +46,7 @@ class ServerRequests:
         self.ending.set()
 
     def hurry(self) -> None:
-        """Stop waiting for a server that does not answer. `end_soon` must have been called."""
+        """Stop waiting for a server that does not answer. Call `end_soon` first."""
         self.is_hurried = True
 
     def ask(self, request: Callable[[SyncPrefectClient], T]) -> T:

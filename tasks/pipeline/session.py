@@ -66,8 +66,8 @@ from tasks.spec.secrets import drop_common_values, find_env_secrets
 
 _log = logging.getLogger(__name__)
 
-#: Seconds from a handover of the pipeline until the next flow process may start. The old flow
-#: process exits within this time.
+#: Seconds from a handover of the pipeline until the next flow process may start. This is long
+#: enough for the old flow process to exit first.
 _DUE_AFTER_S = 5.0
 
 #: Function that returns a fault for each stage that can never fit on its cluster.
@@ -441,9 +441,9 @@ def _describe_handover(decision: PipelineDecision) -> str:
 
 
 def pipeline_id_of_flow_run() -> str:
-    """Return the name of the pipeline's flow run that runs in this process.
+    """Return the name for the flow run of the pipeline in this process.
 
-    All processes of the same flow run get the same name.
+    Each process of the same flow run returns the same name.
     """
     return flow_process.make_current_run_id(
         flow_process.get_current_spec(PipelineSpec).name, "pipeline"
@@ -457,8 +457,8 @@ def open_pipeline(
     """Open the pipeline of the active flow run, as a context manager.
 
     While the context is open, a signal or a cancellation ends the pipeline and all active runs.
-    There is one exception: if a worker sends SIGTERM without a cancellation, the
-    pipeline is handed over to a process of the next worker.
+    There is one exception: if a worker sends SIGTERM without a cancellation, the pipeline is handed
+    over to a process of the next worker.
 
     Args:
         spec: Spec of the pipeline.

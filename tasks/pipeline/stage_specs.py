@@ -68,10 +68,10 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
     """Return the pipeline with a code version in the run spec of each of its stages.
 
-    The project's code is stored, and the version of the stored code is written into each step and
-    each run spec that has no key `code`. If the key `code` is there, this code must be available.
-    Each step and run spec also names the Python environment that is activated in this shell, if the
-    run needs it.
+    The project's code is stored. Its version is written into each step and each run spec that has
+    no key `code`. If a step or run spec has the key `code`, the named code must be available. If a
+    run needs the Python environment that is activated in this shell, its spec also gets the
+    environment's variable VIRTUAL_ENV or CONDA_PREFIX.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.

@@ -14,7 +14,8 @@ from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
-#: Text in the advice for a kind of failure that stands for the path of the hang report.
+#: Words in the general advice for a kind of failure. Before the advice is shown, these words are
+#: replaced by the actual path of the component's hang report.
 _HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
 
 

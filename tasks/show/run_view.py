@@ -36,8 +36,8 @@ class Shown:
     data: str | float
     #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
-    #: SVG picture that the artifact's card in the Prefect UI shows instead of the headline, or an
-    #: empty string. The headline is then the alternative text of the picture.
+    #: SVG picture that the artifact's card in the Prefect UI shows, or an empty string. With a
+    #: picture, the headline is not shown as text. It is the alternative text of the picture.
     picture: str = ""
 
 
@@ -381,7 +381,7 @@ class ObservedRun:
 class RunView:
     """Snapshot of a run: its spec, its record, and its state according to its events."""
 
-    #: Time to which the data belong, in UTC epoch seconds.
+    #: Time of this snapshot, in UTC epoch seconds.
     at: float
     #: The run spec. Its placeholders are filled in if an attempt has begun.
     spec: RunSpec
@@ -433,8 +433,9 @@ def describe_job(event: Event) -> str:
 def describe_component_state(attempt: AttemptRecord, name: str) -> str:
     """Return the state of a component in an attempt: `starting`, `ready`, or how it ended.
 
-    If SIGTERM or a similar signal ended the component, the text is `stopped by SIGTERM`. This does
-    not apply to the component that failed first.
+    If SIGTERM or a similar signal ended the component, Muster probably sent the signal to stop it.
+    The text is then `stopped by SIGTERM`. For the component that failed first, it is `killed by
+    SIGTERM`.
 
     Args:
         attempt: The attempt.
