@@ -37,7 +37,7 @@ _SLEEP_S = 10_000
 #: Environment variable of every spawned process. Its value identifies the processes that one actor
 #: has spawned, even after the actor has ended.
 _MARK = "MUSTER_CHECK_ID"
-#: Longest time, in seconds, until the spawned processes run.
+#: Longest time, in seconds, from the start of a command until its `sleep` process runs.
 _STARTED_WITHIN_S = 60.0
 #: Python program that starts `sleep` as its child process.
 _GRANDCHILD = f"import subprocess; subprocess.run(['sleep', '{_SLEEP_S}'])"
@@ -77,7 +77,9 @@ class _Spawner:
     """Ray actor that spawns child processes. The check then kills the actor."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
-        """Start a command, wait until its `sleep` process runs, and return the pid of the actor.
+        """Start a command, wait until its `sleep` process runs, and return the pid of this actor.
+
+        The check then kills the process with this pid.
 
         Args:
             argv: The command.

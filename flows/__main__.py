@@ -4,8 +4,8 @@ With `--template`, the process is a fork server, which imports all modules in ad
 that are forked from it each execute a flow run or a `muster train`. See tasks/queue/fork_server.py.
 
 This module imports Muster's package `flows` before Prefect imports a flow. Prefect puts the working
-directory of the run, which is the project of a user, first on the import path. The project may also
-have a folder `flows`.
+directory of the run, which is the project of a user, first on the import path. If the project has
+its own folder `flows`, Prefect would otherwise import that folder.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""The flow `pipeline`: a graph of runs and steps. Each can use the results of earlier ones."""
+"""The flow `pipeline`: a graph of runs and steps, which can use the results of earlier stages."""
 
 from __future__ import annotations
 

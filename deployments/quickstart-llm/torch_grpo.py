@@ -90,7 +90,7 @@ class AnswerCheck:
 
 
 def build_batch(groups: Sequence[Group]) -> Batch:
-    """Return the tensors of the groups. All prompts must have the same length."""
+    """Convert groups to a batch of tensors. All prompts must have the same length."""
     answers = [answer for group in groups for answer in group.answers]
     rows = [
         [*tokenize(group.prompt), *_pad(answer.tokens, END)]

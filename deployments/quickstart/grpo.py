@@ -93,7 +93,8 @@ def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
     clipped = np.clip(ratios, 1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE) * batch.advantages
     cut = clipped < unclipped
 
-    # Derivative of the loss by the log-probabilities of the generated tokens, then by the logits.
+    # Compute the gradient of the loss with respect to the log-probabilities of the generated
+    # tokens. From it, compute the gradient with respect to the logits.
     log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
     logits_gradient = -probs * log_prob_gradient[:, None]
     logits_gradient[rows, batch.actions] += log_prob_gradient

@@ -281,9 +281,9 @@ def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     """Load new weights, and return the response to POST /update_weights_from_disk.
 
     Args:
-        sampler: Gets the new weights.
-        body: JSON body of the request: `{model_path: str}`. The file at this path has the content
-            of `Weights.as_bytes`.
+        sampler: The sampler that uses the new weights from now on.
+        body: JSON body of the request: `{model_path: str}`. The file at this path must be an .npz
+            file with the content that `Weights.as_bytes` returns.
 
     Raises:
         BadRequest: The file cannot be read, or it does not contain weights of this policy.

@@ -4,7 +4,7 @@ Ray's default is a directory below /tmp. Many machines delete files below /tmp t
 old, for example with systemd-tmpfiles. New Ray jobs then fail, although the cluster still answers.
 
 So the directory is in the MUSTER_HOME, where no program cleans up. If the paths of Ray's sockets
-would then be too long, the directory is below /tmp. In both cases, the supervisor of the stack
+would be too long there, the directory is below /tmp. In both cases, the supervisor of the stack
 holds a lock on the directory, because systemd-tmpfiles skips directories that are locked.
 
 Source: tmpfiles.d(5), "Controlling automatic clean-up"; ray/_private/node.py, `Node`.

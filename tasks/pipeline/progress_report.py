@@ -34,7 +34,7 @@ class ProgressReport:
         Args:
             flow_run_id: Id of the pipeline's flow run.
             requests: Connection to the Prefect server.
-            stage_names: Names of the stages, in the order of the file.
+            stage_names: Names of the stages, in the order of the pipeline file.
         """
         self._flow_run_id = flow_run_id
         self._requests = requests

@@ -1,4 +1,4 @@
-"""Send the requests of a pipeline to the Prefect server, which may be away for a while."""
+"""Send the requests of a pipeline to the Prefect server, also if it does not answer for a while."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 class ServerRequests:
     """Sends requests to the Prefect server, and repeats them while the server does not answer.
 
-    Once the pipeline must end, the waits become short, and the repetition is limited.
-    `end_soon` and `hurry` may be called by any thread.
+    Once the pipeline must end, the waits become short, and a request is repeated for at most 30
+    seconds. `end_soon` and `hurry` may be called by any thread.
     """
 
     def __init__(self, api_url: str) -> None:

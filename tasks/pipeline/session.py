@@ -211,7 +211,7 @@ class PipelineSession:
             return
         try:
             # Read the list of runs again, because this process may have created a run just before
-            # it was cancelled.
+            # the pipeline was cancelled.
             self._runs, _ = self._requests.ask(self._read_progress)
         except ServerAway as error:
             _log.warning("The runs of the pipeline could not be read again: %s", error)
@@ -229,9 +229,10 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a stage or matrix point.
+        """Return the run spec of a stage or matrix point, for reading its grace periods.
 
-        A fixed text replaces each placeholder `${stage.NAME.KEY}`.
+        A fixed text replaces each placeholder `${stage.NAME.KEY}`, because the values of other
+        stages are not needed for that.
         """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
@@ -362,7 +363,7 @@ class PipelineSession:
         return False
 
     def _check_result(self, run: StageRun) -> StageRun:
-        """Return a run unchanged, or as Failed if it is a completed step without a valid result."""
+        """Return a run. A completed step without a valid result is returned as Failed."""
         if run.stage_name not in self.spec.stage_names:
             return run
         return self._results.check_result(self.spec.unit_stage(run.stage), run)

@@ -1,4 +1,4 @@
-"""The values that the stages of a pipeline have for later stages, for placeholders and conditions.
+"""The values of a pipeline's stages that placeholders and conditions of later stages use.
 
 `StageValues` is a snapshot: it has the runs and the states of the stages at one decision.
 """

@@ -2,8 +2,8 @@
 
 The run id is never cut, because people copy it. The state, the age and the host are always shown.
 The columns for the step and the metric are omitted if they are empty for all runs. A narrow
-terminal does not show the metric.
-The message gets the remaining columns and is cut at the right edge of the terminal.
+terminal does not show the metric. The message gets the remaining columns and is cut at the right
+edge of the terminal.
 """
 
 from __future__ import annotations

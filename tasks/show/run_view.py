@@ -200,7 +200,7 @@ class ObservedRun:
     def snapshot(self) -> ObservedRun:
         """Return a copy of this object that later events do not change.
 
-        The copy is shallow and therefore fast, because other threads wait until it is complete.
+        Other threads wait until the copy is complete. So the copy is shallow, which is fast.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}

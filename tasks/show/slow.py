@@ -22,7 +22,8 @@ from tasks.spec.formatting import format_duration, join_commas, join_words
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: Number of last training steps, or of last samples, whose values count as recent.
+#: Number of last training steps whose durations count as recent. The same number applies to the
+#: samples of the GPU utilisation and of the response times.
 _RECENT_COUNT = 10
 #: Largest number of training steps whose durations are kept in memory. The same limit applies to
 #: the samples of the GPU utilisation and of the response times.
@@ -110,8 +111,9 @@ _Pace = tuple[float, float]
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
     """Return the recent and the earlier duration of a training step, and a standard error.
 
-    The earlier duration is the median of means. A median of single steps would be too low for a
-    training in which, for example, each tenth step also evaluates the model.
+    For the earlier duration, the earlier steps are divided into windows of ten steps. The result is
+    the median of the windows' means. A median of single steps would be too low for a training in
+    which, for example, each tenth step also evaluates the model.
 
     Args:
         paces: The measurements, oldest first. There must be at least one.
@@ -202,7 +204,7 @@ class Slow:
 
 
 class TimeSpent:
-    """Collects measurements from the metrics and events of a run, and analyses them."""
+    """Collects durations and GPU utilisation from a run's metrics and events, and analyses them."""
 
     def __init__(self) -> None:
         #: For each training step, the durations that `measure_parts` returned; oldest step first.
