@@ -51,8 +51,8 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-#: Commands that an actor may spawn, by the name of the kind ("shape") of child process: for example
-#: a child in the actor's process group, or a daemon.
+#: Commands that an actor may spawn. Each key names a kind ("shape") of child process, for example a
+#: daemon.
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "bash -c 'sleep 10000'": ("bash", "-c", f"sleep {_SLEEP_S}"),
     "child and grandchild": (sys.executable, "-c", _GRANDCHILD),

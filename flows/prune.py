@@ -1,8 +1,8 @@
 """The flow `prune`: delete old files of ended runs on this host."""
 
-# This file has no `from __future__ import annotations`. The upkeep process sends the flow function
-# by value to the process of the flow run, together with the names that the function body uses.
-# Names that occur only in annotations are not sent, so the annotations must be evaluated here.
+# Do not add `from __future__ import annotations` to this file. The upkeep process pickles the flow
+# function by value for the process of the flow run. The pickle contains only names that the body of
+# the function uses. Names in annotations are missing, so annotations must be evaluated here.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed

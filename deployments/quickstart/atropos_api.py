@@ -52,7 +52,7 @@ class AtroposApi:
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        # Ignore the proxy of the environment variables: both processes run on this host.
+        # Ignore proxies that environment variables name, because the API runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def register(self, registration: Registration) -> None:

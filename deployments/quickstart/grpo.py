@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
-#: Clip range of GRPO: the largest distance from 1 that the ratio of a token's new to its old
-#: probability may have in the direction of the advantage. Beyond it, the token's gradient is 0.
+#: Clip range of GRPO. It limits the ratio of a token's new probability to its old probability: with
+#: a positive advantage to 1 + CLIP_RANGE, with a negative advantage to 1 - CLIP_RANGE. Beyond this
+#: limit, the token's gradient is 0.
 CLIP_RANGE = 0.2
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999

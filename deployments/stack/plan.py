@@ -262,8 +262,8 @@ def _plan_ray_head(
         env={**_build_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
-        # After SIGTERM, `ray start` would send requests to Ray's control store for up to 30
-        # seconds, although the control store has received SIGTERM, too.
+        # Stop `ray start` with SIGINT, because its end after SIGTERM is slow. It then sends
+        # requests for up to 30 seconds to Ray's control store, which SIGTERM has ended already.
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )

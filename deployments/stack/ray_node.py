@@ -3,9 +3,10 @@
     python -m deployments.stack.ray_node ADDRESS OPTIONS...
 
 If RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, Ray listens only on the loopback interface. Every process
-of Ray must inherit this value. But with this value, `ray start --address` refuses to add a node. So
-this process replaces two values in Ray's modules: clusters count as enabled, and the function that
-chooses the IP address of the node returns the loopback address.
+of Ray must inherit this value. But with this value, `ray start --address` refuses to add a node.
+
+So this process changes two things in Ray's modules. Clusters count as enabled, and the function
+that chooses the IP address of the node returns the loopback address.
 
 Source: ray/scripts/scripts.py `start` and ray/_private/services.py `get_node_ip_address`, Ray 2.60.
 """

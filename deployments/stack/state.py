@@ -87,8 +87,9 @@ class StackPart(_Model):
     state: str
     #: Process id of the program, or None if the program does not run.
     pid: int | None = None
-    #: Guardian processes of the program. Each guardian process owns one process of the program and
-    #: all its descendants: the current process, or a dead process whose descendants still run.
+    #: Guardian processes of the program. A guardian process owns one process of the program and all
+    #: descendants of that process. The program has several guardian processes if it was restarted
+    #: and descendants of an earlier process still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the program has died.
     deaths: int = 0
@@ -418,8 +419,8 @@ def wait_while_starting(
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
     """Return the missing environment variables for access to the `muster up` stack.
 
-    The variables contain the address of the stack's Prefect server, the server's password, and the
-    path of the file with the access token of the stack's Ray cluster.
+    The variables contain the address and the password of the stack's Prefect server. They also
+    contain the path of the file with the access token of the stack's Ray cluster.
 
     Args:
         api_url: Address of the Prefect server that this program already uses, or None. If this is

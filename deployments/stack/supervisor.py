@@ -180,8 +180,8 @@ class Supervisor:
         try:
             self._save(part=part)
         except OSError as error:
-            # The programs of the `muster up` stack must keep running even if the file `stack.json`
-            # cannot be written, for example because the disk is full.
+            # Only print the error, for example that the disk is full. The programs of the `muster
+            # up` stack must keep running even if `stack.json` cannot be written.
             print(f"The state of {report.name} could not be saved: {error}", flush=True)
 
     def _record_end(

@@ -71,8 +71,8 @@ class StagePlan:
     name: str
     #: Names of the stages that must have ended before this stage begins.
     needs: tuple[str, ...]
-    #: Names under which the stage has runs: for a stage without a matrix, only the stage's name;
-    #: for a stage with a matrix, one name `NAME.N` for each point.
+    #: Names of the stage's units, each of which has its own runs. A stage without a matrix has one
+    #: unit with the name of the stage. A stage with a matrix has one unit `NAME.N` for each point.
     units: tuple[str, ...]
     #: Largest number of active runs of the stage, or None if there is no limit.
     at_most: int | None = None
@@ -137,13 +137,13 @@ def decide(
     again.
 
     Args:
-        stages: All stages, in the order of the file.
+        stages: All stages, in the order of the pipeline file.
         runs: All runs that the stages have had, in any order.
         requested_at: Time with time zone at which a user last started or retried the pipeline. See
             `find_last_request`.
         find_skip_reason: Function that is called for a stage without runs, when all stages that it
-            needs have ended. It receives the name of the stage and the states of all stages before
-            it, and returns the reason for skipping the stage, or an empty string.
+            needs have ended. Its arguments are the name of the stage and the states of all stages
+            before it. It returns the reason for skipping the stage, or an empty string.
     """
     tries_of_unit: dict[str, list[StageRun]] = {}
     for run in sorted(runs, key=lambda run: run.number):
@@ -250,9 +250,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A first run is always needed. A further run is needed if all earlier runs have failed or were
-    cancelled, and the user has started or retried the pipeline after the last of them. A run that
-    was stopped early does not count as cancelled.
+    A first run is always needed. A further run is needed under two conditions: all earlier runs
+    have failed or were cancelled, and the user has started or retried the pipeline since the last
+    run ended. A run that was stopped early does not count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 

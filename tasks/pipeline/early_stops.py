@@ -61,8 +61,8 @@ class EarlyStops:
 def _stop(client: SyncPrefectClient, run: StageRun, reason: str) -> None:
     """Record the reason for stopping a run early, and cancel the run.
 
-    The reason is recorded first. If the process of the pipeline is killed between the two requests,
-    the pipeline's next process therefore cancels the run for the same reason.
+    The reason is recorded first. The process of the pipeline may be killed between the two
+    requests. In that case, the pipeline's next process cancels the run for the same reason.
     """
     client.update_flow_run_labels(UUID(run.flow_run_id), {STOP_REASON_LABEL: reason})
     cancel_stage_run(client, run, f"stopped early: {reason}")

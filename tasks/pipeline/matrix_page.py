@@ -153,8 +153,8 @@ class MatrixPage:
         """Return the curve of each matrix point that has a value, by the point's name `STAGE.N`.
 
         If the stage is a training, a curve shows the metric by training step. If the stage is a
-        function or a command, a curve is a single dot: the number in the result, with the number of
-        the point as the x value.
+        function or a command, a curve is a single dot. Its x value is the number of the point, and
+        its y value is the number in the result.
 
         Args:
             stage: The stage with the matrix.

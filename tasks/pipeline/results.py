@@ -141,8 +141,8 @@ def format_points(
     """Return the rows of a table with the points of a matrix.
 
     Args:
-        rows: Four values for each point: its name `STAGE.N`, its values, the state of its run, and
-            the number by which the best point is chosen.
+        rows: A tuple for each point. It has the point's name `STAGE.N`, the point's values in the
+            matrix, the state of its run, and the number by which the best point is chosen.
         best: Name of the best point, or None.
     """
     return [

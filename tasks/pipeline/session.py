@@ -229,10 +229,10 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a stage or matrix point, for reading its grace periods.
+        """Return the run spec of a stage or matrix point, without values of other stages.
 
-        A fixed text replaces each placeholder `${stage.NAME.KEY}`, because the values of other
-        stages are not needed for that.
+        A fixed text replaces each placeholder `${stage.NAME.KEY}`. So the spec can be read before
+        the other stages have ended.
         """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
@@ -411,8 +411,8 @@ class PipelineSession:
     def _hand_over(self, progress: str) -> NoReturn:
         """Set a waiting state for the flow run. Its next flow process then continues the pipeline.
 
-        If the server does not answer, a later `muster reconcile` finds that the flow run has no
-        process, and schedules the flow run's next process.
+        If the server does not answer, the state is not set. A later `muster reconcile` finds that
+        the flow run has no process, and schedules its next process.
 
         Args:
             progress: Progress of the pipeline, for the message of the state.

@@ -6,8 +6,8 @@ subflow, a task run in the pipeline's flow run shows the states of the stage's r
 
 A user can start a pipeline again after a failure, so a stage can have several runs. They are
 numbered from 1. The idempotency key and the task run of a stage's run depend only on the pipeline,
-the stage and the number of the run. If the flow process of a pipeline is killed just after it has
-created a run, the next flow process therefore finds the same run and creates no second run.
+the stage and the number of the run. This helps if the flow process of a pipeline is killed just
+after it has created a run: the next flow process finds the same run and creates no second run.
 """
 
 from __future__ import annotations

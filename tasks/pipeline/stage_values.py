@@ -147,8 +147,8 @@ class StageValues:
     def placeholder_value(self, stage: str, key: str) -> object:
         """Return the value of a spec placeholder that refers to an earlier stage.
 
-        A large value is written to a file of the pipeline's directory. The result is then the path
-        of the file.
+        For a large value, the path of a file in the pipeline's directory is returned. The file
+        contains the value.
 
         Raises:
             CannotBegin, InvalidResult: The earlier stage has no such value.
@@ -206,8 +206,8 @@ class StageValues:
             key: Part of the placeholder, such as `checkpoint` or `result.score`.
 
         Raises:
-            CannotBegin: The key stands for a checkpoint, and no checkpoint was found on this host,
-                or the folder of the checkpoints cannot be read.
+            CannotBegin: The key stands for a checkpoint. No checkpoint was found on this host, or
+                the folder of the checkpoints cannot be read.
             InvalidResult: The result has no such key.
         """
         if key == RESULT or key.startswith(f"{RESULT}."):

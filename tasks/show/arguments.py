@@ -119,8 +119,8 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
             console=console_of(sys.stdout),
             error_console=console_of(sys.stderr),
         )
-        # Write the buffered output now. An error such as a closed pipe is then handled below. The
-        # interpreter would otherwise write the output at its exit, where no code can handle the
+        # Write the buffered output now, so that an error such as a closed pipe is handled below.
+        # Otherwise the interpreter would write the output at its exit, where no code can handle the
         # error.
         sys.stdout.flush()
     except SystemExit as error:

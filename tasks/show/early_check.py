@@ -51,8 +51,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
         return None
     overrides: list[str] = []
     paths: list[str] = []
-    # Words that follow an option. Such a word may be the value of the option, or the path of the
-    # spec: this function does not know which options have a value.
+    # Words that follow an option. This function does not know which options have a value. So such a
+    # word may be the value of the option, or the path of the spec.
     uncertain_words: list[str] = []
     previous = ""
     for word in words:

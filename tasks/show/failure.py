@@ -45,8 +45,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     if failure.line and failure.line not in failure.message:
         yield Fact("log line", failure.line, is_code=True)
 
-    # If another attempt follows, Muster starts it automatically. The general advice for the kind of
-    # failure, such as "start the run again", would be wrong then.
+    # Give the general advice for the kind of failure, such as "start the run again", only after the
+    # last attempt. Otherwise the advice would be wrong, because Muster starts the next attempt.
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if not failure.component:

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: The message of a run is printed on the same line as the run's other cells if at least this number
-#: of terminal columns remains. Otherwise the message is printed on the next line.
+#: Smallest number of terminal columns for the message of a run on the line of its other cells. If
+#: fewer columns remain, the message is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
 _HEAD = ("run", "state", "age", "host", "step", "metric", "message")

@@ -20,9 +20,10 @@ _ADDRESS = re.compile(
 )
 #: Matches a `#` at the beginning of a text. Markdown would show the text as a heading.
 _HEADING = re.compile(r"^#")
-#: Characters that are escaped in the cell of a table artifact: Markdown's markup, the start of HTML
-#: tags and entities, and an underscore at the edge of a word. In a URL or e-mail address, escaping
-#: one character is enough to prevent a link: the first slash, the dot of `www.`, or the `@`.
+#: Matches the characters that are escaped in the cell of a table artifact. They are Markdown's
+#: markup, the start of HTML tags and entities, and an underscore at the edge of a word. One escaped
+#: character is enough to prevent a link from a URL or e-mail address. It is the first slash, the
+#: dot of `www.`, or the `@`.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,
@@ -118,8 +119,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def markdown_image(svg: str, description: str) -> str:
     """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
-    A Prefect artifact of type `image` cannot be used instead: the Prefect UI prints the URL of the
-    image below the image, and the URL of an embedded image contains the whole SVG document.
+    A Prefect artifact of type `image` cannot be used instead, because the Prefect UI prints the URL
+    below the image. The URL of an embedded image contains the whole SVG document.
     """
     data = base64.b64encode(svg.encode()).decode()
     words = " ".join(description.split()).replace("[", "(").replace("]", ")")

@@ -446,8 +446,8 @@ def parse_record(data: str) -> RunJson | None:
     """Return the run record in an artifact that `show_record` built, or None if it is invalid.
 
     The record can be invalid for two reasons. Every user of the Prefect server can change an
-    artifact. Muster also masks secrets in it: if a secret equals an ordinary word of the record,
-    such as a state, the word was replaced.
+    artifact. Muster also masks secrets in the artifact. If a secret equals an ordinary word of the
+    record, such as a state, that word is masked, too.
 
     Args:
         data: Markdown of the artifact: a code block with the JSON of the record.

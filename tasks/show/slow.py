@@ -281,8 +281,8 @@ def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
     """Return the durations of a step, adjusted so that the parts add up to the whole step.
 
     - If the metrics do not contain the duration of the whole step, the sum of the parts is used.
-    - If the trainer reports waiting time, and the other parts take longer than the step, the
-      rollout ran in parallel to the training. The part `rollout` is then removed.
+    - The part `rollout` is removed if it ran in parallel to the training. This is the case if the
+      trainer reports waiting time, and the other parts together take longer than the step.
     - Waiting time that overlaps with other parts is not counted twice.
     - Time that belongs to no part becomes the part `other`.
 
