@@ -1,8 +1,8 @@
 """Start a worker on this host, after cleaning up the runs that an earlier worker left behind.
 
-`python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and becomes
-that program. `--name` should be the name of the host. `muster reconcile` recognises the runs of a
-host by this name.
+`python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and replaces
+itself by that program (exec). `--name` should be the name of the host, because `muster reconcile`
+recognises the runs of a host by this name.
 
 Exit: 1 if the Prefect server requires a password that is missing or wrong; 2 if another user may
 write into MUSTER_HOME; otherwise the exit code of `prefect worker start`.

@@ -118,8 +118,8 @@ class CopyEnvironment(BaseEnv):
         take_steps_from_trainer = self.config.total_steps == -1
         await super().register_env()
         if take_steps_from_trainer:
-            # Atropos stops when *more* than total_steps batches are queued or fetched, but the
-            # trainer ends after exactly total_steps batches.
+            # The trainer ends after exactly total_steps batches. Atropos stops only when *more*
+            # than total_steps batches are queued or fetched, so reduce its value by one.
             self.config.total_steps -= 1
         print("environment registered", flush=True)
 

@@ -48,8 +48,9 @@ class InferenceServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # An environment opens many connections at the same time, one for each request. With the default
-    # of 5, further connections wait a second until the client tries again.
+    # Longest queue of connections that were not accepted yet. An environment opens many connections
+    # at the same time. If the queue is full, a client waits a second before it tries again. The
+    # default is 5.
     request_queue_size = 256
 
     def __init__(

@@ -191,7 +191,8 @@ def _starting_point(seed: int, resume_from: Path | None) -> TrainState:
 def _initial_rng_state(seed: int) -> dict[str, object]:
     """Return the initial state of the random generator with which `trainer.py` samples answers.
 
-    A checkpoint must contain this state, although this program samples no answers.
+    This program samples no answers. But its checkpoints have the format of `trainer.py`, which
+    includes this state.
     """
     _, sampling_seed = np.random.SeedSequence(seed).spawn(2)
     return dict(np.random.default_rng(sampling_seed).bit_generator.state)

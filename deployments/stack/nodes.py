@@ -11,7 +11,7 @@ MOST_NODES = 16
 #: Largest number of logical GPUs of one node. No current machine has more GPUs.
 MOST_GPUS = 16
 #: Name of a Ray resource that every node has and the Ray head lacks. A Ray task that requires one
-#: unit of this resource therefore runs on a node.
+#: unit of this resource therefore runs on a node, and never on the Ray head.
 NODE_RESOURCE = "worker_node"
 
 

@@ -57,8 +57,8 @@ PIPELINES = "pipelines"
 #: Name of the `muster up` stack's worker for the work pool of runs.
 WORKER = "worker"
 
-#: Options of `ray start --head` that take a port, each with the name of its reserved port. If two
-#: Ray heads on one machine used Ray's default ports, they would end each other.
+#: Options of `ray start --head` that take a port, each with the name of its reserved port. Ray's
+#: default ports are not used: two Ray heads with the same ports on one machine end each other.
 _RAY_PORTS = {
     "--port": f"{RAY}.gcs",
     "--ray-client-server-port": f"{RAY}.client",

@@ -110,9 +110,9 @@ def ensure_pool(client: SyncPrefectClient) -> None:
 
 
 def _was_created_by_worker(pool: WorkPool) -> bool:
-    """Return True if a work pool has only the defaults with which a running worker creates it.
+    """Return True if a worker has created the work pool: all settings have their default values.
 
-    If a user deletes the work pool, its workers create a new one within a minute.
+    If a user deletes the work pool, a running worker creates it again within a minute.
     """
     has_defaults = settings_of(pool.base_job_template) == PoolSettings()
     return has_defaults and not pool.description and pool.concurrency_limit is None

@@ -196,7 +196,7 @@ def decide(
 def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
     """Return the stages in an order in which each stage comes after the stages that it needs.
 
-    Stages that do not need each other keep the order of the file.
+    Stages that do not need each other keep their order in `stages`.
 
     Raises:
         ValueError: The needs contain a cycle or an unknown stage.

@@ -23,8 +23,8 @@ from tasks.spec.pipeline import PipelineSpec
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
-#: Factor between two successive training steps at which the rule `halving` compares points. At each
-#: comparison, one in this number of points continues: with 2, the better half.
+#: The rule `halving` compares points at training steps that grow by this factor. The value also
+#: determines how many points continue after a comparison: with 2, the better half.
 _REDUCTION_FACTOR = 2
 
 
@@ -152,8 +152,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # `min_resource` is the first step at which the pruner compares trials. The trials have
-        # values at `step` only, so compare them there.
+        # `min_resource` is the first step at which the pruner compares trials. Here, the trials
+        # have a value only at `step`.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )

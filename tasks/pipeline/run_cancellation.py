@@ -25,8 +25,8 @@ def cancel_and_wait(
 ) -> str:
     """Cancel runs and wait until they have ended.
 
-    The wait is limited to the longest grace periods of a run plus three minutes. If the user is in
-    a hurry, the runs are cancelled without grace periods, and the wait is limited to 30 s.
+    The wait is limited to the longest grace periods of a run plus three minutes. After a call of
+    `requests.hurry`, the runs are cancelled without grace periods, and the wait is limited to 30 s.
 
     Args:
         runs: The active runs.
@@ -34,7 +34,8 @@ def cancel_and_wait(
         longest_teardown_s: Function that returns the longest grace periods of a run in seconds.
 
     Returns:
-        A phrase about the end of each run. Each phrase begins with a semicolon.
+        A text with a phrase about the end of each run. Each phrase begins with a semicolon, so that
+        the text can be appended to a sentence.
     """
     current = {run.flow_run_id: run for run in runs}
     away: ServerAway | None = None

@@ -1,6 +1,7 @@
-"""Read the results, compared numbers and checkpoints of the runs that have completed.
+"""Read what completed runs of a pipeline have produced: results, checkpoints, and numbers.
 
-Each result and each number is read only once.
+The numbers are those that the key `best` of a stage compares. Each result and each number is read
+only once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunResults:
-    """Reads the results, compared numbers and checkpoints of a pipeline's completed runs."""
+    """Reads results, checkpoints and the numbers for `best` of a pipeline's completed runs."""
 
     def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
         """

@@ -386,8 +386,8 @@ class PipelineSession:
         """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
 
         If a user started an earlier process of the pipeline on the command line, the flow run has a
-        tag with that process. If a worker has started the present process, this outdated tag is
-        removed.
+        tag that names that process. If a worker has started the current process, that tag is
+        outdated and is removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()

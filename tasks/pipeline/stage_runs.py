@@ -197,9 +197,8 @@ def create_child_run(
     deployment = require_deployment(client, deployment_name)
     task_run = _create_task_run(client, parent, unit, number, Pending())
 
-    # The run needs the present directory as working directory only if it uses Muster's own
-    # deployment and no stored code. A user's deployment has its own working directory, and stored
-    # code runs in any directory.
+    # Let the run work in the current directory of this process, with two exceptions: the deployment
+    # of a user has its own working directory, and stored code does not depend on a directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if has_own_deployment and not has_stored_code:

@@ -24,7 +24,8 @@ from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_I
 class StageValues:
     """The values that stages have produced for placeholders and conditions of later stages.
 
-    An object shows the runs and states at one moment, when the pipeline decides what to do next.
+    An instance is a snapshot of the runs and states. The pipeline takes it each time that it
+    decides which runs begin next.
     """
 
     spec: PipelineSpec

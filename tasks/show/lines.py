@@ -151,8 +151,8 @@ _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red
 _LABEL_COLUMNS = 19
 
 
-#: Final states of a run. `crashed` is missing, because the processes of a run may still work when
-#: its flow run has crashed.
+#: States after which `run.json` should contain the end of the run. `crashed` is missing, because
+#: the processes of a run may still work when its flow run has crashed.
 _FINAL_STATES = ("completed", "failed", "cancelled")
 
 
@@ -180,8 +180,8 @@ def end_block(
     yield line_of("")
     is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
     suffix = "; all its processes have ended" if state == "cancelled" and is_checked else ""
-    # The message of the flow run's state repeats the path of the log. The failure has a shorter
-    # message, and the path follows on its own line.
+    # Show the failure's own text if there is one. The message of the flow run's state would repeat
+    # the path of the log, which follows on its own line.
     cause = str(failure) if failure else message
     yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
 

@@ -28,9 +28,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. If an
-#: escape sequence that contains text, such as a title, is not terminated, only its first two
-#: characters match. The following text may be part of the message.
+#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. Some
+#: escape sequences contain text, such as a title. If such a sequence is not terminated, only its
+#: first two characters match, because the following text may be part of the message.
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_](?:[^\x07\x1b\n]*(?:\x07|\x1b\\))?|[ -/]*[0-~])"
 )

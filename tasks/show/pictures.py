@@ -514,8 +514,8 @@ NAMES = (
     "train/reward",
     *_LOSSES,
 )
-#: Names of metrics that are drawn for a workload, before those in `NAMES`. The reward of a reward
-#: model is no measure of its quality, so its loss is drawn.
+#: Metrics that are preferred to those in `NAMES`, by the workload of the run. For a reward model
+#: (`rm`), a loss is preferred, because the rewards that it gives do not measure its quality.
 _FIRST_NAMES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("rewards/margins", "train/rewards/margins", *_LOSSES),
     "rm": _LOSSES,
