@@ -145,7 +145,7 @@ def _node_options(node_id: str) -> dict[str, Any]:
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
-    """Send SIGKILL to an actor, wait for the end of its child processes, and kill the others.
+    """Send SIGKILL to an actor, wait for the end of its child processes, and kill leaked ones.
 
     Args:
         actor_pid: Process id of the actor, or 0 to kill no actor.

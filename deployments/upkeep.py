@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     # Prefect's runner writes files into the temporary directory of the module `tempfile`.
     use_own_temporary_folder()
-    # Clean up after killed runs before the first scheduled flow run. If the previous upkeep process
-    # was killed, a flow run of `reconcile` may have been killed with it.
+    # Clean up after killed runs now, and do not wait for the first scheduled flow run. One of the
+    # killed runs may be a flow run of `reconcile` that the previous upkeep process executed.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():

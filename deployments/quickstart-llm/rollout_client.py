@@ -165,7 +165,9 @@ class RolloutClient:
         timeout_s: float = 60.0,
         broadcast_s: float = 20.0,
     ) -> Synced:
-        """Let every engine load the weights in a folder, and commit the engines that succeeded.
+        """Let every engine load the weights in a folder, and commit the engines that loaded them.
+
+        Engines that are not committed receive no requests after the sync.
 
         Args:
             folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
@@ -174,8 +176,8 @@ class RolloutClient:
             in_flight: Treatment of requests that are still running: `wait` for their end, `abort`
                 them, or `interrupt` them and continue them with the new weights.
             timeout_s: Longest duration of the whole weight sync, in seconds.
-            broadcast_s: Longest time, in seconds, that an engine may take to load the weights. A
-                slower engine is not committed.
+            broadcast_s: Longest time, in seconds, that an engine may take to load the weights. The
+                commit leaves out slower engines.
 
         Raises:
             SyncLost: No engine has the weights, or the sync could not begin or ended too early.

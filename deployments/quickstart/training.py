@@ -66,7 +66,7 @@ class Plan:
 
 
 class Training:
-    """One training, from a first state to the last step that its plan names.
+    """One training, from a given state to the last step that its plan names.
 
     Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
     members refer to the last finished step.

@@ -51,7 +51,8 @@ def launch(
         ray_dashboard: Port of the Ray dashboard. 0 takes any free port. None takes 8265 if that
             port is free, and otherwise any free port.
         fleet: Ray nodes with logical GPUs. With None the cluster consists of the Ray head.
-        lock_fd: File descriptor of `StackPlace.no_supervisor`, which the supervisor inherits.
+        lock_fd: File descriptor of the lock that `StackPlace.no_supervisor` yields. The supervisor
+            inherits it.
         say: Shows the user a line of text about the progress.
 
     Raises:

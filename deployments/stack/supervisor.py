@@ -216,7 +216,7 @@ class Supervisor:
         return 1
 
     def _save(self, part: StackPart | None = None, **changes: Any) -> bool:
-        """Change the `muster up` stack and write it to `stack.json`.
+        """Change the stored state of the `muster up` stack, and write it to `stack.json`.
 
         Args:
             part: New state of a part, or None if no part has changed.

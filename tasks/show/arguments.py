@@ -129,7 +129,7 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except BrokenPipeError:
         # The program that reads standard output has ended early, as in `muster ls | head`. This is
-        # not an error. Replacing the descriptor prevents a second error when the interpreter exits.
+        # not an error. Replace the descriptor, because the interpreter writes to it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (MusterError, OSError) as error:

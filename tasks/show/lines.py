@@ -111,7 +111,7 @@ def lines_of(event: Event) -> Iterator[Text]:
 
 
 def format_failed_attempt(seen: ObservedRun, decision: str) -> Iterator[Text]:
-    """Yield the lines about a failed attempt, if Muster retries the run.
+    """Yield the lines about a failed attempt of a run that Muster retries.
 
     Yield nothing if the attempt did not fail.
 

@@ -224,7 +224,7 @@ class TimeSpent:
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
         """Add the durations in a line of a metrics file to the measurements.
 
-        A training step may have several lines.
+        A training step may have several lines, whose durations are combined.
 
         Args:
             step: Training step of the line.
