@@ -48,9 +48,9 @@ class InferenceServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # Longest queue of connections that were not accepted yet. An environment opens many connections
-    # at the same time. If the queue is full, a client waits a second before it tries again. The
-    # default is 5.
+    # Longest queue of connections that were not accepted yet. If the queue is full, a client waits
+    # a second before it tries again. The default of 5 is too small, because an environment opens
+    # many connections at the same time.
     request_queue_size = 256
 
     def __init__(

@@ -22,12 +22,14 @@ from tasks.spec.values import describe_value, get_value
 #: Largest size of a value that is inserted into a run spec, in bytes of JSON. The run spec is
 #: stored on the Prefect server, and Linux limits the size of arguments and environment variables.
 MAX_INLINE_BYTES = 32 << 10
-#: Value for a key that the JSON result of a step does not have.
+#: Stands for the value of a key that the JSON result of a step does not have.
 _MISSING = object()
 
 
 def locate_result(place: RunPlace) -> Path | None:
     """Return the path of a step's result, which is in the directory of the last attempt.
+
+    A step is a stage of a pipeline that runs a function or a command.
 
     Returns:
         The path, which may not exist. None if the run has no directory on this host.
@@ -39,7 +41,8 @@ def locate_result(place: RunPlace) -> Path | None:
 def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str]) -> Any:
     """Return the result of a completed step as JSON data, with its secrets masked.
 
-    If the file contains secrets, it is replaced by a file in which they are masked.
+    A step is a stage of a pipeline that runs a function or a command. If the file of the result
+    contains secrets, it is replaced by a file in which they are masked.
 
     Args:
         place: Directory of the step's run.

@@ -43,8 +43,9 @@ class RunResults:
         """
         self._requests = requests
         self._secrets = frozenset(secrets)
-        #: Result of each completed step. The keys are flow run ids. If a result is missing or not
-        #: valid, the value is an exception that says so.
+        #: Result of each completed step, a stage that runs a function or a command. The keys are
+        #: flow run ids. If a result is missing or not valid, the value is an exception that says
+        #: so.
         self._results: dict[str, Any] = {}
         #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
         #: flow run ids of the completed points. None if a point has no such number.
@@ -55,7 +56,9 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Return a run with the state Failed if it is a completed step without a usable result.
+        """Return a run, with the state Failed if it is a completed step without a usable result.
+
+        A step is a stage that runs a function or a command. Any other run is returned unchanged.
 
         Args:
             stage: The stage of the run.

@@ -333,10 +333,10 @@ class PipelineSession:
         self._report.report_new_run(run)
 
     def _use_cache(self, step: Begin, tag: str) -> bool:
-        """Use the result of an earlier run of a step, if there is one.
+        """Use the result of an earlier run of a stage, if one had the same inputs.
 
         Args:
-            step: The step that would begin now. A found earlier run takes its place.
+            step: The run that would begin now. If an earlier run is found, it takes its place.
             tag: Tag of the runs with the same inputs.
 
         Returns:

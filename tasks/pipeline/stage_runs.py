@@ -47,8 +47,8 @@ _ENDINGS = {
     StateType.CRASHED: RunState.FAILED,
 }
 
-#: Prefix of the Prefect tag that is equal for all runs of a step with the same inputs. A hash of
-#: the inputs follows the prefix.
+#: Prefix of the Prefect tag with which the cached result of a step is found. A hash of the step's
+#: inputs follows the prefix, so that runs with the same inputs have the same tag.
 _CACHE_TAG = "cache:"
 #: Prefix of the Prefect tag of a task run that reuses the result of an earlier flow run. The id of
 #: that flow run follows the prefix.
@@ -268,7 +268,8 @@ def show_skipped_stage(client: SyncPrefectClient, pipeline: UUID, stage: str, re
 def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
     """Return a tag for the flow run of a step, made from a hash of the step's inputs.
 
-    Runs of steps with the same inputs have the same tag, so cached results are found by the tag.
+    A step is a stage that runs a function or a command. Runs of steps with the same inputs have the
+    same tag, so cached results are found by the tag.
 
     Args:
         spec: The run spec of the step, in which the values of earlier stages are filled in.

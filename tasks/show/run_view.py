@@ -170,8 +170,7 @@ class Pace:
         return max(0.0, (self._total - self.step) / rate)
 
 
-#: States in which an inference engine cannot serve requests, temporarily or permanently. All
-#: servers of an engine form one lifecycle group.
+#: States in which an inference engine cannot serve requests, temporarily or permanently.
 _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
@@ -222,8 +221,8 @@ class ObservedRun:
         #: Table row of each component, by the name of the component.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        #: State of each inference engine, by the engine's number. All servers of an engine form one
-        #: lifecycle group.
+        #: State of each inference engine, by the engine's number. All servers of an engine have the
+        #: same state, because they are started and stopped together.
         self.groups: dict[int, GroupState] = {}
         #: Servers of the inference fleet, by rank.
         self._servers: dict[int, ServerSeen] = {}
