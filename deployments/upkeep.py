@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidVariable, UntrustedPath) as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    # Prefect's runner writes files into the temporary directory of the module `tempfile`.
+    # Prefect's runner writes files into the temporary directory of the module `tempfile`. Use a
+    # private one, which is removed when this process ends.
     use_own_temporary_folder()
     # Clean up after killed runs now, and do not wait for the first scheduled flow run. One of the
     # killed runs may be a flow run of `reconcile` that the previous upkeep process executed.
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             except Exception as error:
                 # Prefect's runner ends with an error if the server fails to answer several times.
+                # Start it again after a pause.
                 _log.warning(
                     "The flows are not served at present; they are served again soon: %r", error
                 )

@@ -68,7 +68,7 @@ class Synced:
     #: Engines that did not get the weights. The key is the index of an engine, and the value is the
     #: reason.
     left_out: Mapping[int, str]
-    #: Seconds from the begin of the weight sync to its commit. During this time, no engine samples
+    #: Seconds from the start of the weight sync to its commit. During this time, no engine samples
     #: answers.
     took_s: float
 

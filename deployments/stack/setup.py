@@ -147,7 +147,8 @@ def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) ->
         changes["nodes"] = (*settings.nodes, local_node)
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
-        # A cluster with a loopback address belonged to an earlier stack, and no longer exists.
+        # Remove clusters with a loopback address from the settings. They belonged to earlier stacks
+        # and no longer exist.
         other_clusters = (
             cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
         )

@@ -353,8 +353,8 @@ class StackPlace:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # If the file was replaced after it was opened, the lock has no effect on other
-                    # processes.
+                    # If the file was replaced after it was opened, other processes lock the new
+                    # file. In that case, this lock has no effect, so try again with the new file.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False

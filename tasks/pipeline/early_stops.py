@@ -1,4 +1,4 @@
-"""Stop the points of a matrix that the key `stop_early` of their stage rules out."""
+"""Stop the runs of matrix points early, by the rule in the key `stop_early` of their stage."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tasks.record.states import RunState
 
 _log = logging.getLogger(__name__)
 
-#: Time limit in seconds for an answer of the file system of a metrics file.
+#: Longest time, in seconds, that the file system of a metrics file may take to answer.
 _ANSWERS_WITHIN_S = 5.0
 
 

@@ -35,7 +35,7 @@ def render_plain(text: str) -> str:
     # Without a colour system, Rich writes no escape sequences, even if FORCE_COLOR is set.
     console = SafeConsole(file=file, width=_PIPE_WIDTH, color_system=None)
     console.print(_parse_markdown(text))
-    # Rich pads the lines of tables and code blocks with spaces.
+    # Remove the spaces with which Rich pads the lines of tables and code blocks.
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     return "\n".join(lines).strip("\n")
 

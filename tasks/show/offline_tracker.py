@@ -52,7 +52,7 @@ def _find(parent: Path, run_id: str) -> Iterator[Path]:
         parent: Folder that contains the folder `wandb`.
         run_id: Id of the run.
     """
-    # The names contain the time at which W&B created the folders.
+    # Start with the newest folder. The names contain the time at which W&B created the folders.
     folders = sorted(parent.glob("wandb/offline-run-*"), reverse=True)[:_MAX_FOLDERS]
     for folder in folders:
         for file in folder.glob("run-*.wandb"):

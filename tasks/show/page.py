@@ -313,7 +313,8 @@ def show_summary(view: RunView) -> Shown:
     failed = view.failed
 
     parts = [f"### {state.capitalize()}"]
-    # After a failed attempt, the section about the failure already contains the message.
+    # Show the message only if no attempt has failed. Otherwise the section about the failure
+    # contains the message.
     if message and failed is None:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
     if state == "failed" and failed is None and (remedy := find_remedy(message)):
@@ -408,7 +409,7 @@ def _list_facts(view: RunView) -> Iterator[str]:
 def _format_item(fact: Fact) -> str:
     """Return a labelled fact as an item of a Markdown list."""
     content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
-    # `str.capitalize` would write W&B in lower-case letters.
+    # Do not use `str.capitalize`, which would change W&B to W&b.
     label = fact.label[:1].upper() + fact.label[1:]
     return f"- **{label}**: {content}"
 

@@ -592,7 +592,7 @@ class Figures:
 
     @property
     def points(self) -> list[Point]:
-        """Pairs of step and value, sorted by step. The last value of each step is used."""
+        """Pairs of step and value, sorted by step. If a step has several, the last is used."""
         if not self.name:
             return []
         return sorted({**self._earlier.get(self.name, {}), **self._points}.items())
