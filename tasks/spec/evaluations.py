@@ -82,7 +82,7 @@ class Evaluation(Model):
 
 
 class KeepBest(Best):
-    """Rule that chooses the best checkpoint. The key `keep` never deletes this checkpoint."""
+    """Rule that chooses a run's best checkpoint, which the key `keep` never deletes."""
 
     by: DottedKey = Field(
         description="Number that is compared, as EVALUATION.KEY. EVALUATION is the name of an "

@@ -105,7 +105,7 @@ MIN_OTHER_POINTS = 3
 
 
 class StopEarly(Best):
-    """Rule that stops a point of a matrix whose metric is worse than that of the other points."""
+    """Rule that stops the run of a point (a combination of values) if other points are better."""
 
     by: Text = Field(
         description="Metric of the runs. Muster compares the points by this metric.",
