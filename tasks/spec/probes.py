@@ -212,7 +212,7 @@ class Probe(Model):
 
 
 class ReadyProbe(Probe):
-    """Probe that decides when a component may receive work and the next component starts."""
+    """Probe that checks whether a component is ready. Then the next component starts."""
 
     questions: ClassVar[tuple[str, ...]] = (*QUESTIONS, "exit")
 

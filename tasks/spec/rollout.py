@@ -507,7 +507,7 @@ class FleetWeights(Model):
 
 
 class Rollout(Model):
-    """Fleet of inference servers behind one gateway, whose address is `${rollout.url}`."""
+    """Fleet of inference servers. Its gateway has the address `${rollout.url}`."""
 
     keys_outside_form = (
         "expert_parallel",
