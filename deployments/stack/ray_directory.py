@@ -25,8 +25,8 @@ from pathlib import Path
 RAY_TEMP_PREFIX = "muster-ray-"
 #: Name of the directory for Ray in a MUSTER_HOME.
 _NAME_IN_HOME = "ray"
-#: Name of Ray's own directory in the directory for Ray. Ray lets all users read its own directory,
-#: so only the user of the stack may enter the directory around it.
+#: Name of the subdirectory in which Ray keeps its files. Ray lets all users read this subdirectory.
+#: So the directory around it may be entered only by the user of the stack.
 _RAY_OWN_NAME = "r"
 #: Longest path of a UNIX socket, in bytes.
 _LONGEST_SOCKET_PATH = 107

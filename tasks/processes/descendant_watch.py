@@ -104,8 +104,9 @@ class DescendantWatch:
     _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
     #: Time of the latest kill in each memory cgroup in CLOCK_MONOTONIC seconds, by the directory.
     _kill_times: dict[Path, float] = field(default_factory=dict)
-    #: Memory cgroups of the component's processes. Each key is one cgroup with the cgroups around
-    #: it, the innermost first. Processes in the same cgroup share a key. The values are unused.
+    #: The memory cgroups that contain processes of the component, without repeats. Each key is the
+    #: path of such a cgroup, followed by the paths of its parent cgroups. The values mean nothing:
+    #: a dict is used instead of a set, because it keeps the order.
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
     #: Pidfd and description of each watched descendant, by its pid.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)

@@ -113,9 +113,9 @@ class TimeToSave:
             await self.sleep(_PLANNED_END_EVERY_S)
 
     async def warn_now(self, reason: str) -> None:
-        """Warn the components that got no warning yet, because the attempt ends now.
+        """Send the warning signal to all components that did not get it yet: the attempt ends now.
 
-        If no process of such a component handles the signal, a warning for the user is published.
+        If no process of a component handles the signal, Muster publishes a message for the user.
         """
         unwarned = [
             component

@@ -84,12 +84,13 @@ class QueueReader:
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that were checked, and whose Cancelled state no scheduler has overwritten. The keys
-    #: are flow run ids. The values are the ids of the states that the flow runs had at the check. A
-    #: flow run is checked again when it has another state.
+    #: Flow runs that need no further check for a lost cancellation (a Cancelled state that a
+    #: scheduler has overwritten), by flow run id. Each value is the id of the state that the flow
+    #: run had at its check. When the flow run has another state, it is checked again.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: For each scheduled flow run that may have a process, by flow run id: the id of its state, and
-    #: True if a user has set this state while the process was working.
+    #: Scheduled flow runs that may have a process, by flow run id. A value contains the id of the
+    #: flow run's state, and a flag. The flag is True if a user set this state although the process
+    #: was working.
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None

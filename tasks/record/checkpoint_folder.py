@@ -56,9 +56,9 @@ _POINTER_NAMES = frozenset(
 _RACES_AT_MOST = 5
 #: Largest size of a pointer file in bytes. Larger files are no pointer files.
 _POINTER_BYTES = 4096
-#: Names of checkpoints, with `#` for a number, whose trainers write a pointer file after each
-#: checkpoint. If the pointer file is missing, the newest such checkpoint may be incomplete, even if
-#: it is old.
+#: Names of checkpoints, with `#` for a number. The trainers that use these names write a pointer
+#: file after each checkpoint. So if the pointer file is missing, the newest checkpoint with such a
+#: name may be incomplete, even if it is old.
 _POINTED_AT = ("global_step_#", "iter_#")
 #: Suffixes of files that contain tensors or other state of a training.
 _STATE_SUFFIXES = frozenset(

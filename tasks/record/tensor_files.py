@@ -395,10 +395,13 @@ def _read_pickle_bytes(path: CheckpointPath) -> bytes:
 
 
 def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
-    """Return the sizes of the files that a `.metadata` of torch.distributed.checkpoint names.
+    """Return how large each file of a torch.distributed.checkpoint must at least be.
+
+    The file `.metadata` of the checkpoint lists the parts of each file. A file that is smaller than
+    the end of its last part is incomplete.
 
     Returns:
-        The smallest possible size of each file in bytes, by its path relative to the folder. The
+        Smallest possible size of each file in bytes, by its path relative to the folder. The
         result is empty if `metadata` has another format.
     """
     ends: dict[str, int] = {}

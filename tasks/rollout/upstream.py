@@ -49,7 +49,8 @@ class Unconnected(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error) or type(error).__name__)
-        #: True if this machine lacked an open file, a port or memory for the connection.
+        #: True if the connection failed because this machine had no file descriptor, port or memory
+        #: for it.
         self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
         #: True if the server did not cause the error: this machine lacked resources, or the process
         #: that listens at the server's address could not be identified.

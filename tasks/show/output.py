@@ -198,7 +198,7 @@ def unguarded(stream: TextIO) -> TextIO:
 
 
 def raw_stdout() -> TextIO:
-    """Return standard output without the removal of control characters.
+    """Return a standard output that does not remove control characters from the text.
 
     Use the result for logs that are written to a file or a pipe.
     """
