@@ -87,8 +87,8 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # A user has changed the state of the waiting run, and Prefect has set the state Running.
-        # The waiting process therefore sets its waiting state again.
+        # A user changed the state of the waiting run by hand, and Muster replaced it with Running.
+        # The run still waits, so its process sets the state PendingResources again.
         (State(type=StateType.RUNNING), ["waits for its gang of GPUs"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),

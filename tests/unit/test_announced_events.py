@@ -49,9 +49,9 @@ def announcements() -> RunAnnouncements:
 
 @pytest.fixture
 def tell(announcements: RunAnnouncements) -> Tell:
-    """Return a function that handles an event of the run.
+    """Return a function that passes an event of the run to its announcements.
 
-    The function returns the events that are sent to the Prefect server for it.
+    The function returns the Prefect events that Muster sends to the server because of this event.
     """
 
     def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:

@@ -351,9 +351,9 @@ async def test_gpu_utilisation_of_a_run_is_published(
     is_collecting = asyncio.Event()
 
     async def of_cluster() -> Mapping[str, float]:
-        # Publish nothing before this test collects the published values.
+        # Wait until the test collects the published values, so that it misses none.
         await is_collecting.wait()
-        # After the last entry of the script, the cluster does not answer.
+        # The cluster answers once. Later calls raise KeyError, as if it did not answer.
         return next(cluster, None) or {}["no answer"]
 
     attempt = await begin({"devices": (1, 2, 3), "gpu_use": of_cluster}, trainer="complete")

@@ -70,7 +70,7 @@ def decide_without_jitter(
         # attempts that ended because of missing resources do not count for other failure kinds
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
-        # attempts that end with FLEET_LOST are counted separately
+        # failures of the kind FLEET_LOST are counted separately from failures of other kinds
         (FLEET, (), 4, "requeued: FLEET_LOST, next try (2 of 4) in 10 s"),
         (FLEET, (NODE, FLEET), 4, "requeued: FLEET_LOST, next try (3 of 4) in 20 s"),
         (FLEET, (FLEET, FULL, FLEET), 4, "requeued: FLEET_LOST, next try (4 of 4) in 40 s"),

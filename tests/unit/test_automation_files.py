@@ -21,7 +21,8 @@ FILES = sorted(FOLDER.glob("*.yaml"))
     [
         # Without a notification block, the automation has no action.
         ((), ["do-nothing"]),
-        # Two notification blocks of different types have the same name, so both get the message.
+        # Two notification blocks, such as a Slack and an e-mail block, have the configured name. So
+        # the automation sends the message to both.
         ((UUID(int=1), UUID(int=2)), ["send-notification", "send-notification"]),
     ],
 )

@@ -151,8 +151,8 @@ def test_lmdeploy_launcher_serves_only_its_replica(monkeypatch: pytest.MonkeyPat
         served.append((model_path, backend_config, rest))
 
     def run() -> None:
-        # LMDeploy's command line looks up the function `launch_server` in a module after it has
-        # read its arguments.
+        # Like LMDeploy's command line, call the `launch_server` that the module holds now. So the
+        # call reaches the function with which Muster has replaced it.
         launcher.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
 
     modules = {

@@ -24,11 +24,11 @@ def limit(bound: float) -> Limit:
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # with more runs, the durations stay constant or become shorter: no number of runs reaches
-        # the bound, so the result is ten times the largest measured number
+        # the durations do not grow with the number of runs, so no number of runs reaches the bound:
+        # the result is ten times the largest measured number
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # even without runs, the line through the durations is above the bound
+        # a pass takes 5 ms even without runs, which is above the bound of 1 ms
         ((10.0, 55.0, 505.0), 1, "0"),
         # limits of two digits are not rounded
         ((10.0, 55.0, 505.0), 12, "14"),

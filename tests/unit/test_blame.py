@@ -35,11 +35,12 @@ def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
         # The log names a cause, which is more precise than the signal.
         (OOM, 6, FailureKind.CUDA_OOM, "cuda-oom"),
         (NCCL, 6, FailureKind.COLLECTIVE_TIMEOUT, "collective-timeout"),
-        # The log only reports that a process was killed, and not why. So the rule is `sigkill`, and
-        # the signal decides about the kind.
+        # The log reports only that a process was killed, and not why. So the rule is `sigkill`, and
+        # the failure kind follows from the signal.
         (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
         (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
-        # The log names no cause, so the rule is `exit`: only the signal decides.
+        # The log names no cause. So the rule is `exit`, and the failure kind follows from the
+        # signal.
         ("step 8", 11, FailureKind.RUNTIME_ERROR, "exit"),
         ("step 8", 9, FailureKind.UNKNOWN, "exit"),
     ],

@@ -211,8 +211,8 @@ async def test_silent_cluster_delays_a_caller_only_once(
     reader.answers.set()
     cluster = await _answer(capacity)
 
-    # While the cluster did not answer, there were only two attempts to read it: by the first caller
-    # and in the background.
+    # Three callers asked for the silent cluster. But it was read only twice: for the first caller,
+    # and once in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 

@@ -202,8 +202,8 @@ def test_invalid_rule_is_named(fault: str) -> None:
 
 def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
-    # A rule needs no hint if runs with its failure kind are requeued, or if its log line is only
-    # the consequence of another failure.
+    # Two groups of rules need no hint. Runs with a failure kind of the first group are requeued, so
+    # the user need not act. The rules of the second group match Python errors of any kind.
     without_hint = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert without_hint - requeued == {"python-value", "exception", "traceback"}
@@ -231,7 +231,7 @@ def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        # verl prints the available GPUs as an int if there are none.
+        # verl prints `0` if no GPU is available, and a float such as `8.0` otherwise.
         ("Total available GPUs 0 is less than total desired GPUs 8", "INSUFFICIENT_RESOURCES"),
         ("Resource pool a: 8*2 cannot be satisfied in this ray cluster", "INSUFFICIENT_RESOURCES"),
         ("raylet died", "NODE_LOST"),
@@ -438,13 +438,13 @@ def test_progress_bar_counts_as_training_steps() -> None:
     [
         # A few further steps prove nothing: an asynchronous trainer uses up its queued batches.
         pytest.param(steps(11, 13), id="few-steps"),
-        # The progress bars of inference and loading do not show that the trainer still trains.
+        # Progress bars of inference and of loading also move while the trainer does not train.
         pytest.param(
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
         ),
-        # A restarted run counts its epochs from the beginning, and prints the step that it has
-        # loaded.
+        # A restarted program prints the step that it has loaded and counts epochs from the
+        # beginning. Neither shows that the program before the restart survived the error.
         pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
     ],
 )

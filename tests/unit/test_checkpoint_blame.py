@@ -102,7 +102,7 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of(), Blame.SUSPECTED),
         (attempt_of(log_tail=TRAINING), Blame.SUSPECTED),
         (attempt_of(message="No CUDA GPUs are available"), Blame.SUSPECTED),
-        # the failure has another cause than the checkpoint, which is not blamed
+        # the failure has another cause, so the checkpoint is not blamed
         (attempt_of("PORT_CONFLICT"), Blame.NONE),
         (attempt_of("NETWORK"), Blame.NONE),
         (attempt_of("GPU_HARDWARE"), Blame.NONE),
@@ -111,7 +111,7 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("UNKNOWN", signal="SIGTERM"), Blame.NONE),
         (attempt_of(component="api"), Blame.NONE),
         (attempt_of(exit_code=0, rule="success-not-reached"), Blame.NONE),
-        # the training continued after it had loaded the checkpoint, which is not blamed
+        # training continued after the checkpoint was loaded, so the checkpoint is not blamed
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
         # step 3 is progress here, because this trainer counts its steps from zero in each attempt
@@ -129,7 +129,8 @@ def test_checkpoint_is_blamed_only_for_a_failed_load(attempt: dict[str, Any], bl
     [
         (attempt_of(log_tail=LOADING), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        # until its time limit, the trainer may have trained after it loaded the checkpoint
+        # the attempt ran until its time limit, so the trainer may have loaded the checkpoint and
+        # trained: the checkpoint is not blamed
         (attempt_of("TIME_LIMIT", component=None), Blame.NONE),
         (attempt_of(lifetime_s=60.0), Blame.SUSPECTED),
         (attempt_of(lifetime_s=7200.0), Blame.NONE),

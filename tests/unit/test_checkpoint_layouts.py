@@ -49,8 +49,9 @@ def test_damaged_checkpoint_is_not_complete(tmp_path: Path, write: Write, damage
     original = tmp_path / "original"
     older = write(original, 10)
     newest = write(original, 20)
-    # Damage that no reader can notice: changed content of the marker file `STABLE`, and a missing
-    # data file of Orbax, whose checkpoint is complete if its folder has the final name.
+    # Two kinds of damage cannot be noticed. Only the existence of the marker file `STABLE` counts,
+    # not its content. A checkpoint of Orbax is complete if its folder has the final name, so a
+    # missing data file does not show.
     unnoticed = {"STABLE"} if damage in ("empty", "half") else {"d/0123abcd"}
     for file in files_below(newest):
         name = file.relative_to(original).as_posix()

@@ -69,8 +69,8 @@ class Store:
         folder = self.scratch / "written"
         for step in steps:
             write(folder, step)
-        # Store the files in the order in which the trainer wrote them. Its last file marks a
-        # checkpoint as complete, so this file must also reach the store last.
+        # Store the files in the order in which the trainer wrote them. The last file marks the
+        # checkpoint as complete, so it must also reach the store last.
         paths = [path for path in folder.rglob("*") if path.is_file()]
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
             self.put(path.relative_to(folder).as_posix(), path.read_bytes())

@@ -102,7 +102,8 @@ def test_last_complete_checkpoint_of_a_folder(
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
-        # the checkpoint that the pointer file names was deleted, so no checkpoint is used
+        # the checkpoint that the pointer file names was deleted. The newer checkpoint may be
+        # incomplete, so no checkpoint is used
         (
             "latest",
             "step-000010.npz",
@@ -339,7 +340,8 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     assert find_resume_checkpoint(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
     assert find_resume_checkpoint(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
-    # A later alarm, with `then: tell`, only notifies. It follows the alarm that ended the attempt.
+    # The alarm `kl` ended the attempt. A second alarm came later and only notified the user
+    # (`then: tell`), so it does not change the checkpoint to resume from.
     later = {"rule": "length", "since": 31.0, "step": 32.0}
     ended = failed("ALARM", step=32, alarms=[alarm, later])
     ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
@@ -373,8 +375,8 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        # the log itself shows that the checkpoint could not be loaded, so this attempt is not
-        # counted
+        # the log shows that the checkpoint could not be loaded, so the checkpoint is blamed and the
+        # attempt is not counted
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         # only the first failure with a checkpoint is blamed on the checkpoint
@@ -497,7 +499,7 @@ def test_interrupted_removal_is_finished_by_the_next_removal(
         (["global_step_10/", "global_step_20/"], "10", True),
         # the pointer file says that step 10 is complete, so no checkpoint is being saved
         (["global_step_10/"], "10", False),
-        # without a pointer file, the first checkpoint is still incomplete
+        # the pointer file names no checkpoint, so the only checkpoint is still being saved
         (["global_step_10/"], "", True),
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
@@ -519,7 +521,8 @@ def test_growing_incomplete_checkpoint_is_being_saved(
     for path in tmp_path.rglob("*"):
         os.utime(path, (1000, 1000))
 
-    # A checkpoint that a crash left incomplete does not grow, so no program is writing it.
+    # All files are old now. An incomplete checkpoint with old files is the leftover of a crash, so
+    # no program is writing it.
     assert (now, is_writing_checkpoint(".", tmp_path)) == (grows, False)
 
 

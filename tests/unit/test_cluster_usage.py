@@ -173,7 +173,8 @@ def test_accelerator_is_that_of_the_nodes(
         (f"{RUN}--a01", RUN),
         (f"{RUN}--a123", RUN),
         (f"{RUN}--a01-trainer", RUN),
-        # the name of a run may contain `--a01`, which otherwise separates the id of the run
+        # `--a02` separates the run id from the attempt. The run's name also contains `--a01`, which
+        # is no separator
         (f"x--a01-{RUN}--a02-reward--a03", f"x--a01-{RUN}"),
         ("raysubmit_AbCdEfGh12345678", ""),
         (RUN, ""),

@@ -58,7 +58,7 @@ def test_devices_are_divided_among_components(
     [
         ("nvidia", "CUDA_VISIBLE_DEVICES"),
         ("amd", "HIP_VISIBLE_DEVICES"),
-        # vLLM and verl do not start on ROCm if this variable differs from the variable of HIP
+        # on ROCm, vLLM and verl start only if this variable equals HIP_VISIBLE_DEVICES
         ("amd", "CUDA_VISIBLE_DEVICES"),
         ("ascend", "ASCEND_RT_VISIBLE_DEVICES"),
     ],

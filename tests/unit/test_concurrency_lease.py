@@ -200,7 +200,8 @@ class ServerWithLease:
 
     #: Id of the lease in the state of the flow run, or None if the run has no lease.
     lease_id: UUID | None
-    #: HTTP status with which the server rejects each new state until the lease is released.
+    #: HTTP status of the rejection of a new state. After the lease was released, the server accepts
+    #: new states.
     status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     is_released: bool = False
     states: list[str] = field(default_factory=list)

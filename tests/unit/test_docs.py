@@ -458,6 +458,6 @@ def test_documented_words_select_tests(name: str) -> None:
         )
     ]
 
-    # `-k name` is only a placeholder.
+    # In `pytest -k name`, `name` is only a placeholder for a word that the reader chooses.
     for word in set(words) - {"name"}:
         assert any(word in test_name for test_name in test_names), word

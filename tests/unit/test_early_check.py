@@ -16,7 +16,8 @@ from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: Packages whose import takes longer than the check of a spec.
+#: Packages whose import takes longer than the whole check of a spec. So the check must not import
+#: them.
 SLOW_PACKAGES = ("prefect", "ray", "fastapi", "sqlalchemy", "plotext")
 FAULTY = "name: trial\nworkload: sft\ncomponents: {trainer: {command: python train.py}}\n"
 #: A valid spec whose program does not exist.

@@ -77,7 +77,8 @@ def test_only_a_figure_worse_than_the_median_is_a_reason(
 @pytest.mark.parametrize(
     ("point", "others"),
     [
-        # the point has no figure, for example because the metric has another name: it continues
+        # the point has no metric value, for example because its metric has another name, so the
+        # point continues
         (history([]), FIVE),
         # the point has not reached `after_step`, so it continues
         (constant(0.1, 9), FIVE),
@@ -133,7 +134,11 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_one() -> None:
 
 
 def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -> set[int]:
-    """Stop bad points until no further point must stop. Return the numbers of the active points."""
+    """Apply a rule of early stopping to all active matrix points, until it stops no further point.
+
+    Returns:
+        The numbers of the points that are still active.
+    """
     active = {number for number, point in points.items() if not point.has_ended}
     while True:
         stopped = {

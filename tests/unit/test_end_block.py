@@ -170,7 +170,8 @@ def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) ->
     ("unseen", "said"),
     [
         ([], "cancelled: SIGINT; all its processes have ended"),
-        # leftover processes may still run on a node that could not be checked
+        # processes of the run may still run on a node that could not be checked, so the message
+        # does not say that all have ended
         (["node 10.0.0.5 could not be checked"], "cancelled: SIGINT"),
     ],
 )

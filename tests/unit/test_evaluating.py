@@ -32,7 +32,7 @@ RUN_ID = "x-sft-20260101-000000-abcd91c2"
 
 @dataclass
 class FakeServer:
-    """The evaluations on a fake Prefect server."""
+    """Fake Prefect server that creates, lists and cancels the flow runs of evaluations."""
 
     runs: list[StageRun] = field(default_factory=list)
     #: Run spec of each created evaluation, by the name of its task run.
@@ -129,7 +129,10 @@ def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def save(run: RunSession, *steps: int) -> None:
-    """Write a checkpoint for each step. While a trainer runs, the newest is not known complete."""
+    """Write a checkpoint for each step, in this order.
+
+    While the trainer runs, Muster does not use the newest checkpoint, which may be incomplete.
+    """
     for step in steps:
         (run.place.directory / "checkpoints" / f"step-{step:06}.txt").write_text("weights")
 
@@ -313,9 +316,10 @@ def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSes
     ("training_id", "has_training_ended", "expected"),
     [
         (RUN_ID, True, "failed"),
-        # A training that continues records the end itself.
+        # The training continues. It records the end itself, so the evaluation changes nothing.
         (RUN_ID, False, "waiting"),
-        # Every user of the Prefect server can change a tag.
+        # The training's id comes from a tag, which every user of the Prefect server can change. An
+        # id that leads to another folder is ignored.
         ("../other", True, "waiting"),
     ],
 )

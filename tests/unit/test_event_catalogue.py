@@ -16,9 +16,9 @@ from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Event log of a run of an earlier version.
+#: Event log of a run of an earlier version of Muster.
 WRITTEN = ROOT / "tests" / "data" / "records" / "events.jsonl"
-#: Matches the name of an event, such as `component.ready`.
+#: Matches the name of an event: words joined by dots, such as `component.ready`, or `containment`.
 IS_NAME = re.compile(r"containment|[a-z]+(\.[a-z]+)+").fullmatch
 CODE = sorted((ROOT / "tasks").rglob("*.py"))
 
@@ -42,7 +42,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
 
 
 def read_names() -> Iterator[tuple[str, str]]:
-    """Yield `FILE:LINE` and the event name of each place in the code that checks for an event."""
+    """Yield `FILE:LINE` and the event name of each `case` that matches the name of an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):

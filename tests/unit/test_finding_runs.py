@@ -121,15 +121,15 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
 @pytest.mark.parametrize(
     ("name", "run_id"),
     [
-        # the name in the spec wins over longer names
+        # a run whose name in the spec equals the text is preferred to runs with longer names
         ("trainer", "trainer-sft-20260101-000000-aaaaaaaa"),
-        # the first characters win over a part in the middle
+        # a run whose name begins with the text is preferred to runs with the text in the middle
         ("b", "big-trainer-sft-20260102-000000-cccccccc"),
         ("big", "big-trainer-sft-20260102-000000-cccccccc"),
-        # a part at the beginning, in the middle or at the end of the name in the spec
+        # the text is a later part of the name in the spec
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
-        # the name is the end of a run id, or the beginning of the id's random part
+        # the text is the end of a run id, or the beginning of the id's random part
         ("cc", "big-trainer-sft-20260102-000000-cccccccc"),
         ("-bbb", "trainer-second-sft-20260103-000000-bbbbbbbb"),
     ],

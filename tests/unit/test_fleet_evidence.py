@@ -76,10 +76,11 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("ssx", 3, "suspect"),
         # a bad answer to a probe is a failure even if a request gets tokens meanwhile (`b`)
         ("bbb", 3, "sick"),
-        # a token (`t`) resets the number of missing answers (`s`)
+        # a token (`t`) resets the count of failures if all were missing answers (`s`) or failed
+        # requests (`r`)
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # a token (`t`) does not reset the number of failures after a bad answer (`n`)
+        # a token (`t`) does not reset the count of failures if one of them was a bad answer (`n`)
         ("nntn", 3, "sick"),
     ],
 )

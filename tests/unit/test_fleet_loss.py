@@ -75,8 +75,8 @@ def judge(
     [
         ({"signal": 9}, "INFO gateway on http://127.0.0.1:8000\n"),
         ({"signal": 11}, "Fatal Python error: Segmentation fault\n"),
-        # an uncaught exception of the fleet's process. In another component, its text would mean
-        # USER_ERROR.
+        # the fleet's process ends with an uncaught exception, so the fleet is lost. In another
+        # component, the same log would mean USER_ERROR
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
         # a process outside the run has stopped the fleet with a signal, so the fleet is lost
@@ -106,7 +106,8 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
         # the fleet's process was killed after its log had named an error: this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # the fleet ran out of memory, which would happen again, so it does not count as lost
+        # the fleet ran out of memory, which would happen again. So the failure is HOST_OOM and not
+        # FLEET_LOST
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
         # another component than the fleet failed, so the fleet is not lost

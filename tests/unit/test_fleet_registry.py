@@ -364,7 +364,7 @@ def test_random_calls_make_only_legal_transitions(actions: list[tuple[str, int, 
         assert later.state is earlier.state or later.state in LEGAL_GROUP_TRANSITIONS[earlier.state]
         assert later.epoch >= earlier.epoch
     for group_view in registry.view.groups:
-        # Only groups with the fleet's weights may serve.
+        # A group may serve only if it has the weight version of the fleet.
         has_fleet_version = group_view.version == registry.view.version
         assert has_fleet_version or group_view.state not in SERVING_STATES
         assert group_view.version is None or group_view.state in RUNNING_STATES - {G.STARTING}

@@ -54,11 +54,11 @@ def test_fleet_is_written_unchanged() -> None:
 @pytest.mark.parametrize(
     ("fleet", "gpus", "servers", "ranks"),
     [
-        # a fleet without GPUs: each rank is a process
+        # a fleet without GPUs: each server process counts as one rank
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
-        # with the backend `command`, the servers of an engine share `gpus_per_node` GPUs
+        # with the backend `command`, all servers of an engine share its `gpus_per_node` GPUs
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
         # the number of GPUs is calculated from the parallelism
@@ -391,9 +391,9 @@ def test_all_faults_of_a_fleet_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "seconds"),
     [
-        (15, 12),  # SGLang's timeout is shorter than the fleet's
-        (60, 20),  # not longer than SGLang's default
-        (1.5, 1),  # whole seconds, at least 1
+        (15, 12),  # SGLang's timeout is 80 % of the fleet's timeout
+        (60, 20),  # but at most SGLang's default of 20 s
+        (1.5, 1),  # rounded down to whole seconds, but at least 1 s
     ],
 )
 def test_sglang_timeout_is_shorter_than_the_fleet_timeout(timeout_s: float, seconds: int) -> None:

@@ -62,7 +62,8 @@ def host(
         hidden: Processes whose environment cannot be read: their programs by process id.
         registered: Ids or names of the flow runs in the process registry.
         waiting: Names of the flow runs that wait for their next attempt without a process.
-        is_lost: True if `here` is another host, which was given up.
+        is_lost: True if `here` is another machine that is permanently lost. False if it is this
+            machine.
     """
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
@@ -115,22 +116,23 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a worker of another host executes the flow run, even if a process here has the same pid
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # a run that was started without a worker: only the process registry shows whether the flow
-        # run has a process, so the state stays unchanged
+        # the flow run was started without a worker, and no tag names its process. So it may have a
+        # process on any host, and its state stays unchanged
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
-        # the flow run was started without a worker, and is not in the host's list of runs yet: a
-        # tag of the flow run names its process
+        # the flow run was started without a worker, and is not in the host's process registry yet.
+        # A tag of the flow run names its process, so the process can be looked up
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # a worker took the flow run from a work pool, and was killed before it wrote its label
+        # a worker took the flow run from a work pool, and was killed before it added the label with
+        # its own name to the flow run
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
-        # a user has set the state of a waiting flow run, which never had a process, to Running
+        # a user has set a waiting flow run to Running, although it never had a process
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(RUNNING, 59, labels={}, work_pool_name="gang"), host(), None),
         (
@@ -139,7 +141,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             None,
         ),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
-        # a user has set the state of a requeued flow run, which has no process
+        # a user has set a requeued flow run to Running, although it has no process
         (flow_run(RUNNING, 60), host(waiting=("a-run",)), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(waiting=("a-run",)), None),
         # the next process of the requeued flow run was killed, so the flow run has crashed
@@ -148,7 +150,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # the flow `reconcile`, which needs no worker, runs on this host or on another host
+        # a flow run of `reconcile` has no worker: its deployment shows whether it belongs to this
+        # host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
         # a pipeline with a deployment: a worker can start another process that continues it
@@ -164,7 +167,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             "Crashed",
         ),
         (flow_run(PENDING, 60, labels={}, work_pool_name="pipelines"), host(), "Scheduled"),
-        # this host's list of runs contains the flow run, by id or by name: the state stays
+        # this host's process registry contains the flow run, by id or by name: its state stays
         # unchanged
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),
@@ -213,7 +216,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # the worker on this host has the name "there", which is not the name of the host
+        # the worker named "there" also runs on this host, although the host is named "here"
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
         # the flow run is a Kubernetes job and not a process of a host, so no worker is named

@@ -135,8 +135,8 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
     [
         ("flows.train.train", [], ("flows.train.train", None)),
         ("flows/train.py:train", [{STEP: {"directory": str(ROOT)}}], ("flows.train.train", ROOT)),
-        # The fork server cannot run these flows: they are from another checkout or project, or
-        # their deployment has another pull step.
+        # The fork server cannot run these flows. They are from another checkout or project, or
+        # their deployment has a pull step that does more than set the working directory.
         ("flows/train.py:train", [{STEP: {"directory": "/elsewhere"}}], (None, None)),
         ("project.flow", [], (None, None)),
         ("flows/train.py:train", [{STEP: {"directory": "{{ fetched.directory }}"}}], (None, None)),
