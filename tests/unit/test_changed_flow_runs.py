@@ -49,7 +49,7 @@ class ScriptedServer:
 
 
 class RecordingSession:
-    """Fake run that records the reasons of its end."""
+    """Fake session of a run. It records the reasons for which the run is interrupted."""
 
     def __init__(self) -> None:
         self.is_handing_over = False

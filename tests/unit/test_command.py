@@ -39,7 +39,8 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "RAY_AUTH_TOKEN_PATH",
     )
     for name in names:
-        # `setenv` first: `monkeypatch` then remembers to remove the variable after the test.
+        # `muster` may set this variable. Call `setenv` first, so that `monkeypatch` restores the
+        # original value after the test in any case.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

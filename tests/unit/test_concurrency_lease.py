@@ -34,7 +34,7 @@ LEASE = uuid4()
 
 
 def answer(status: HTTPStatus) -> httpx.HTTPStatusError:
-    """Return the error that Prefect's client raises for an answer of the server."""
+    """Return the error that Prefect's client raises for an answer with this status."""
     response = httpx.Response(status, request=httpx.Request("POST", "http://a/renew"))
     return httpx.HTTPStatusError("refused", request=response.request, response=response)
 

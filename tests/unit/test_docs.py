@@ -179,8 +179,8 @@ EVALUATED: Mapping[str, Any] = {
     "components": {"trainer": {"checkpoints": "checkpoints"}},
     "evals": {"math": {"command": ["true"]}, "trainer": {"command": ["true"]}},
 }
-#: Complete specs for examples of keys that are not valid in BASE, by the part of the spec that
-#: contains the key.
+#: Complete run specs for keys whose examples are not valid in BASE. A spec is stored under the part
+#: of the spec that contains the key.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "start_from": {
         "start_from": {

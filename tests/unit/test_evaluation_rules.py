@@ -56,7 +56,7 @@ def evaluations(**keys: Any) -> dict[str, Evaluation]:
 
 
 def chosen(content: EvaluationsJson, *, is_last: bool = False, **keys: Any) -> dict[int, str]:
-    """Return the states of the evaluations that `choose_evaluations` returns, by checkpoint."""
+    """Return the states that `choose_evaluations` gives to evaluations, by checkpoint number."""
     notes = choose_evaluations(evaluations(**keys), content, is_last=is_last)
     return {note.checkpoint: note.state.value for note in notes}
 

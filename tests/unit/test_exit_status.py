@@ -33,7 +33,7 @@ for line in sys.stdin:
         print("reaped", flush=True)
 """
 
-#: Pairs of shell code and the exit status of the shell: an exit code or a signal.
+#: Shell code, with the exit code and the signal of the shell that runs it. One of them is None.
 ENDS = [
     ("exit 42", 42, None),
     ("exit 0", 0, None),

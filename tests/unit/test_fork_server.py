@@ -1,4 +1,4 @@
-"""Decide whether a run may be forked from the fork server, without starting one."""
+"""Tests of the decision whether a run may start as a fork of the fork server. None is started."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_run_holds_used_and_granted_gpus(
         (ClusterNode(name="a", gpus=8, others_gpus=3), 5),
         # half of a GPU is in use, so no gang can get that GPU
         (ClusterNode(name="a", gpus=8, others_gpus=0.5), 7),
-        # Ray reports numbers of GPUs with rounding errors, which do not matter
+        # Ray reports numbers of GPUs with rounding errors, which are removed
         (ClusterNode(name="a", gpus=8, others_gpus=3.00001), 5),
         (ClusterNode(name="a", gpus=8, others_gpus=8), 0),
         (ClusterNode(name="a", gpus=0), 0),
@@ -170,9 +170,11 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 @pytest.mark.parametrize(
     ("granted", "node_names", "held"),
     [
-        # a second node with the granted address has appeared, and each can be the granted node
+        # a second node with the granted address has appeared. Either may be the granted node, so
+        # the GPUs of both count as held
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
-        # the second node with the same address has disappeared, so the name has no node id any more
+        # the second node with the same address has disappeared, so the name of the first node no
+        # longer contains its node id
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),

@@ -197,7 +197,7 @@ async def test_last_decision_stays_until_another_scheduler_decides(make_lease: M
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This scheduler has the lease, but decides nothing, so the last decision stays the same.
+        # This scheduler only has the lease. It decides nothing, so its last decision stays valid.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first
@@ -550,7 +550,8 @@ async def test_lease_is_returned_under_repeated_cancels(
     server.faults["DELETE"].append("slow")
     asyncio.get_running_loop().call_later(0.05, server.may_answer.set)
 
-    # Prefect's worker cancels its tasks with a cancel scope, in which every further wait fails.
+    # Prefect's worker cancels its tasks with an anyio cancel scope. After the cancel, every further
+    # await in the scope raises CancelledError.
     with anyio.CancelScope() as scope:
         async with holding(make_lease()):
             scope.cancel()
@@ -628,7 +629,7 @@ async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def leads_to(link: Path, path: Path) -> bool:
     try:
         return link.readlink() == path
-    except FileNotFoundError:  # the descriptor of the directory listing, which is closed now
+    except FileNotFoundError:  # the listing of /proc/self/fd had its own descriptor, now closed
         return False
 
 

@@ -188,7 +188,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a requeued gang starts when its delay is over
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # a requeued gang must wait for its GPUs longer than for the end of its delay
+        # the delay of a requeued gang ends in 30 s, but its GPUs become free only in 100 s
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],
@@ -231,8 +231,8 @@ def check(case: Case, policy: Policy) -> None:
         # a gang avoids the nodes on which its run failed before, if there are enough other nodes
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
-        # without enough other nodes, a gang also uses nodes that it should avoid, but as few as
-        # possible
+        # if too few other nodes are free, the gang also gets nodes that it should avoid, but as few
+        # as possible
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
         # GPUs that are held on a node that has disappeared do not count as used
@@ -295,24 +295,24 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # a later gang may start first, even for a long time, if the first waiting gang will have
-        # enough GPUs besides
+        # w1 will start on node a at 100 s. So later gangs may use the free GPUs of node b, even for
+        # a long time
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # gangs that would still run when the first waiting gang can start: their GPUs are added up,
-        # so only one of them may start now
+        # w1 will start at 100 s and leave two GPUs of node b unused. w2 takes both and still runs
+        # then, so w3 and w4 would delay w1
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # a gang that ends before the first waiting gang can start does not count, so a third gang
-        # may start, too
+        # w2 ends before w1 can start at 100 s. So w3 may take the two GPUs of node b that w1 will
+        # leave unused
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -320,8 +320,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS},
         ),
         # w2 needs two GPUs and fits best on node a, where it would delay w1. w3 ends before w1 can
-        # start, so w3 gets two of the three free GPUs of node a. Then w4, which also needs two
-        # GPUs, only fits on node b
+        # start, so w3 gets two of the three free GPUs of node a. After that, the two GPUs of w4 are
+        # free only on node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],
@@ -333,16 +333,16 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
-        # the second gang does not fit now; it may wait for the first gang, which starts in the same
-        # scheduling pass
+        # w1 starts now, so w2 does not fit until w1 ends in 300 s. w3 ends at the same time and
+        # does not delay w2
         Case(
             [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
             [],
             {"w1": "a", "w3": "b"},
             {"w2": reason(GPUS, "w1", in_s=300)},
         ),
-        # h1 and h2 end at the same time: the first waiting gang needs only the GPUs of h1, so the
-        # GPUs of h2 on node b count as held
+        # h1 and h2 end at the same time. w1 needs only the GPUs of h1, so no GPUs of node b are
+        # reserved for w1, and w2 may start there
         Case(
             [waits(1, 8), waits(2, 2)],
             [held("h2", place=2, b=6), held("h1", place=1, a=8)],
@@ -355,7 +355,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": reason(GPUS, "h2", in_s=100), "w2": WOULD_DELAY},
         ),
-        # CPUs are reserved for the first waiting gang, too
+        # CPUs are reserved for the first waiting gang in the same way as GPUs
         Case(
             [waits(1, 6, cpus=1), waits(2, 1, cpus=3)],
             [held("h", 100, a=4, cpus=1)],
@@ -388,8 +388,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # the tag `red` may use 10 GPUs, and the first gang needs 8 of them when it starts at 100 s.
-        # So w2 may use the other 2 until then, and w3 may not start, although GPUs are free
+        # The tag `red` may use 10 GPUs. At 100 s, w1 needs 8 of them, so only 2 remain for gangs
+        # that run longer. w2 takes these 2. w3 would exceed the limit, although GPUs are free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

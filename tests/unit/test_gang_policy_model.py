@@ -109,9 +109,9 @@ hundreds = settings(max_examples=400, deadline=None)
 
 
 def is_same(found: Plan, expected: Plan) -> bool:
-    """Return True if two plans are equal, including the order of their dicts.
+    """Return True if two plans are equal, and their dicts have the same order.
 
-    The operator `==` ignores the order of admissions, and the order of the waiting gangs.
+    The operator `==` alone ignores the order of the admitted and of the waiting gangs.
     """
     orders = [(list(one.admitted), list(one.reasons)) for one in (found, expected)]
     return found == expected and orders[0] == orders[1]

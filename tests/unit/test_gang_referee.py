@@ -108,9 +108,9 @@ def with_part(attempt: int, began: float, ended: float) -> History:
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return a copy of the history `ONE` in which the component has used the given GPUs.
+    """Return a copy of the history `ONE` in which the component saw the given GPUs.
 
-    If a device is None, the component has no list of GPUs.
+    Pass a single None for a component that reported no GPUs.
     """
     devices_seen = None if None in devices else devices
     return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])
@@ -154,7 +154,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",
         ),
-        # a run starts before an earlier run of the queue that also needs its GPUs
+        # a later run of the queue starts first, with GPUs for which an earlier run is waiting
         (
             [run(1, 1, 9), run(2, 9.1, 12, on=BOTH), run(3, 2, 5, 2, on=["n2"])],
             "r3 passed r2, for which there was no room",

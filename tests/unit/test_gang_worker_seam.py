@@ -90,10 +90,14 @@ def find_changed_internals(base: type[Any]) -> Iterator[str]:
 
 
 async def _check_submission(base: type[Any], class_name: str) -> list[str]:
-    """Return a message for each difference from the expected poll of Prefect's worker class.
+    """Let a worker poll the server once, and return a message for each unexpected behaviour.
 
-    In a poll, the worker must call the method that the gang worker overrides, and must submit
-    exactly the flow runs that this method returns.
+    The worker must call the method that the gang worker overrides, and must submit exactly the flow
+    runs that this method returns.
+
+    Args:
+        base: Prefect's worker class.
+        class_name: Name of the class in the messages.
     """
     run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
     calls: list[bool] = []
@@ -145,9 +149,9 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 def test_gang_worker_overrides_only_checked_methods() -> None:
     """Check which methods of Prefect's worker the gang worker overrides.
 
-    Other tests check the private method `METHOD`. The method `run` is public, so every worker class
-    may define it. `__aenter__` only chooses the folder for temporary files, and then calls
-    Prefect's method.
+    The only private method among them is `METHOD`, which other tests check. The method `run` is
+    public, so every worker class may define it. `__aenter__` only chooses the folder for temporary
+    files, and then calls Prefect's method.
     """
     overridden = {
         name
@@ -268,8 +272,9 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
     results = asyncio.run(scenario())
 
-    # At 55 s, the worker finds a run to which GPUs were granted. The leader, which is the worker
-    # that schedules, has sent this worker no event about the run.
+    # There are three passes: at the start, at 20 s because a run was offered, and at 55 s because
+    # the last pass was more than 30 s ago. The last pass starts a run for which the event of the
+    # leader was lost.
     assert results == [
         (1, False),
         (1, False),

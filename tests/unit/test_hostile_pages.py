@@ -50,7 +50,7 @@ HOSTILE = {
 }
 _TAGS = re.compile(r"<(/?)(\w+)([^>]*)>")
 _CODE = re.compile(r"<code.*?</code>", re.DOTALL)
-#: Bare addresses that both UIs turn into links.
+#: Addresses without Markdown syntax that both of Prefect's UIs turn into links.
 _BARE = re.compile(r"(?i)(https?://|ftp://|www\.)\w|[-.\w+]+@[-\w]+\.\w")
 
 

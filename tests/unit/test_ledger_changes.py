@@ -23,7 +23,7 @@ class FakeResponse:
 
 @dataclass
 class FakeClient:
-    """Prefect client of a server with a work pool `gang`, and with flow runs."""
+    """Fake Prefect client of a server that has the work pool `gang` and flow runs."""
 
     flow_runs: list[dict[str, Any]] = field(default_factory=list)
 

@@ -22,7 +22,10 @@ from tasks.queue.lease import HostLock
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Return a function that lets a file be replaced just before its first lock."""
+    """Return a function that prepares the replacement of a file.
+
+    The file is replaced by a new one just before a program locks it for the first time.
+    """
 
     def arrange(path: Path) -> None:
         left = [path]

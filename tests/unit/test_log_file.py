@@ -257,7 +257,8 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
                 operations = [("write", text), READ, ("rename",)]
                 is_renamed = True
             case "copy":
-                # The line is written twice, and only the first one is read before the copy.
+                # Write the line twice, and read only the first one before the copy. So the reader
+                # must find the second one in the copy.
                 operations = [("write", text), READ, ("write", text), ("copy",)]
                 text += text
             case "on":
@@ -353,8 +354,8 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # Bytes 0 to 1 MiB are a hole, which the reader skips. They contained the line `first` and all
-    # but the last six characters of the long line.
+    # The first 1 MiB of the file is a hole, which the reader skips. It contained the line `first`
+    # and the long line, except its last six characters.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

@@ -18,7 +18,7 @@ from tasks.train.logs_command import logs
 from tests.support.documents import ROOT
 
 RUN = "trial-sft-20260102-000000-bbbbbbbb"
-#: Packages whose import takes longer than the output of a log.
+#: Packages whose import takes longer than printing a log. So `muster logs` must not import them.
 SLOW_PACKAGES = ("prefect", "ray", "httpx", "fastapi", "sqlalchemy", "plotext")
 
 
@@ -138,8 +138,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # The beginning of a run id may also fit another run on the server if it lacks a part of the
-        # time.
+        # Without its complete time, the beginning of a run id may also match runs that only the
+        # server knows. So the search among local runs finds nothing.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),

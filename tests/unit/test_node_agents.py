@@ -146,7 +146,8 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # the request ends the processes of all attempts of the run, so also those of this job
+        # the order would end the processes of all attempts of the run, and thus also those of this
+        # active job
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
@@ -257,7 +258,7 @@ def test_node_without_remaining_time_counts_as_unreached(
 
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN, within_s=0.0))
 
-    # On a busy machine, the first node may also not answer within its second.
+    # The report may also contain the first node, which may answer too late on a busy machine.
     assert (OTHER, "no answer within 0 s") in [
         (node.node_id, node.why) for node in report.unreached
     ]

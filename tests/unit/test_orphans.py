@@ -1,4 +1,4 @@
-"""Runs that work although their flow run has ended or was deleted."""
+"""The processes of a run are ended if its flow run has ended or was deleted."""
 
 from __future__ import annotations
 

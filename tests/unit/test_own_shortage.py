@@ -1,4 +1,4 @@
-"""Tests of shortages of Muster itself, such as of open files: no component fails then."""
+"""Tests that no component fails because Muster itself lacks resources, such as open files."""
 
 from __future__ import annotations
 

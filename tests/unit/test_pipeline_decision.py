@@ -89,7 +89,8 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # a user has retried the flow run of the first try of stage b, so the second try is ignored
+        # a user has retried the flow run of the first try of stage b, so this run counts, and the
+        # second try is ignored
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
         # the order of the runs does not matter
@@ -249,7 +250,8 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # the pipeline failed twice, and a user retried it each time: the last retry counts
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` has scheduled the lost pipeline again, which is no new start by a user
+        # `muster reconcile` has scheduled the lost pipeline again. That is no request by a user, so
+        # the first request still counts
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),

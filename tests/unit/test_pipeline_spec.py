@@ -105,7 +105,7 @@ A = {"name": "a", "spec": spec()}
                 "(did you mean `${trainer.port}`?)"
             ],
         ),
-        # names of other stages in placeholders, which are checked like all other names
+        # a placeholder names an unknown stage
         (
             pipeline(A, {"name": "b", "spec": spec("${stage.aa.checkpoint}")}),
             [

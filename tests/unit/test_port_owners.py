@@ -1,4 +1,4 @@
-"""Whether a process outside a component's tree may listen on the port of the component."""
+"""Tests which processes outside a component's process tree may listen on the component's port."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 def is_foreign(*, user: int) -> bool:
-    """Return True if a process may not listen on the port of a component.
+    """Return True if Muster says that a process does not belong to a component.
 
-    The process has the run's id in its environment, and is outside the component's process tree.
+    The process listens on the component's port, and has the run's id in its environment. But it is
+    outside the component's process tree.
 
     Args:
         user: User id of the process.

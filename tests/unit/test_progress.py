@@ -143,7 +143,7 @@ def slow_messages(*steps_s: float) -> list[str]:
 def test_step_of_ten_times_the_median_is_reported_once() -> None:
     slow = "no step for {} since step {}; a step usually takes 10 s"
 
-    # The step of 99 s is within the limit of 100 s.
+    # The step of 99 s is not reported: it is shorter than ten times the median of 10 s.
     messages = slow_messages(*[10.0] * 12, 99.0, 10.0, 150.0, 10.0, 400.0, 10.0)
 
     began = 120 + 99 + 10

@@ -81,7 +81,7 @@ def configured_registries() -> list[str]:
 def forbidden(root: Path) -> re.Pattern[str]:
     """Return a pattern that matches the hosts of registries and the path `root` of the checkout.
 
-    The path of a checkout directly under `/` is left out, because it can be a common word.
+    A path such as `/src`, directly under `/`, is left out. It may also be a common word in a text.
     """
     names = {*REGISTRIES, *configured_registries()}
     if len(root.parts) > 2:
