@@ -78,7 +78,7 @@ def decide_without_jitter(
         (NODE, (FLEET, FLEET), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
     ],
 )
-def test_decision_after_an_attempt(
+def test_decision_follows_from_the_failure_kinds_and_the_limit_of_attempts(
     kind: FailureKind, before: tuple[FailureKind | None, ...], attempts: int | None, text: str
 ) -> None:
     sequel = decide_without_jitter(kind, *before, attempts=attempts)

@@ -148,7 +148,7 @@ def test_second_death_for_an_unknown_reason_gives_the_checkpoint_up() -> None:
     assert blames(spec_of(), attempt_of(), attempt_of()) == ["suspected", "given up"]
 
 
-def test_second_death_for_a_known_other_reason_does_not() -> None:
+def test_second_death_for_a_known_other_reason_keeps_the_checkpoint() -> None:
     no_gpu = attempt_of(message="RuntimeError: No CUDA GPUs are available")
 
     assert blames(spec_of(), no_gpu, no_gpu, no_gpu) == ["suspected", "none", "none"]

@@ -74,7 +74,7 @@ def create_files(root: Path, *paths: str) -> None:
         ([], None),
     ],
 )
-def test_last_complete_checkpoint_of_a_folder(
+def test_last_complete_checkpoint_of_a_folder_is_found(
     tmp_path: Path, paths: list[str], found: str | None
 ) -> None:
     create_files(tmp_path, *paths)

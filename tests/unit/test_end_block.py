@@ -58,7 +58,7 @@ def block(**fields: Any) -> list[str]:
     return [line.plain for line in end_block(**fields)]
 
 
-def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_record: Path) -> None:
+def test_failed_run_shows_its_first_failure_the_remedy_and_the_files(run_record: Path) -> None:
     shown = block(
         state="failed", message=MESSAGE, record_path=run_record, page="http://h/runs/flow-run/1"
     )
@@ -81,7 +81,7 @@ def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_recor
     ]
 
 
-def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
+def test_first_failure_shows_the_exit_code(tmp_path: Path) -> None:
     record = written(tmp_path, attempt(1, FAILURE | {"signal": None, "exit_code": 3}))
 
     assert "  first failure      trainer: exit code 3" in block(
@@ -89,7 +89,7 @@ def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
     )
 
 
-def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
+def test_stalled_component_shows_a_hang_report_and_no_exit_code(tmp_path: Path) -> None:
     stalled = FAILURE | {"kind": "STALLED", "signal": None, "hint": "", "log_tail": ""}
     record = written(tmp_path, attempt(1, stalled) | {"decision": "final: no retry"})
     hang = tmp_path / "attempt-01" / "trainer.hang.txt"
@@ -105,7 +105,7 @@ def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
     assert not any("last log lines" in line for line in shown)
 
 
-def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> None:
+def test_completed_run_shows_no_failure_of_an_earlier_attempt(tmp_path: Path) -> None:
     record = written(
         tmp_path, attempt(1, FAILURE | {"kind": "NODE_LOST"}), attempt(2, None, "completed")
     )
@@ -121,7 +121,7 @@ def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> Non
     ]
 
 
-def test_of_many_attempts_the_first_ones_are_named(tmp_path: Path) -> None:
+def test_failure_kinds_of_only_the_first_five_attempts_are_shown(tmp_path: Path) -> None:
     many = [attempt(n, FAILURE | {"kind": "START_TIMEOUT"}) for n in range(1, 10)]
     record = written(tmp_path, *many, attempt(10, FAILURE))
 
@@ -132,14 +132,14 @@ def test_of_many_attempts_the_first_ones_are_named(tmp_path: Path) -> None:
     assert took == f"  took               1 min 22 s, 10 attempts ({named} and 5 more)"
 
 
-def test_a_cancelled_run_says_that_nothing_is_left(run_record: Path) -> None:
+def test_cancelled_run_says_that_all_processes_have_ended(run_record: Path) -> None:
     shown = block(state="cancelled", message="interrupted by SIGINT", record_path=run_record)
 
     assert shown[1] == "cancelled: interrupted by SIGINT; all its processes have ended"
     assert not any("first failure" in line for line in shown)
 
 
-def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> None:
+def test_run_without_an_attempt_shows_the_remedy(tmp_path: Path) -> None:
     shown = block(
         state="failed",
         message="INFEASIBLE: asks for 3 nodes; there are 2",
@@ -151,7 +151,9 @@ def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [None, "", "{"])
-def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: str | None) -> None:
+def test_final_state_is_shown_without_a_readable_record(
+    tmp_path: Path, content: str | None
+) -> None:
     record = tmp_path / "run.json"
     if content is not None:
         record.write_text(content)
@@ -162,7 +164,7 @@ def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: s
 
 
 @pytest.mark.parametrize("kind", FailureKind)
-def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) -> None:
+def test_every_failure_kind_has_a_remedy(kind: FailureKind) -> None:
     assert kind.properties.remedy
 
 
@@ -175,7 +177,7 @@ def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) ->
         (["node 10.0.0.5 could not be checked"], "cancelled: SIGINT"),
     ],
 )
-def test_nothing_is_said_to_be_left_only_where_all_was_seen(
+def test_processes_are_said_to_have_ended_only_if_all_nodes_were_checked(
     tmp_path: Path, unseen: list[str], said: str
 ) -> None:
     ray = {"submission_id": "x--a01", "component": "trainer", "unseen": unseen}

@@ -626,7 +626,7 @@ def test_run_that_has_ended_is_not_cancelled_while_its_process_exits(
     assert process.poll() is None
 
 
-def test_run_is_found_by_the_name_that_somebody_typed(
+def test_run_is_found_by_the_name_that_its_user_gave_it(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flow_run = FlowRun(

@@ -176,7 +176,7 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
         ),
     ],
 )
-def test_last_activity_of_a_fleet(events: list[Event], doing: str) -> None:
+def test_last_activity_of_a_fleet_follows_from_its_events(events: list[Event], doing: str) -> None:
     assert describe_fleet_activity(events, 3) == doing
 
 

@@ -33,7 +33,7 @@ def fleet_of(fleet: dict[str, Any]) -> Rollout:
     return found
 
 
-def test_fleet_defaults() -> None:
+def test_fleet_has_default_values() -> None:
     fleet = fleet_of(COMMAND)
 
     assert (fleet.engines, fleet.nodes_per_engine, fleet.placement) == (1, 1, "local")

@@ -273,7 +273,7 @@ def test_no_local_ports_are_reserved_for_servers_on_ray() -> None:
         ("::1", "http://[::1]:15000"),
     ],
 )
-def test_gateway_url_for_each_listening_address(host: str, url: str) -> None:
+def test_gateway_url_follows_from_the_listening_address(host: str, url: str) -> None:
     assert fleet_names(spec_of(host=host), PORTS)["rollout.url"] == url
 
 

@@ -241,7 +241,7 @@ def check(case: Case, policy: Policy) -> None:
         Case([waits(1, 1)], [held("h", a=1)], {}, {"w1": GPUS}, nodes=(), free={}),
     ],
 )
-def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
+def test_every_policy_follows_the_common_rules(case: Case, policy: Policy) -> None:
     check(case, policy)
 
 
@@ -272,7 +272,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
         ),
     ],
 )
-def test_fifo_rules(case: Case) -> None:
+def test_fifo_follows_its_rules(case: Case) -> None:
     check(case, "fifo")
 
 
@@ -402,7 +402,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         ),
     ],
 )
-def test_backfill_rules(case: Case) -> None:
+def test_backfill_follows_its_rules(case: Case) -> None:
     check(case, "backfill")
 
 

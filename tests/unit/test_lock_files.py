@@ -45,7 +45,9 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return arrange
 
 
-def test_of_the_gate(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
+def test_scheduler_lock_is_exclusive_if_its_file_is_replaced(
+    tmp_path: Path, replaced: Callable[[Path], None]
+) -> None:
     path = tmp_path / "gate.lock"
     replaced(path)
     first, second = HostLock(path), HostLock(path)
@@ -55,7 +57,7 @@ def test_of_the_gate(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
     first.unlock()
 
 
-def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
+def test_scheduler_lock_is_lost_if_its_file_is_replaced_while_it_is_held(tmp_path: Path) -> None:
     path = tmp_path / "gate.lock"
     first, second = HostLock(path), HostLock(path)
     assert first.try_lock()
@@ -68,7 +70,9 @@ def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
     second.unlock()
 
 
-def test_of_a_run(muster_home: Path, replaced: Callable[[Path], None]) -> None:
+def test_lock_of_a_run_is_exclusive_if_its_file_is_replaced(
+    muster_home: Path, replaced: Callable[[Path], None]
+) -> None:
     other = "from tasks.processes.registry import RunRegistration; RunRegistration.opened('a-run')"
     replaced(muster_home / "live" / "a-run" / "lock")
     register = RunRegistration.opened("a-run")
@@ -79,7 +83,9 @@ def test_of_a_run(muster_home: Path, replaced: Callable[[Path], None]) -> None:
     register.close()
 
 
-def test_of_the_stack(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
+def test_lock_of_the_stack_is_exclusive_if_its_file_is_replaced(
+    tmp_path: Path, replaced: Callable[[Path], None]
+) -> None:
     place = StackPlace(directory=tmp_path)
     replaced(tmp_path / "lock")
 

@@ -94,7 +94,7 @@ def test_known_step_needs_no_explanation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "is_sure"), [(19, False), (20, True)])
-def test_running_training_is_accused_only_after_several_lines(
+def test_missing_step_of_a_running_training_is_explained_only_after_several_lines(
     tmp_path: Path, count: int, is_sure: bool
 ) -> None:
     path = tmp_path / "metrics.jsonl"

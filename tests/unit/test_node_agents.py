@@ -170,7 +170,7 @@ def test_sweep_of_an_active_job_is_refused(
 
 
 @pytest.mark.parametrize(("status", "is_left_over"), [("RUNNING", False), ("STOPPED", True)])
-def test_look_counts_only_leftovers_of_ended_runs(
+def test_order_look_lists_only_leftovers_of_ended_runs(
     cluster: Cluster,
     address: str,
     key: AgentKey,

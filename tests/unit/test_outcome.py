@@ -24,7 +24,9 @@ from tasks.spec.failure_kinds import FailureKind
         (None, None, "its guardian died", "exit status unknown: its guardian died"),
     ],
 )
-def test_text_of_an_exit(code: int | None, signum: int | None, note: str, text: str) -> None:
+def test_exit_is_described_by_its_code_or_signal(
+    code: int | None, signum: int | None, note: str, text: str
+) -> None:
     exit = Exit(exit_code=code, signal=signum, at_monotonic_s=1.0, note=note)
 
     assert str(exit) == text

@@ -92,14 +92,14 @@ def run_command(monkeypatch: pytest.MonkeyPatch, **variables: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
-def test_value_that_is_not_understood_is_an_error(name: str, value: str) -> None:
+def test_invalid_value_is_an_error(name: str, value: str) -> None:
     [problem] = find_setting_problems({name: value})
 
     assert problem.startswith(f"{name}={value} is not valid: ")
 
 
 @pytest.mark.parametrize(("name", "value"), GOOD_VALUES)
-def test_value_that_is_understood_is_no_error(name: str, value: str) -> None:
+def test_valid_value_is_no_error(name: str, value: str) -> None:
     assert find_setting_problems({name: value}) == ()
 
 

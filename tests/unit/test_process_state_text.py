@@ -73,7 +73,7 @@ def test_process_that_is_gone_is_left_out(proc: Path) -> None:
     assert len(list(kernel_view([PID - 1, PID, PID + 1], proc))) == 1
 
 
-def test_process_that_lets_nothing_be_read_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_process_with_unreadable_files_is_shown_with_its_readable_status(tmp_path: Path) -> None:
     plant(tmp_path, PID, {"status": "Name:\tkthread\nState:\tD (disk sleep)\n"})
 
     [text] = kernel_view([PID], tmp_path)

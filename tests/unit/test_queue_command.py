@@ -178,7 +178,7 @@ def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None
     assert json.loads(output)["line"][0]["name"] == "waiting-run"
 
 
-def test_why_a_run_waits(command: Command, server: Server) -> None:
+def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:
     server.add_flow_run(WAITING, "any", StateType.SCHEDULED)
 
     code, output = command("why", str(WAITING))
