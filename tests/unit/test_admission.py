@@ -53,7 +53,8 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
         ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
         # another run has joined the queue behind this run, so nothing is printed
         ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
-        # the new position of the run is printed, but the state on the server keeps its message
+        # the new position of the run is printed. The state on the server is not set again, because
+        # its message has no position
         (
             {"place": 2, "length": 2, "reason": "waits"},
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],

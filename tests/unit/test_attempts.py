@@ -52,12 +52,12 @@ def decide_without_jitter(
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
-        # other failure kinds have the number of attempts that the spec gives
+        # for other failure kinds, the spec limits the number of attempts
         (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
-        # `attempts` limits the number of tries of the run, with failures of all kinds
+        # failures of different kinds are counted together
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         # attempts without a failure also count, for example attempts that a user cancelled before
         # starting the run again

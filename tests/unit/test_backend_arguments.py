@@ -46,7 +46,7 @@ def test_backend_accepts_the_command_of_every_server(layout: str) -> None:
 
 
 def list_shapes() -> list[dict[str, Any]]:
-    """Return all valid combinations of sizes for the backends whose options are known."""
+    """Return all valid combinations of backend, nodes per engine and kinds of parallelism."""
     numbers = (1, 2, 3, 4, 8, 16)
     keys = ("backend", "nodes_per_engine", "tensor_parallel", "expert_parallel", "data_parallel")
     shapes = [

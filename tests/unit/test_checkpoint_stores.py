@@ -92,7 +92,7 @@ class Store:
         return (parse_checkpoint_path(self.url, Path("/")) / name).read_bytes()
 
     def names(self) -> set[str]:
-        """Return the names of the files and folders that are really in the store."""
+        """Return the names of all files and folders in the store."""
         _, _, key = self.url.partition("://")
         if self.kind == "s3":
             prefix = key.removeprefix(f"{BUCKET}/") + "/"
@@ -117,7 +117,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A running S3 server, which the client of this process finds."""
+    """A running S3 server, to which the S3 client of this process connects."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     yield s3_server

@@ -150,7 +150,8 @@ def test_run_goes_on_after_its_lease_is_lost() -> None:
 def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that Prefect's engine still calls the function that Muster replaces.
 
-    Another release of Prefect may call another function. Then a lost lease would end a run again.
+    Another release of Prefect may call another function. The replacement would have no effect, and
+    a lost lease would end the run.
     """
     engine_globals = vars(flow_engine)
     name = "maintain_concurrency_lease"

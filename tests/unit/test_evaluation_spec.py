@@ -12,7 +12,7 @@ from tasks.spec.evaluations import build_evaluation_spec
 from tasks.spec.loading import dump_spec, parse_spec, resolve
 from tasks.spec.programs import find_missing_programs
 
-#: Values of the placeholders of an evaluated checkpoint.
+#: Values of the placeholders that name the evaluated checkpoint.
 CHECKPOINT = {
     "checkpoint": "/c/step_10",
     "checkpoint.step": "10",

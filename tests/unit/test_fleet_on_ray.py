@@ -150,8 +150,8 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
         assert await keeper.list_taken([first, second]) == [first]
     with pytest.raises(OSError, match="in use"):
         bind(second)
-    # A name in the abstract socket namespace reserves the port for this run. The name remains bound
-    # after the port itself was released.
+    # The keeper also reserves a port for the run by a name in the abstract socket namespace. This
+    # name is still bound, although the port itself was released.
     with socket.socket(socket.AF_UNIX) as lock, pytest.raises(OSError, match="in use"):
         lock.bind(lock_name(first, key))
 

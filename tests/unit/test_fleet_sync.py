@@ -76,7 +76,7 @@ async def test_stale_engine_is_a_target_and_serves_after_a_commit_names_it() -> 
     await harness.wait_until(lambda: harness.states() == [S, A])
     assert harness.list_routed_ranks() == [1]
 
-    # The fleet already has version 5, but the restarted engine does not.
+    # The fleet has committed version 5, but the restarted engine 0 does not have it.
     assert (await harness.sync(5, engines={1}))["stale"] == [0]
     assert harness.list_routed_ranks() == [1]
     assert (await harness.sync(5))["serving"] == [0, 1]

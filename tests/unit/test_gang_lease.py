@@ -172,7 +172,7 @@ async def can_take(scheduling_lease: SchedulingLease, within_s: float = 0.0) -> 
 
 
 def host_lock(tmp_path: Path) -> HostLock:
-    """Return the file lock of the host `here`, in the role of another process of this host."""
+    """Return a lock on the lock file of the host `here`, as another process of this host has it."""
     (path,) = (tmp_path / "here" / "gate").iterdir()
     return HostLock(path)
 
@@ -517,7 +517,8 @@ async def test_silent_server_is_given_up(make_lease: MakeLease, server: Server) 
     ):
         await can_take(scheduling_lease)
 
-    # The server stored the lease, but answered after the time-out of the request.
+    # The server stored the lease, but answered only after the time-out of the request. So the
+    # scheduler deleted the lease again.
     assert server.lease is None
 
 

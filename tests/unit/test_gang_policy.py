@@ -181,8 +181,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(GPUS, "large", in_s=100)},
             nodes=cluster(8, 4),
         ),
-        # the gang `outrun` holds its GPUs longer than expected, so `w1` is expected to start now,
-        # and not at a time in the past
+        # The gang `outrun` should have ended 50 s ago. So `w1` is expected to start now, and not at
+        # a time in the past
         Case(
             [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
         ),
@@ -304,7 +304,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS, "w4": BEHIND},
         ),
         # w1 will start at 100 s and leave two GPUs of node b unused. w2 takes both and still runs
-        # then, so w3 and w4 would delay w1
+        # at 100 s, so w3 and w4 would delay w1
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],

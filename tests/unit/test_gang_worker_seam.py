@@ -223,7 +223,8 @@ class SchedulerOfAnotherLeader:
     """
 
     def __init__(self, *granted: int) -> None:
-        """
+        """Let each scheduling pass return the given number of runs.
+
         Args:
             granted: Number of runs to start in each pass.
         """

@@ -240,7 +240,7 @@ def pace() -> Iterator[Callable[..., Pace]]:
         # the rate (steps per second) is unknown after a single step
         ([(0, 5)], 1, None),
         ([(0, 5), (10, 25)], 10, 2.0),
-        # the next step is late, so the rate falls until it comes
+        # the next step is late, so the rate falls until this step is reported
         ([(0, 5), (10, 15)], 110, 0.1),
         # the last step of the run is reached, so the rate does not fall any more
         ([(0, 80), (10, 100)], 500, 2.0),

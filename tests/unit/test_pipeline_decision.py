@@ -89,7 +89,7 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # a user has retried the flow run of the first try of stage b, so this run counts, and the
+        # A user has retried the flow run of the first try of stage b. So this run counts, and the
         # second try is ignored
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),

@@ -234,7 +234,7 @@ def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) 
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
-    """Let the Prefect server have open flow runs and deployments with this text."""
+    """Let the Prefect server list open flow runs and deployments that contain this text."""
 
     def ask_server(ask: object) -> str | None:
         return server_text if ask is pruning._describe_open_work else None

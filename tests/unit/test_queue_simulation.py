@@ -93,14 +93,15 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "started"),
     [
-        # `pair` and `short` are submitted when `whole` ends, and both start at once
+        # At 60 s, `whole` ends, and `pair` and `short` are submitted. The scheduling pass at 60 s
+        # takes all three events into account, so `pair` gets all GPUs and `short` waits
         (
             ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # the policy `backfill` assumes that `half` takes 3600 s, its duration class, and not 3000
-        # s. So `head` is expected to start after 3600 s, and `fits` may start before it
+        # The policy `backfill` rounds the 3000 s of `half` up to its duration class of 3600 s. So
+        # it expects `head` to start after 3600 s, and `fits` may start before it
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),
