@@ -211,7 +211,7 @@ async def test_silent_cluster_delays_a_caller_only_once(
     reader.answers.set()
     cluster = await _answer(capacity)
 
-    # Three callers asked for the silent cluster. But it was read only twice: for the first caller,
+    # There were three callers, but the silent cluster was read only twice: for the first caller,
     # and once in the background.
     assert looks_while_silent == 2
     assert cluster == USE

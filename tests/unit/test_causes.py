@@ -488,7 +488,8 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "Volatile Uncorr. ECC |   0 |   N/A",
         "srun: error: node7: task 0: Exited with exit code 1",
         "Error: see above",
-        # These lines report an error after which the program tries again, so it is not the cause.
+        # These lines report an error and that the program tries again. So the error is not the
+        # cause.
         "ERROR client: Connection refused, retrying in 2 s",
         "Port 29500 is already in use, trying port 29501 instead.",
         "retrying after timeout: read timed out (3/10)",

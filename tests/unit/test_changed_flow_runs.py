@@ -49,7 +49,7 @@ class ScriptedServer:
 
 
 class RecordingSession:
-    """Fake session of a run. It records the reasons for which the run is interrupted."""
+    """Fake session of a run. It records the reason of each interrupt of the run."""
 
     def __init__(self) -> None:
         self.is_handing_over = False

@@ -1,4 +1,4 @@
-"""Tests of the layouts of checkpoints: whole ones are found, and damaged ones are never used."""
+"""Tests of the layouts of checkpoints: which checkpoints count as complete, and which do not."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A running S3 server, to which the S3 client of this process connects."""
+    """A running S3 server. The S3 client of this process connects to it."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     yield s3_server

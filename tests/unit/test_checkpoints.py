@@ -309,8 +309,8 @@ def test_older_checkpoint_is_used_if_loading_failed(
         find_resume_checkpoint(spec, place, recorded(first, *back[:count])) for count in range(4)
     ]
 
-    # Each checkpoint has failed to load once. Then the newest checkpoint is tried again, because a
-    # start without a checkpoint could overwrite the checkpoints.
+    # Each checkpoint has failed to load once. After that, the newest checkpoint is used again,
+    # because a start without a checkpoint could overwrite the checkpoints.
     names = ["step-30.pt", "step-20.pt", "step-10.pt", "step-30.pt"]
     assert found == [folder / name for name in names]
     assert has_failed_by_checkpoint(spec, recorded(first, back[0]))

@@ -71,10 +71,10 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # a missing answer to a probe is no failure if a request gets tokens meanwhile (`x`)
+        # a missing answer to a probe is no failure if a request gets tokens during the probe (`x`)
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # a bad answer to a probe is a failure even if a request gets tokens meanwhile (`b`)
+        # a bad answer to a probe is a failure even if a request gets tokens during the probe (`b`)
         ("bbb", 3, "sick"),
         # a token (`t`) resets the count of failures if all were missing answers (`s`) or failed
         # requests (`r`)

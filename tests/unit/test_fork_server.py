@@ -1,4 +1,4 @@
-"""Tests of the decision whether a run may start as a fork of the fork server. None is started."""
+"""Tests of the decision whether a run may be a fork of the fork server. They start no server."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def check(case: Case, policy: Policy) -> None:
                 ClusterNode(name="c", gpus=8),
             ),
         ),
-        # the gang that starts takes CPUs, so too few CPUs are left for the second gang
+        # the gang that starts takes CPUs, so too few CPUs remain for the second gang
         Case(
             [waits(1, 2, cpus=3), waits(2, 2, cpus=3)],
             [],

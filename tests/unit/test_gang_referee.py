@@ -154,7 +154,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",
         ),
-        # a later run of the queue starts first, with GPUs for which an earlier run is waiting
+        # a later run of the queue gets GPUs that an earlier run is waiting for
         (
             [run(1, 1, 9), run(2, 9.1, 12, on=BOTH), run(3, 2, 5, 2, on=["n2"])],
             "r3 passed r2, for which there was no room",

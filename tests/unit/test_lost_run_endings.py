@@ -144,7 +144,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has its final state and the run has none yet: the run gets the state of the
+        # the attempt has its final state, but the run does not: the run gets the state of the
         # attempt
         ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),

@@ -1,4 +1,4 @@
-"""Tests that Muster runs from its own modules, whatever the import path of the user holds."""
+"""Tests that Muster imports its own modules, even if the user's import path has equal names."""
 
 from __future__ import annotations
 

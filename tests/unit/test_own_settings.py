@@ -61,7 +61,7 @@ GOOD_VALUES = [
     ("MUSTER_PRUNE_OUTPUTS", "TRUE"),
     ("MUSTER_RAY_CLUSTERS", '[{"address": "http://127.0.0.1:8265"}]'),
 ]
-#: Variables that Kubernetes sets in a pod beside the services `muster` and `muster-queue`.
+#: Variables that Kubernetes sets in a pod if the services `muster` and `muster-queue` exist.
 KUBERNETES = {
     "MUSTER_PORT": "tcp://10.0.0.1:8080",
     "MUSTER_PORT_8080_TCP": "tcp://10.0.0.1:8080",

@@ -376,7 +376,7 @@ def test_process_hands_over_a_pipeline_with_active_runs(
 
 
 def reward_grid(**more: Any) -> dict[str, Any]:
-    """Return a stage with five runs, of which those with a low reward are stopped early."""
+    """Return a stage with five runs. Runs with a low reward are stopped early."""
     trainer = {"command": ["true"], "checkpoints": "${run.dir}/checkpoints"}
     spec = {
         "name": "a",

@@ -144,7 +144,7 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]
     }
     owners = packages_distributions()
-    # The guardian program imports the modules of its own folder without the name of the package.
+    # The guardian program imports modules of its folder by their names, without `tasks.processes`.
     guardian_modules = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
     own_packages = {"deployments", "flows", "tasks", *guardian_modules}
 

@@ -64,7 +64,7 @@ def simulate(trace: Path, out: Path, *more: str) -> int:
 
     Args:
         trace: CSV file with the jobs.
-        out: CSV file to which the start time of each job is written.
+        out: CSV file for the start time of each job.
         *more: Further command-line arguments.
 
     Returns:
