@@ -90,7 +90,8 @@ class ForeignServer:
 
     process: subprocess.Popen[str]
     port: int
-    #: Lines that the server printed about the received bytes. Empty until the server has ended.
+    #: Lines of the server's output, each `received` and then the received bytes. Empty until the
+    #: server has ended.
     received: Sequence[str] = ()
 
 

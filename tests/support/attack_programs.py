@@ -40,8 +40,8 @@ for line in sys.stdin:
     print(sum(map(is_open, connections)), flush=True)
 """
 
-#: First lines of each program of this module. The imports come first, because the other user may
-#: have no right to read the folder of the Python interpreter.
+#: First lines of each program of this module, which change the user of the process. The imports
+#: come before this change, because the other user may have no right to read Python's folder.
 _BEGINNING = f"""
 import encodings.idna, http.client, json, os, resource, socket, sys, threading, time
 os.setgroups([])

@@ -38,7 +38,8 @@ _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
 #: Operators of the shell before the name of a file.
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
-#: Start of a module or a program in a recipe of the Makefile: its name, then its arguments.
+#: Command in a recipe of the Makefile that runs a Python module or a program of the virtual
+#: environment. The groups are the name and the arguments.
 _PROGRAM_IN_RECIPE = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
 #: Commands that run the command after them.
 _PREFIX_COMMANDS = ("sudo", "exec", "time", "nohup")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.support.house import ROOT
 
-#: Most findings per 1,000 words in a plain text.
+#: Maximum number of findings per 1,000 words. A text with more findings is not plain.
 LIMIT = 2.0
 
 
@@ -88,7 +88,8 @@ class Report:
         return len(self.findings) <= 1 or self.rate <= LIMIT
 
 
-#: A word that turns a preceding "what" into a clause that stands for a noun, as in "what is left".
+#: Words that may follow "what" at the beginning of a clause that a noun could replace. For example,
+#: "leftovers" could replace "what is left".
 _CLAUSE = (
     r"(?:is|are|was|were|has|had|have|may|must|can|will|would|does|did|stands?|lies?|waits?|runs?"
     r"|follows|comes?|came|goes|became|becomes|remains|failed|fails|ends?|ended|serves|says?|said"

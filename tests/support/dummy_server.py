@@ -177,9 +177,10 @@ class DummyServer:
         self.fault = Fault(**order)
 
     def step(self, n: int = 1) -> None:
-        """Let the server send `n` more tokens of streams, or answers that are not streams.
+        """During the fault `step`, let the server send `n` more pieces of answers.
 
-        With the fault `step`, the server sends each of them only after such a call.
+        A piece is one token of a streamed answer, or a complete answer that is not streamed. The
+        server waits for a call of this method before it sends a piece.
         """
         for _ in range(n):
             self._steps.release()

@@ -120,7 +120,8 @@ class FakeServer:
     at_home: str = "yes"
     #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0
-    #: Time of the event loop from which the last started process of the server answers probes.
+    #: Time from which the current process of the server answers probes, by the clock of the event
+    #: loop in seconds.
     ready_s: float = 0.0
     #: True if the process survives every stop.
     is_stuck: bool = False
@@ -162,7 +163,12 @@ class FakeHost:
         return self.servers.setdefault(rank, FakeServer(rank=rank))
 
     def times(self, verb: str, rank: int) -> list[float]:
-        """Return the times of the starts or stops of a server."""
+        """Return the times at which a server was started or stopped, in seconds.
+
+        Args:
+            verb: `start` or `stop`.
+            rank: Rank of the server.
+        """
         return [at for at, logged_verb, ranks in self.log if logged_verb == verb and rank in ranks]
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
@@ -255,7 +261,7 @@ class FakeProber:
         self.shortage: NotChecked | None = None
 
     def times(self, rank: int) -> list[float]:
-        """Return the times at which a server was probed."""
+        """Return the times at which a server was probed, in seconds of the event loop's clock."""
         return [at for at, asked, _ in self.asked if asked == rank]
 
     async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
@@ -490,10 +496,10 @@ def list_fleet_tasks() -> list[str]:
 
 
 def make_rebind(first: int) -> Rebind:
-    """Return a `Rebind` function: each call plans the server of a group on another port.
+    """Return a `Rebind` function, from which the fleet gets a new port for a restarted server.
 
-    The first call uses the port `first`, the next call the following port, and so on. The function
-    expects groups of one server.
+    The first call of the function returns the port `first`, the next call the following port, and
+    so on. Each group must have only one server.
     """
     ports = itertools.count(first)
 

@@ -26,8 +26,8 @@ from typing import NoReturn
 _ROOT = Path(__file__).parents[2]
 #: Time limit in which the fork server must end, in seconds.
 _END_WITHIN_S = 60.0
-#: Modules that the fork server imports in advance. Prefect imports some of them only while a flow
-#: runs.
+#: Modules that the fork server imports once, so that no forked program has to import them. Prefect
+#: imports some of them only while a flow runs.
 _PRELOADED_MODULES = (
     "tests.support.supervising",
     "tests.support.reconciling",

@@ -159,7 +159,10 @@ class Server:
         return node
 
     def _entry(self, node: Node) -> bytes:
-        """Return the `struct fuse_entry_out` of a file. The kernel caches neither name nor size."""
+        """Return the `struct fuse_entry_out` of a file.
+
+        Its cache timeouts are 0, so that the kernel asks this server for names and sizes each time.
+        """
         return struct.pack("<QQQQII", node.number, 0, 0, 0, 0, 0) + node.attributes()
 
     def _list(self, folder: Node, offset: int, size: int) -> bytes:

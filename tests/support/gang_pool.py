@@ -294,7 +294,7 @@ class GangPool:
             self.asked.clear()
 
     def record_run(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
-        """Add a run to `asked`. Another program has submitted the run to the queue `default`."""
+        """Add a run to `asked` that another program has submitted to the queue `default`."""
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:

@@ -118,11 +118,12 @@ class Judgement:
     admitted: int
     #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
-    #: Number of runs that were admitted shortly after a run that was submitted later, although the
-    #: GPUs sufficed for both. One scheduling pass may admit its runs in any order.
+    #: Number of late runs. A run is late if a run behind it in the queue was admitted earlier,
+    #: although the GPUs sufficed for both. A short delay is no fault, because one scheduling pass
+    #: may admit its runs in any order.
     late: int = 0
-    #: Longest time, in seconds, by which a run that was submitted later was admitted earlier. Only
-    #: the runs that the field `late` counts are considered.
+    #: Longest delay of a late run, in seconds: from the admission of the run behind it to its own
+    #: admission. 0 if no run was late.
     late_s: float = 0.0
 
     def __str__(self) -> str:
@@ -205,8 +206,8 @@ def list_holds(run: History) -> Iterator[Hold]:
     since: float | None = None
     for state in run.states:
         if state.is_wait or state.type in FINAL:
-            # A flow process may have started only to find that its GPUs are not free. Then no
-            # component began in the period, and the run held no GPUs.
+            # A flow process may start, find that its GPUs are not free, and end. The state is then
+            # RUNNING although no component has started, so the run held no GPUs in this period.
             has_only_asked = state.type == "RUNNING" and not any(
                 since is not None and since <= part.began <= state.at for part in run.parts
             )
@@ -254,10 +255,14 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 
 
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
-    """Yield a message for each time that a run was admitted or ran twice, or ran without GPUs."""
+    """Yield a message for each second admission or second start of a run.
+
+    Also report components that ran without GPUs, or that did not end before their run completed.
+    """
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
-        # After Pending, Prefect sets a state "Submitting" of the same type. This state is no
-        # admission.
+        # After the state "Pending" of an admission, Prefect sets a state "Submitting", which also
+        # has the type PENDING. "Submitting" is no second admission, so only the name "Pending"
+        # counts.
         if before.type == after.type == "PENDING" and after.name == "Pending":
             yield f"{run.name} was admitted again {after.at - before.at:.2f} s after it had been"
     parts = sorted(run.parts, key=lambda part: part.began)
@@ -287,8 +292,8 @@ class _Usage:
     since: float
     #: End of the period in which the run used the resources, in UTC epoch seconds.
     until: float
-    #: Used amount of each resource, by the name of the resource: a node for its GPUs, "runs" or
-    #: "GPUs" for all nodes.
+    #: Used amount of each resource, by its name. The name of a node stands for the GPUs of this
+    #: node, "GPUs" for the GPUs of all nodes, and "runs" for the number of runs.
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -325,8 +330,8 @@ def _usages_of_components(
     for run in runs:
         for part in run.parts:
             ends = (hold.until for hold in holds[run.name] if hold.until >= part.began)
-            # The end of a killed component is unknown. Assume that it ended with the period in
-            # which its run held the GPUs: other checks find components that ran longer.
+            # The end of a killed component is unknown. Assume that the component ended when its run
+            # gave the GPUs back. `_find_double_starts` reports components that ran longer.
             until = part.ended if part.ended is not None else next(ends, part.began)
             nodes = dict(part.nodes or {})
             yield _Usage(run=run.name, since=part.began, until=until, amounts=nodes)
@@ -376,11 +381,12 @@ def _find_overtaking(
     nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
-    """Find runs that were admitted after runs that had been submitted later.
+    """Find runs that were overtaken: a run behind them in the queue was admitted earlier.
 
-    This is a fault if the free GPUs did not suffice for both runs: the later run took GPUs that the
-    waiting run needed. Otherwise it is only a delay. Either one scheduling pass admitted both runs,
-    or the pass still counted GPUs of the waiting run that were given back at that moment.
+    Overtaking is a fault if the free GPUs did not suffice for both runs, because the later run then
+    took GPUs that the earlier run needed. If the GPUs sufficed for both, it is only a delay: the
+    scheduler admitted both runs in one scheduling pass, or it did not yet know that GPUs had become
+    free. A delay of more than `late_s` seconds is a fault, too.
 
     Args:
         runs: Histories of all runs of the queue.
@@ -400,8 +406,8 @@ def _find_overtaking(
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # If the waiting run was submitted last, the scheduling pass that admitted the other
-                # run may have begun before this submission.
+                # If `run` was submitted after `other`, ignore an admission of `other` in the first
+                # `late_s` seconds. Its scheduling pass may have begun before `run` was submitted.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:

@@ -358,14 +358,15 @@ class Run:
     #: Simulated host on which the process of the run was started.
     host_env: HostEnvironment
     flow_run_id: str
-    #: Name of the flow run. Empty until `name` was read after the run has begun.
+    #: Name of the flow run, as the property `name` has stored it. Empty before that.
     _name: str = ""
 
     @property
     def name(self) -> str:
         """Name of the flow run.
 
-        When the run has begun, the name is kept, because a test may then stop the Prefect server.
+        Once the run has a directory, the name no longer changes. This object then stores the name,
+        so that a test can read it even while the Prefect server is stopped.
         """
         if not self._name:
             name = str(self.flow_run()["name"])

@@ -52,7 +52,7 @@ WAIT = frozenset(
     }
 )
 
-#: Beginnings of the file names of modules in `tasks/` that are left out of the recorded paths.
+#: Beginnings of the file names of modules in `tasks/` that are not recorded.
 _EXCLUDED = ("show/", "spec/secrets.py")
 
 #: Spec of the run that is traced. Its program fails.
@@ -70,16 +70,18 @@ class ModulePaths:
     of the program to the state of the flow run. The third path leads from a waiting flow run to the
     GPUs of its process.
 
-
-    The modules are in the order of their first call. Each has the name of the called function.
+    Each attribute maps the file of a module to the function that was called first in the module.
+    The modules are in the order of their first call.
     """
 
     def __init__(self) -> None:
-        #: Modules that a spec passes through until its program starts.
+        #: Modules that handle a spec until its program starts, each with its first called function.
         self.to_exec: dict[str, str] = {}
-        #: Modules that the result of a program passes through until the flow run has its state.
+        #: Modules that handle the result of a program until the flow run has its final state, each
+        #: with its first called function.
         self.to_state: dict[str, str] = {}
-        #: Modules that a waiting flow run passes through until its process gets GPUs.
+        #: Modules that handle a waiting flow run until its process gets GPUs, each with its first
+        #: called function.
         self.to_gpus: dict[str, str] = {}
         #: True after the program of the traced run has started.
         self._has_started = False
@@ -118,13 +120,13 @@ class ModulePaths:
                     break
 
         if path.endswith("guarded.py") and code.co_name == "launch":
-            # The guardian process, which owns the component, executes the program. It is not
-            # traced, so its module is added here.
+            # `launch` lets the guardian process start the program. The guardian is another process,
+            # which is not traced. So its module is added here.
             self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
     def begin_wait(self) -> None:
-        """Record the modules of all later calls as the path of a flow run that waits for GPUs."""
+        """Record the modules of all later calls in `to_gpus`, the path of a waiting flow run."""
         self._traces_wait = True
 
 

@@ -49,9 +49,10 @@ class OracleResult:
 
 
 class ObservedFlow:
-    """A flow process that a test may kill, with its events, its record and its flow run.
+    """A flow process that a test may kill.
 
-    An oracle, another process, checks whether descendants of the flow process survive it.
+    Methods return the events, the record and the flow run of the process. Its parent is another
+    process, the oracle. The oracle checks whether descendants of the flow process survive it.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ObservedFlow:
             record_bytes: Number of bytes by which the record file of the run is enlarged.
             wrapper: Command prefix of the flow process, for example `unshare` with its options.
             env: Environment variables of the flow process, in addition to the variables of the
-                test. Without MUSTER_HOME, it is `home` in the directory.
+                test. If MUSTER_HOME is not set, it is the folder `home` in `directory`.
             deadline_s: Seconds that descendants may survive the flow process.
             **fields: Further fields of the `AttemptPlan`.
         """

@@ -32,13 +32,13 @@ TIDY_WITHIN_S = 2.0
 
 
 def is_watched(deadline_s: float) -> bool:
-    """Fork a process. This process becomes the oracle, which checks the end of the forked process.
+    """Fork a process, and watch it from this process until it and its descendants have ended.
 
-    The oracle is a process that shows, through the kernel, whether descendants of the forked
-    process survive.
+    This process thus becomes the oracle of the forked process: it asks the kernel whether
+    descendants survive.
 
     Args:
-        deadline_s: Seconds that descendants may live after the end of the checked process.
+        deadline_s: Seconds that descendants may live after the end of the forked process.
 
     Returns:
         True in the forked process. False in the oracle, after it has printed its last line.
@@ -173,7 +173,7 @@ def remove(cgroup: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text to a file, and ignore errors of the kernel."""
+    """Write a text to a file, and ignore every OSError."""
     with contextlib.suppress(OSError), open(path, "w", encoding="ascii") as f:
         f.write(text)
 

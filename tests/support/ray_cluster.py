@@ -401,7 +401,12 @@ class RayCluster:
         _until(has_answered, lambda: self._describe_failure(name, f"does not answer GET {url}"))
 
     def _describe_failure(self, name: str, predicate: str) -> str:
-        """Return a sentence about the failure of a node, with the end of the node's log."""
+        """Return a sentence about the failure of a node, with the end of the node's log.
+
+        Args:
+            name: Name of the node.
+            predicate: The failure, for example `has ended`.
+        """
         tail = self._log(name).read_text(errors="replace")[-2000:]
         return f"the {name} of the Ray cluster {predicate}; its log ends:\n{tail}"
 

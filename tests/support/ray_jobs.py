@@ -36,8 +36,8 @@ class JobEvents:
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: Address of a cluster's control store (GCS), for each request to search the nodes of the
-    #: cluster for leftover processes.
+    #: One entry for each request to search a cluster's nodes for leftover processes: the address of
+    #: the cluster's control store (GCS).
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:
@@ -56,7 +56,7 @@ class JobEvents:
 
 
 async def skip_node_preparation(address: str) -> None:
-    """Do nothing, in place of preparing the nodes for the later check for leftover processes."""
+    """Do nothing. A real job prepares the nodes here for the later check for leftover processes."""
 
 
 def make_job(
@@ -69,9 +69,9 @@ def make_job(
     Args:
         plan: Plan of the job.
         emit: Called with each event of the job.
-        sweep: Replacement for the check of the nodes for leftover processes after the job. The
-            nodes are then not prepared for the check either. If None, the job checks the nodes as
-            usual.
+        sweep: Function that the job calls after its end, instead of checking the nodes for leftover
+            processes. The job then does not prepare the nodes for the check either. If None, the
+            job checks the nodes as usual.
     """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"

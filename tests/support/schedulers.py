@@ -174,7 +174,8 @@ class Schedulers:
     def _until(self, condition: Callable[[], int], description: str) -> int:
         """Wait until a condition returns a true value, and return the value.
 
-        The condition is checked every 3 ms, because a process soon gives the lease back.
+        The condition is checked every 3 ms, because it may be true for only a short time: a process
+        soon gives the lease back.
 
         Raises:
             AssertionError: The condition was not true within `DEADLINE_S`.

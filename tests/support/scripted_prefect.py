@@ -22,8 +22,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time of the first state of the flow runs. It is an hour ago, so that all delays that the
-#: scheduler keeps after a new state are over.
+#: Time of the first state of the flow runs. The scheduler waits for a while after some new states.
+#: This time is an hour ago, so that no test has to wait.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -60,9 +60,11 @@ class ScriptedPrefect:
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
         self.requests = 0
-        #: Functions by the number of a request, from 1. Each is called before this request.
+        #: Functions that the test has set, by the number of a request. Each is called before the
+        #: request with this number. The first request has the number 1.
         self.before: dict[int, Callable[[], None]] = {}
-        #: Functions by the name of a request. Each is called before every request of this name.
+        #: Functions that the test has set, by the name of a request. Each is called before every
+        #: request of this name.
         self.ahead: dict[str, Callable[[], None]] = {}
         #: Names of the requests up to now, for example `read_flow_run`.
         self.asked: list[str] = []
@@ -147,7 +149,7 @@ class ScriptedPrefect:
         self.set(id, State(type=StateType.CANCELLING))
 
     def delete_queue(self, id: UUID) -> None:
-        """Change a flow run as the server does after the deletion of its work queue."""
+        """Change a flow run as the server does if a user deletes the run's work queue."""
         self.patch(id, work_pool_name=None, work_queue_id=None, deployment_id=uuid4())
 
     def delete(self, id: UUID) -> None:
@@ -274,7 +276,8 @@ class ScriptedPrefect:
 class FreeLease:
     """A fake of the scheduler lease that no other process wants."""
 
-    #: True if another scheduler makes a decision between any two calls of `read_last_decision`.
+    #: True to simulate another scheduler that decides all the time: each call of
+    #: `read_last_decision` then returns a new id.
     is_passed: bool = False
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:

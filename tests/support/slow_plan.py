@@ -44,13 +44,13 @@ FreeNodes = dict[str, FreeNode]
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected situation at the time at which the first gang of the queue will start."""
+    """The expected situation at the start of the first waiting gang of the queue."""
 
     #: Expected start of the first waiting gang, in seconds. None if it will never have enough GPUs.
     at: float | None
-    #: Free GPUs and CPUs of each node at the expected start of the first gang.
+    #: Free GPUs and CPUs of each node at the expected start of the first waiting gang.
     free: FreeNodes
-    #: Gangs that still run at the expected start of the first gang.
+    #: Gangs that will still run at the expected start of the first waiting gang.
     running: list[Held]
     #: Ids of the gangs that must end before the first waiting gang has enough GPUs.
     waits_for: tuple[str, ...] = ()
@@ -165,12 +165,15 @@ def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[s
 
 
 def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now: float) -> Forecast:
-    """Return the expected start of the first gang, by the estimates of the running gangs."""
+    """Return the expected start of the first waiting gang.
+
+    It follows from the expected ends of the running gangs.
+    """
     free_then = copy_nodes(free)
     running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
-    #: Gangs that end before the first gang starts, in the order of their ends.
+    #: Gangs that end before the first waiting gang starts, in the order of their ends.
     ended: list[Held] = []
-    #: Number of the gangs in `ended` that end before the first gang has enough GPUs.
+    #: Number of the gangs in `ended` that end before the first waiting gang has enough GPUs.
     ended_before_fit = 0
     at = head.not_before if head.not_before > now else None
     while running_then:
@@ -189,8 +192,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     if not choose(free_then, head):
         return Forecast(at=None, free=free_then, running=running_then)
 
-    # Some nodes have too few free resources now, but enough at the expected start of the first
-    # gang. The first gang waits for the gangs that hold resources on these nodes.
+    # Find the nodes that have too few free GPUs or CPUs now, but will have enough at the expected
+    # start. The first waiting gang waits for the running gangs that hold GPUs of these nodes.
     sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
         sufficient_then &= head.among
@@ -214,7 +217,7 @@ def subtract(free: FreeNodes, chosen: Sequence[str], demand: Demand) -> FreeNode
 
 
 def hold(run: Waiting, chosen: Sequence[str], now: float) -> Held:
-    """Return a waiting gang as a gang that holds GPUs on the chosen nodes from now on."""
+    """Return the record of a gang that starts now, and then holds GPUs of the chosen nodes."""
     return Held(
         id=run.id,
         gpus=dict.fromkeys(chosen, run.demand.gpus_per_node),

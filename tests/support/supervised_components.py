@@ -179,10 +179,10 @@ class ComponentHarness:
         replan: Callable[[str], AttemptPlan] | None = None,
         **fields: Any,
     ) -> Supervisor:
-        """Return the supervisor of an attempt with these components, which are not started yet.
+        """Return the supervisor of a new attempt with these components, which it has not started.
 
-        The method `clear` of this object ends the supervisor later. The arguments are fields of
-        `AttemptPlan` and arguments of `Supervisor`.
+        The method `clear` of the harness ends the supervisor after the test. The keyword arguments
+        are fields of `AttemptPlan` and arguments of `Supervisor`.
         """
         plan = AttemptPlan(
             run_id=RUN_ID,

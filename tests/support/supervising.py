@@ -56,7 +56,7 @@ EXIT_CHILD_ENDED = 99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowInstructions:
-    """Instructions of a test to the flow process, in the file `part.pickle`."""
+    """Instructions of a test to the flow process, which reads them from the file `part.pickle`."""
 
     #: Fields of the `AttemptPlan`.
     plan: Mapping[str, Any]
@@ -70,15 +70,16 @@ class FlowInstructions:
     #: (namespaces). Empty for the level that a run normally gets.
     level: str = ""
     #: Names of the components whose start waits until the test creates the file `gate-NAME` in the
-    #: directory. The event `gate.reached` says that the start waits.
+    #: working directory of the run. The event `gate.reached` tells the test that the start waits.
     gates: tuple[str, ...] = ()
     #: Number of bytes by which the record file of the run is enlarged, for tests with a full disk.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        """Return the kernel features for `level`, or for the highest available level below it.
+        """Return the kernel features that contain the processes of the run at the level `level`.
 
-        This replaces `tasks.train.session.find_containment`.
+        If the machine does not support `level`, the highest supported level below it counts. Muster
+        calls this method in place of `tasks.train.session.find_containment`.
         """
         allowed = min(self.level, os.environ.get("MUSTER_MAX_CONTAINMENT") or "L4")
         with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
@@ -105,11 +106,11 @@ class FlowInstructions:
 
 
 def supervise(part: FlowInstructions) -> int:
-    """Run the flow as the test instructs, and return the exit code that the flow process has."""
+    """Run the flow as the test instructs, and return the exit code for the flow process."""
     cwd = part.plan["cwd"]
     components = part.plan["components"]
-    # The test reads the events from this file. So the test needs no Prefect server and no directory
-    # of a run.
+    # The test reads all events from this file. So it needs neither the Prefect server nor the run's
+    # own directory to find them.
     events = EventLog(cwd / "events.jsonl")
     start = Supervisor.start
 
@@ -269,20 +270,22 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and lower the limit of open files at a given moment to the number of open files.
+    """Call `run`, and lower the process's limit of open files so that it runs out of descriptors.
 
     Args:
         run: The function to call.
-        at: Name of the component at whose start no further file can be opened. Empty for the
-            creation of the supervisor: then 12 further files can be opened, too few for guardians.
+        at: Name of the component at whose start the limit is lowered, so that no further file can
+            be opened. If empty, the limit is lowered when the supervisor is created. The process
+            can then open 12 further files, which are too few for the guardian processes.
     """
     method_name = "start" if at else "__init__"
     method = getattr(Supervisor, method_name)
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # Number of files that can still be opened. `listdir` counts the descriptor that it
-            # opens itself, so -1 leaves no free descriptor.
+            # Number of files that the process may open after the files that `listdir` counts.
+            # `listdir` also counts the descriptor that it opens and closes itself. So -1 leaves no
+            # free descriptor.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -316,9 +319,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Suspend the template process, which forks the guardians. When `fork` waits for the answer
-        # of the template process, it calls the replaced `recv` below. This `recv` lets the template
-        # process run until it has forked.
+        # Suspend the template process, which forks the guardians. `fork` sends it a request, and
+        # then calls `recv` to wait for the answer. The `recv` below replaces this function: it lets
+        # the template process run only until it has forked.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
@@ -340,8 +343,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
 def step_until_it_forks(pid: int) -> None:
     """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
 
-    With short steps, the child is noticed even on a busy machine. If the child has already ended,
-    the stopped process has sent its answer to the fork request.
+    The steps are short so that this function notices the child soon after the fork, even on a busy
+    machine. It may miss a child that ends at once. The stopped process has then already sent its
+    answer to the fork request.
     """
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 0.2
@@ -365,7 +369,8 @@ CONDITIONS: dict[str, Callable[..., None]] = {
     "no-descriptors": run_out_of_descriptors,
     "template": lose_the_template,
 }
-#: Names of the conditions that begin during the attempt. `FlowInstructions.at` gives the moment.
+#: Names of the conditions in `CONDITIONS` that begin during the attempt, at the moment that
+#: `FlowInstructions.at` gives. The other conditions hold from the beginning.
 CONDITIONS_OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 

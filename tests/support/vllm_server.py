@@ -47,7 +47,10 @@ TOKEN_S = 0.002
 
 
 def install_program(folder: Path) -> Path:
-    """Write a program `vllm` that starts this server into a folder, and return the folder."""
+    """Write an executable `vllm` into a folder, and return the folder.
+
+    The executable starts the fake server of this module.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "vllm"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__)}" "$@"\n')
@@ -228,7 +231,10 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind the socket without the name lookup of `HTTPServer`."""
+        """Bind the socket without looking up the host name, which `HTTPServer` does.
+
+        The lookup may take seconds on a machine without DNS.
+        """
         socketserver.TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])
         self.server_port = self.server_address[1]

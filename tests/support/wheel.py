@@ -71,7 +71,7 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
     """Create a virtual environment with the wheel, and return the path of its program `muster`.
 
     The dependencies come from the virtual environment of the tests. Muster itself comes only from
-    the wheel, although the tests' environment has a link to the project's root.
+    the wheel, although the tests' environment has an editable install of Muster, too.
 
     Args:
         wheel: Path of the wheel.
@@ -86,7 +86,8 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
         cwd=venv.parent,
     ).strip()
     # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
-    # that was added in this way, so the link to the project's root has no effect.
+    # that was added in this way. So the editable install of Muster in the tests' environment, which
+    # is itself a .pth file, has no effect, and Muster comes only from the wheel.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         sys.executable,
