@@ -241,8 +241,7 @@ def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
     ("decision", "expected"),
     [
         ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
-        # the flow process was killed before it wrote a decision into the record, so the decision
-        # says that the run was begun again
+        # the flow process was killed before it wrote a decision, so the next attempt adds one
         (None, "begun again"),
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],

@@ -43,7 +43,10 @@ SPEC = RunSpec.model_validate(
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[str]:
-    """Return the URL of a server that answers each request with HTTP 401."""
+    """Yield the API URL of a fake Prefect server that answers each request with HTTP 401.
+
+    During the tests, it is also the PREFECT_API_URL of this process.
+    """
     with (
         serving(lambda *_: (401, None)) as url,
         temporary_settings({PREFECT_API_URL: f"{url}/api"}),

@@ -75,7 +75,7 @@ def recorded(run: Any) -> Iterator[None]:
 
 
 def notify(name: str) -> None:
-    """Pass an event of the run to the listeners, as the run does."""
+    """Emit an event with this name, as a run does: pass it to the current event listeners."""
     for listener in event_listeners.get():
         listener(Event(at=1.0, name=name))
 

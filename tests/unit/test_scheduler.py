@@ -293,7 +293,11 @@ def test_cancel_survives_every_timing_and_every_kill_of_the_scheduler(
 
 
 def count_requests(scene: Callable[[ScriptedPrefect], UUID]) -> int:
-    """Return the number of requests that two undisturbed scheduling passes send to the server."""
+    """Return the number of requests that two scheduling passes send if no run is cancelled.
+
+    Args:
+        scene: Function that prepares the server.
+    """
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
     before = server.requests
@@ -530,15 +534,21 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Number of requests until the scheduler has read the runs with GPUs twice. Each reading takes
-    # three requests. The other requests come between the readings and after them. If another
-    # scheduler has decided in between, there is one more request, which reads the waiting runs.
+    # Number of requests before each of which the run is requeued once. The scheduler reads the runs
+    # with GPUs twice. Each reading takes three requests, and one other request follows it. If
+    # another scheduler has decided in between, one more request reads the waiting runs again.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
 
 def behind_a_limit(count: int) -> ScriptedPrefect:
-    """Return a server with a free node, and many runs that wait for the limit of their tag."""
+    """Return a server with a free node, and runs that may not start yet.
+
+    All GPUs that the limit of their tag `red` allows are used by another run.
+
+    Args:
+        count: Number of waiting runs.
+    """
     server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
     hold = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
     server.set(hold, State(type=StateType.RUNNING))
@@ -799,7 +809,7 @@ def test_run_of_a_served_deployment_is_not_started() -> None:
 
 
 def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
-    """Set the time of the current state of a flow run."""
+    """Set the time of a flow run's current state to `age_s` seconds ago."""
     state = server.run(id).state
     assert state is not None
     timestamp = datetime.now(UTC) - timedelta(seconds=age_s)

@@ -43,7 +43,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # the service is not ready again within 100 s after its first death, so it is not restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # the service was ready for 1 s at 100 s, so it is restarted after the death at 160 s
+        # the service was ready for 1 s before its death at 100 s, so the 100 s begin again at this
+        # death: the service is restarted after the death at 160 s, but not after the one at 201 s
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready; 100 s after its first death, it is no longer restarted
         ([(0, None), (101, None)], [1, None]),
@@ -159,7 +160,12 @@ class ServiceHarness:
         return self.reports[name].state
 
     def die(self, name: str, how: int = -9) -> None:
-        """End the current process of a service, and wait until its next process is ready."""
+        """End the current process of a service, and wait until its next process is ready.
+
+        Args:
+            name: Name of the service.
+            how: Return code of the process. A negative number is a signal, as in `subprocess`.
+        """
         before = len(self.processes[name])
         self._in_loop(lambda: self.processes[name][-1].exit(Exit.from_return_code(how, 0.0)))
         wait_until(

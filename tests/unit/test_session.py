@@ -61,7 +61,7 @@ def test_different_secrets_with_the_same_name_are_masked_in_every_file(
     token = tmp_path / "ray-token"
     token.write_text("of-the-cluster\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    # Outside of a project, Muster stores no copy of the project's files.
+    # Leave the project's folder. Otherwise Muster would also store a copy of the project's files.
     monkeypatch.chdir(token.parent)
     token_of_api = "hf-of-the-api"
     token_of_trainer = "hf-of-the-trainer"
@@ -114,7 +114,7 @@ def test_value_of_a_secret_block_reaches_components_but_no_file(
             super().__init__(plan, *arguments)
 
     monkeypatch.setattr(running_attempt, "Supervisor", RecordingSupervisor)
-    # Outside of a project, Muster stores no copy of the project's files.
+    # Leave the project's folder. Otherwise Muster would also store a copy of the project's files.
     monkeypatch.chdir(muster_home.parent)
     block = {"secret": "dsn"}
     spec = parse_spec(
@@ -158,7 +158,7 @@ class CountingSupervisor(Supervisor):
 
 @pytest.fixture
 def counting_supervisor(monkeypatch: pytest.MonkeyPatch) -> type[CountingSupervisor]:
-    """Return the class of the supervisor that a run's session starts during the test."""
+    """Let each run use a `CountingSupervisor` during the test, and return this class."""
     monkeypatch.setattr(running_attempt, "Supervisor", CountingSupervisor)
     monkeypatch.setattr(CountingSupervisor, "hurried", 0)
     return CountingSupervisor

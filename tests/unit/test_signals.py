@@ -207,7 +207,8 @@ def test_repeated_deliveries_of_one_press_count_once(
 
 @pytest.mark.timeout(30)
 def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> None:
-    # A shell without job control starts a background program with SIGINT ignored.
+    # Make sure that SIGINT is not ignored. A shell without job control starts a background program,
+    # for example this test run, with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     session = RecordingSession()
 

@@ -19,7 +19,7 @@ POLLED = [
 
 
 class Watched:
-    """A run with a log and a clock that the test sets."""
+    """A log that a `Silence` object watches, with a clock that the test sets."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -40,7 +40,7 @@ class Watched:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Watched:
-    """Return a run whose log has one line, with a clock that the test sets."""
+    """Return a watched log with one line, and with a clock that the test sets."""
     return Watched(tmp_path / "api.log")
 
 

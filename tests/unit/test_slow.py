@@ -19,7 +19,7 @@ from tasks.show.slow import Slow, TimeSpent
 
 
 def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ()) -> Slow:
-    """Return how a run spent its time, for example in rollout or in waiting.
+    """Return the analysis of how a run spent its time, for example in rollout or in waiting.
 
     Args:
         rows: Metrics of the run, one row per training step.

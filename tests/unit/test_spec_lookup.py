@@ -267,8 +267,8 @@ def test_commands_of_ray_jobs_are_not_checked(root: Path) -> None:
     ("path", "expected"),
     [
         ("/usr/bin:/bin", "/venv/bin:/usr/bin:/bin"),
-        ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # it is already the first entry
-        ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # must be the first entry
+        ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # /venv/bin already comes first
+        ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # /venv/bin must come first
         ("", "/venv/bin"),
     ],
 )

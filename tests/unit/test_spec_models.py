@@ -182,7 +182,7 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
 @pytest.mark.parametrize(
     ("retry", "kind", "policy"),
     [
-        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, even if unlisted
+        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # not in `retry`: requeued without limit
         ({}, "START_TIMEOUT", Retry(attempts=6)),
         ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
         # by default, a run that lost its fleet is requeued three times, after a short delay
@@ -194,7 +194,7 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
         ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
         ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
         ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
-        ({}, "NODE_LOST", None),  # final, because it is not listed
+        ({}, "NODE_LOST", None),  # not in `retry`, so it is final
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
     ],

@@ -572,7 +572,8 @@ def test_worker_does_not_keep_an_ignored_sigint(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker, "reconcile_host", lambda: None)
     monkeypatch.setattr(worker, "publish", lambda report: None)
     monkeypatch.setattr(os, "execv", lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
-    # A shell starts background processes with SIGINT ignored.
+    # Simulate a start in the background of a shell, which lets its background processes ignore
+    # SIGINT.
     original_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     try:

@@ -108,7 +108,7 @@ def test_calling_process_and_its_ancestors_are_not_killed(run_id: str) -> None:
     )
 
     done = subprocess.run(
-        # The shell is the parent of the calling process. Both have the run id.
+        # The Python process calls `end_carriers`. The shell is its parent. Both have the run id.
         ["bash", "-c", '"$0" -c "$1"; echo alive', sys.executable, code],
         env={**os.environ, "MUSTER_RUN_ID": run_id},
         capture_output=True,

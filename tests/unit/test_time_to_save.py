@@ -350,7 +350,7 @@ async def test_sigkill_is_not_delayed_without_time_for_a_save(tmp_path: Path) ->
 
 
 async def follow_planned_ends(scene: Scene, until: float) -> None:
-    """Let `TimeToSave` look for planned ends of the machines until the clock shows `until`."""
+    """Let `TimeToSave` check until the time `until` whether an end of the machine is planned."""
     watch = asyncio.create_task(scene.time_to_save.follow_planned_ends())
     async with asyncio.timeout(TEST_WITHIN_S):
         while scene.clock.now < until:

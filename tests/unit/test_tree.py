@@ -14,7 +14,8 @@ from tasks.processes import tree
 from tests.support.supervised_components import wait_until
 
 #: Program with three descendants: a child of its main thread, a child of another thread, and a
-#: grandchild. It adopts the grandchild when that child ends. It prints the three pids.
+#: grandchild, whose parent is the second child. The program is a subreaper, so it adopts the
+#: grandchild if the second child ends. It prints the three pids.
 FAMILY = """
 import subprocess, sys, threading
 from tasks.processes.tree import become_subreaper
@@ -54,7 +55,7 @@ def family() -> Iterator[tuple[int, set[int]]]:
 
 @pytest.fixture
 def no_process_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test fail if it lists all processes of the machine, which may be too many."""
+    """Let the test fail if the code lists all processes of the machine, which would be slow."""
 
     def refuse(proc: str = "/proc") -> list[int]:
         raise AssertionError("every process of the machine was looked at")

@@ -53,7 +53,7 @@ TORN = {
 #: Errors of the kernel when a file is opened or read.
 ERRORS = {"EIO": errno.EIO, "EMFILE": errno.EMFILE, "ESTALE": errno.ESTALE}
 
-#: Damages a file so that it exists, but cannot be read.
+#: Function that damages a file so that it exists, but cannot be read.
 Damage = Callable[[Path], None]
 
 

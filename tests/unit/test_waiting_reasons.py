@@ -161,7 +161,7 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str)
             "waits for its Ray cluster, http://ray:8265, which does not answer "
             "(no answer within 5 s)",
         ),
-        # the spec names no Ray cluster, and the pool lists none
+        # the spec names no Ray cluster, and the pool lists no Ray cluster either
         (
             no_answer_message(SMALL, "", "the pool lists none"),
             "waits for nodes: the pool lists none",
@@ -190,8 +190,8 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
         ),
-        # the text of a run far back in the queue does not name the first run and the scheduling
-        # rule
+        # both runs are far back in the queue, where the text names neither the first run of the
+        # queue nor the scheduling rule
         (
             later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
             later(Why.WOULD_DELAY, number=MAX_POSITION_WITH_FIRST_RUN + 2),

@@ -20,8 +20,8 @@ from tasks.processes.warning_signal import send_warning, warn_carriers
 from tasks.ray.node_agent import execute_order
 from tests.support.supervised_components import wait_until
 
-#: A program that writes its name to the file `warned` for each SIGUSR1. The second argument is
-#: "fork" if the program also forks a child, which inherits the handler.
+#: Program of a trainer, which writes its name to the file `warned` for each SIGUSR1. If its second
+#: argument is "fork", it also forks a child, which inherits the handler.
 TRAINER = """
 import os, signal, sys, time
 name, kind = sys.argv[1:3]
@@ -32,7 +32,8 @@ open("up-" + name, "w").close()
 while True:
     time.sleep(0.05)
 """
-#: A launcher without a handler that starts two trainers, each in its own session.
+#: Program of a launcher, which has no handler for SIGUSR1. It starts two trainers, each in its own
+#: session.
 LAUNCHER = """
 import subprocess, sys
 commands = [[sys.executable, "-I", "-S", "-c", sys.argv[1], f"rank-{n}", "fork"] for n in (0, 1)]
@@ -122,7 +123,8 @@ def test_processes_of_a_run_on_a_node_are_found_by_their_variables(
     assert (tmp_path / "warned").read_text() == "trainer\n"
 
 
-#: Executes a function that was sent by value, in a Python without Muster.
+#: Program that executes a function on a Ray node without Muster. The function is pickled by value,
+#: because the program cannot import it.
 ON_A_NODE = """
 import json, sys
 sys.modules["tasks"] = None

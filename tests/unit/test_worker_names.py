@@ -49,13 +49,14 @@ class Cluster:
     def synchronise(self, script: str) -> list[str]:
         """Let workers synchronise with the Prefect server, one after the other.
 
-        A worker detects another living worker that has the same name.
+        A worker thereby detects another living worker of the same name in the same work pool.
 
         Args:
             script: Letters of the workers, in the order in which they synchronise.
 
         Returns:
-            For each letter, the process of the detected worker, or an empty string.
+            One item for each letter: the process of the other worker that this worker has detected,
+            or an empty string if it has detected none.
         """
         return [
             asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
