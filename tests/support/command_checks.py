@@ -23,8 +23,8 @@ from cyclopts import App, CoercionError, CycloptsError, ValidationError
 
 from tests.support.documents import ROOT
 
-#: Packages of the project. Programs in them parse their own arguments, so the test checks their
-#: arguments by a start of the program.
+#: Packages of the project. The programs in these packages parse their own arguments. So the test
+#: starts such a program to check its arguments.
 _PROJECT_PACKAGES = ("flows", "tasks", "deployments", "tests")
 #: Beginnings of paths in the project.
 _PROJECT_FOLDERS = tuple(f"{name}/" for name in (*_PROJECT_PACKAGES, "docs"))
@@ -56,11 +56,14 @@ _FOREIGN_PROGRAMS = frozenset(
 
 
 class _ArgumentsParsed(Exception):
-    """A program has parsed its arguments without an error."""
+    """Raised to stop a program after it has parsed its arguments without an error."""
 
 
 class _AppCalled(Exception):
-    """A program has called its cyclopts app. The message is the error of the app, or empty."""
+    """Raised to stop a program when it calls its cyclopts app.
+
+    The message is the error that the app finds in its arguments, or empty if they are correct.
+    """
 
 
 def find_command_error(command: str) -> str:
@@ -334,7 +337,7 @@ def _check_app(app: App, words: Sequence[str]) -> str:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         # A placeholder such as RUN cannot be converted to a number or a path. This is no error,
-        # because the reader inserts a value that can.
+        # because the reader replaces the placeholder with a valid value.
         is_wrong_value = isinstance(error, CoercionError | ValidationError)
         has_placeholder = any(map(_PLACEHOLDER.search, words))
         return "" if is_wrong_value and has_placeholder else str(error)

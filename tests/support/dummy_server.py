@@ -253,7 +253,7 @@ class DummyServer:
         return False
 
     async def _generate(self, request: Request, connection: _Connection, fault: Fault) -> None:
-        """Answer a request for text with the number of tokens that it names, or with 4 tokens."""
+        """Answer a request for text with as many tokens as it requests; 4 if it names no number."""
         body = request.json()
         parameters = body.get("sampling_params") or {}
         tokens = int(body.get("max_tokens") or parameters.get("max_new_tokens") or 4)

@@ -25,14 +25,14 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the data classes that hold the content of a spec, from its parsing to the start of its
-#: program.
+#: Names of the data classes that hold the content of a spec, from its parsing to the start of the
+#: program. A module is on the first path if one of its functions gets such an object.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
 #: Names of the data classes that hold the result of a program, from its end to the final state of
-#: the flow run.
+#: the flow run. A module is on the second path if one of its functions gets such an object.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
 #: Names of the data classes that describe a waiting flow run, from its submission until its process
-#: gets GPUs.
+#: gets GPUs. A module is on the third path if one of its functions gets such an object.
 WAIT = frozenset(
     {
         "FlowRun",

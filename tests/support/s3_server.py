@@ -104,7 +104,7 @@ class S3Server:
 
 
 def ignore_message(_: object) -> None:
-    """Accept any value and return None."""
+    """Ignore a value, for functions that must return None."""
 
 
 @contextmanager

@@ -72,7 +72,8 @@ class Nursery:
     def _send(self, request: Any) -> str:
         """Send a JSON value to the process that forks the schedulers; return its one-line answer.
 
-        A request with settings forks a scheduler process. A list of process ids ends them.
+        A JSON object has the settings of a scheduler process to fork. A JSON list has the ids of
+        the processes to end.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)

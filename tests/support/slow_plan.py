@@ -67,7 +67,8 @@ def slow_plan(
 ) -> Plan:
     """Return which waiting gangs start now, and why the other gangs wait.
 
-    This is a simple and slow model of `tasks.queue.policy.plan`, with the same arguments.
+    This is a simple and slow model of `tasks.queue.policy.plan`, with the same arguments. Tests
+    check that both functions return the same result.
     """
     limits = limits or {}
     running = list(held)

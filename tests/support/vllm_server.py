@@ -40,7 +40,7 @@ from urllib.parse import parse_qs, urlsplit
 WEIGHTS = "weights.json"
 #: vLLM's error message for requests to a dead engine core.
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-#: Seconds from the death of the engine core to the end of the front end.
+#: Seconds from the death of the engine core until the front end exits.
 LEAVES_AFTER_S = 0.5
 #: Seconds that the server needs for each token.
 TOKEN_S = 0.002

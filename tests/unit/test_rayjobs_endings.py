@@ -64,12 +64,13 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # the job ended two seconds ago by the node's clock, minus the delays of Ray and of its
-        # wrapper
+        # Ray reports that the job ended two seconds ago. Ray and Muster's wrapper notice an end
+        # late, so the job may have ended earlier by their maximum delays
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is slow: a later request found the job running
+        # the node's clock is slow: Ray reports an end before a request that still found the job
+        # running, so the time of this request counts
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is fast, so it reports an end in the future: the result is the current
+        # the node's clock is fast, so Ray reports an end in the future: the result is the current
         # time
         (2000.0, 99.0, 100.0),
         # no request has found the job running, so the result depends only on the end time that Ray

@@ -29,7 +29,8 @@ class Clock:
         ([None, 20, 20], 30.0),
         ([20, 21, 21], 10.0),
         ([20, 21, 22], 0.0),
-        # the trainer counts its steps from the beginning, so each new step is progress
+        # the steps differ from the step 20 of the checkpoint, for example because the trainer
+        # counts from 1 again, so each new step is progress
         ([1, 2, 3], 0.0),
         ([30, 31, 32], 0.0),
     ],

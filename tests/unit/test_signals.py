@@ -85,22 +85,22 @@ def requests_of_session(
     ("has_worker", "arrivals"),
     [
         # A run is cancelled: the worker sends SIGTERM, and the server reports the cancellation.
-        # Both count as one request.
+        # Both count as one request to end the run.
         (True, [TERM, Change.CANCELLED, Change.CANCELLED]),
         (True, [Change.CANCELLED, TERM]),
-        # A stop sends SIGTERM several times: to the process itself and to its process group. The
-        # signals count as one request.
+        # The program that stops the run may send SIGTERM several times: to the process itself and
+        # to its process group. The signals count as one request to end the run.
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),
         # A terminal is closed: the kernel, the shell and an init system each send a signal. The
-        # signals count as one request.
+        # signals count as one request to end the run.
         (False, [HUP, HUP, TERM]),
         # One press of Ctrl-C counts once, although a wrapper program in the terminal's process
         # group sends the signal again.
         (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
         # The user cancels the run in Prefect's UI, and presses Ctrl-C once. Both count as one
-        # request.
+        # request to end the run.
         (False, [Change.CANCELLED, (INT, 3.0)]),
         (False, [TERM, (INT, 3.0)]),
     ],

@@ -156,7 +156,7 @@ def test_spec_is_immutable() -> None:
     [
         ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
-        ("environment", "complete"),  # the default of Hermes' training tool, too
+        ("environment", "complete"),  # as in Hermes' launcher
         ("sandbox", "fail"),  # the default for every other name
     ],
 )

@@ -466,7 +466,7 @@ def test_programs_of_the_stack_get_no_address_of_another_server(
     ("text", "nodes", "gpus", "cpus"),
     [
         ("2x8", 2, 8, 32),
-        # the text has only a number of GPUs, so the stack has one node
+        # the option has only a number of GPUs, so the stack has one node
         ("8", 1, 8, 32),
         # a run of verl needs 24 CPUs on each node, so each node gets at least 24 CPUs
         ("4x2", 4, 2, 24),

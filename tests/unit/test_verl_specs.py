@@ -106,7 +106,8 @@ def test_invalid_overrides_are_detected(name: str, override: str, fault: str) ->
             "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
             "tensor_model_parallel_size, 3",
         ),
-        # Ray deletes the job's copy of the working directory after the job
+        # Ray deletes the job's copy of the working directory after the job, so checkpoints must not
+        # be in it
         ("verl-ppo", "trainer.default_local_dir=checkpoints", "copy of the working directory"),
         ("verl-ppo", "trainer.logger=[console]", "nothing writes what progress reads"),
         ("verl-ppo", "trainer.total_training_steps=7", "but trainer.total_training_steps is 7"),
