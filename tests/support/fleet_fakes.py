@@ -48,8 +48,8 @@ def make_topology(
         token: HTTP request of the probe that lets a server generate a token. None for no such
             probe.
         are_experts: True if each server is an entrypoint that updates the weights of its rank.
-            If False, only the first server of an engine is an entrypoint. It updates the weights of
-            all ranks of the engine, and the other servers are only checked for a living process.
+            If False, only the first server of an engine is an entrypoint, which updates the weights
+            of all ranks of the engine. The other servers have no probe: they only must be alive.
     """
     planned_engines = []
     for engine in range(engines):

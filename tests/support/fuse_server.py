@@ -86,7 +86,7 @@ class Server:
             except Refused as refusal:
                 number = -refusal.args[0]
             head = struct.pack("<IiQ", 16 + len(answer), number, unique)
-            # ENOENT: the program that sent the request has been killed meanwhile.
+            # ENOENT: the program that sent the request was killed before this answer.
             with suppress(FileNotFoundError):
                 os.write(self._device, head + answer)
 

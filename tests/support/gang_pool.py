@@ -141,8 +141,8 @@ class GangPool:
         """Start a worker of the work pool, and wait until it accepts runs.
 
         Args:
-            name: Name of the worker. If empty, the host name of its host, because `reconcile` finds
-                the host of a run by the name of the worker.
+            name: Name of the worker. If empty, the name of its host: `reconcile` finds the host of
+                a run by this name.
             on: Host of the worker. If None, the host of the pool.
             type: Type of the worker. If empty, the type of the work pool.
         """

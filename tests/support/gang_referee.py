@@ -149,8 +149,8 @@ def judge(
         runs: Histories of all runs of the queue.
         nodes: Number of GPUs by node that exist.
         most_runs: Number of runs that may hold GPUs at the same time.
-        late_s: Seconds by which a run may start later than a run that was submitted after it, if
-            one scheduling pass admits both.
+        late_s: Seconds by which a run may start later than a run behind it in the queue. One
+            scheduling pass may admit both runs in any order.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
         by_states: True if the states and the grants show the times and the nodes of held GPUs. Use
             False for Ray: it places runs itself, and frees GPUs before the state of the run
@@ -292,8 +292,8 @@ class _Usage:
     since: float
     #: End of the period in which the run used the resources, in UTC epoch seconds.
     until: float
-    #: Used amount of each resource, by its name. The name of a node stands for the GPUs of this
-    #: node, "GPUs" for the GPUs of all nodes, and "runs" for the number of runs.
+    #: Used amount of each resource, by its name. A node's name stands for the GPUs of this node.
+    #: "GPUs" stands for the GPUs of all nodes, "runs" for the number of runs.
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -383,16 +383,16 @@ def _find_overtaking(
 ) -> tuple[list[float], list[str]]:
     """Find runs that were overtaken: a run behind them in the queue was admitted earlier.
 
-    Overtaking is a fault if the free GPUs did not suffice for both runs, because the later run then
-    took GPUs that the earlier run needed. If the GPUs sufficed for both, it is only a delay: the
-    scheduler admitted both runs in one scheduling pass, or it did not yet know that GPUs had become
-    free. A delay of more than `late_s` seconds is a fault, too.
+    Overtaking is a fault if the free GPUs did not suffice for both runs: the run behind then took
+    GPUs that the first run needed. If the GPUs sufficed for both, it is only a delay: the scheduler
+    admitted both runs in one scheduling pass, or it did not yet know that GPUs had become free. A
+    delay of more than `late_s` seconds is a fault, too.
 
     Args:
         runs: Histories of all runs of the queue.
         holds: Periods in which the runs held their GPUs, by the name of the run.
         nodes: Number of GPUs by node. None if it is unknown whether a run fitted.
-        late_s: Seconds that a run may start later than a younger run of the same scheduling pass.
+        late_s: Seconds by which a run may start later than a run behind it in the queue.
 
     Returns:
         The delays in seconds, and the descriptions of the faults.

@@ -133,8 +133,7 @@ class ModulePaths:
 def trace_run() -> ModulePaths:
     """Trace a failing run in a new MUSTER_HOME, and return the modules that were called.
 
-    The result has the modules until the start of the program, and those from its end to the final
-    state of the flow run.
+    The result has two of the three paths: `to_exec` and `to_state`.
     """
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession

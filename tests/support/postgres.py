@@ -91,9 +91,9 @@ class Postgres:
         """Stop the server, if it runs.
 
         Args:
-            at_once: True to stop without a checkpoint, as in a crash: the next start recovers the
-                data from the write-ahead log. False to roll back open transactions and to close the
-                files.
+            at_once: True to stop as in a crash, without a checkpoint. The next start of the server
+                then recovers the data from the write-ahead log. False to roll back the open
+                transactions and to close the files.
         """
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)

@@ -22,8 +22,8 @@ from tasks.processes import tree
 from tests.support.another_user import NOBODY
 from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
-#: Command that runs another command as the user `nobody`. The command may read all files, because
-#: the other user may have no right to read the directory of the Python interpreter.
+#: Command that runs another command as the user `nobody`, with the capability to read all files.
+#: Without it, `nobody` may not be able to read the directory of the Python interpreter.
 AS_NOBODY = (
     *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),

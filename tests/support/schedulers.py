@@ -143,9 +143,9 @@ class Schedulers:
     def lines(self) -> list[tuple[int, str, str]]:
         """Return the complete lines of the journal as `(pid, lease id, event)`, the oldest first.
 
-        The lease id identifies one period in which a process had the lease. The event is `write`
-        during the period, `back` when the process gave the lease back, or `lost` when it lost the
-        lease.
+        The lease id identifies one period in which a process had the lease. The event `write` means
+        a line that the process wrote in this period. The event `back` means that the process gave
+        the lease back, `lost` that it lost the lease.
         """
         complete_lines = self.journal.read_text().rpartition("\n")[0].splitlines()
         return [

@@ -53,8 +53,8 @@ class ScriptedPrefect:
         self.logs: list[tuple[UUID | None, str]] = []
         #: The deployments with the fields that concern their concurrency limit, as JSON objects.
         self.deployments: list[dict[str, Any]] = []
-        #: Ids of the leases of runs whose deployment has lost its concurrency limit. The server
-        #: refuses each state of such a run until its lease is released by its id.
+        #: Ids of the concurrency leases of runs whose deployment no longer has a concurrency limit.
+        #: The server refuses each new state of such a run until its lease is released.
         self.leases_without_limit: set[UUID] = set()
         #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []

@@ -49,8 +49,8 @@ from tasks.train.plan import PlanInputs
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
-#: Exit code of a flow process that started a child itself (the test condition `own-child`), if
-#: Muster has wrongly ended this child.
+#: Exit code of the flow process if Muster has wrongly ended a child that is no component. Only the
+#: test condition `own-child` starts such a child.
 EXIT_CHILD_ENDED = 99
 
 

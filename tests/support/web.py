@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-#: Function that answers a request. It gets the method, path and body, and returns the HTTP status
-#: and the content of the answer, which is sent as JSON. If the content is None, there is no body.
+#: Function that answers a request. It gets the method, path and body of the request. It returns the
+#: HTTP status and the content of the answer. The content is sent as JSON; None means no body.
 Answer = Callable[[str, str, bytes], tuple[int, object]]
 
 

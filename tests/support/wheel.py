@@ -86,8 +86,8 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
         cwd=venv.parent,
     ).strip()
     # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
-    # that was added in this way. So the editable install of Muster in the tests' environment, which
-    # is itself a .pth file, has no effect, and Muster comes only from the wheel.
+    # that another .pth file adds. The editable install of Muster in the tests' environment is such
+    # a .pth file, so it has no effect, and Muster comes only from the wheel.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         sys.executable,

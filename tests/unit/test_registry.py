@@ -308,8 +308,8 @@ def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
         enter(directory, entry(component=component, grace_s=grace_s))
 
     # The grace period of each component counts twice, because the component may save a checkpoint
-    # before it is stopped. The inference server `rollout.0` is a part of the component `rollout`
-    # and ends together with it, so its grace period is not added.
+    # before it is stopped. The inference server `rollout.0` ends together with the component
+    # `rollout`, so its grace period is not added.
     assert before == 0.0
     assert teardown_s() == 130.0
     assert teardown_s(os.getpid()) == 130.0

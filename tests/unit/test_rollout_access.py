@@ -112,7 +112,7 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "evil.example:8000"}, False),  # a web page after DNS rebinding
         ({"Host": "127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:9000"}, False),  # another program's port
-        ({"Host": "0.0.0.0:8000"}, False),  # a browser reaches loopback with it, too
+        ({"Host": "0.0.0.0:8000"}, False),  # browsers also reach loopback with it
         ({"Host": "evil@127.0.0.1:8000"}, False),
         ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # malformed
@@ -127,8 +127,8 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ),
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
-        # a web page of another site sends this request without an Origin header, for example for a
-        # picture, and it is refused
+        # a page of another site contains, for example, a picture with this URL. The browser then
+        # sends no Origin header, so the request is refused by its Sec-Fetch-Site header
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
         # a browser sends this header if a person has typed the URL, so the request is accepted

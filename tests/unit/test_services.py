@@ -34,8 +34,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # each pair has the time of a death, and the time for which the service was ready before,
-        # both in seconds. The second time is None if the service did not become ready
+        # each pair is a death of the service: the time of the death, and how long the service was
+        # ready before it, both in seconds. The second is None if the service did not become ready
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
         # the service was ready for at least 30 s before its death, so the delays start again
@@ -43,8 +43,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # the service is not ready again within 100 s after its first death, so it is not restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # the service was ready for 1 s before its death at 100 s, so the 100 s begin again at this
-        # death: the service is restarted after the death at 160 s, but not after the one at 201 s
+        # the service was ready for 1 s before its death at 100 s, so the limit of 100 s begins
+        # again at this death. It is restarted after the death at 160 s, but not after that at 201 s
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready; 100 s after its first death, it is no longer restarted
         ([(0, None), (101, None)], [1, None]),

@@ -324,12 +324,11 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
     ("change", "is_alive"),
     [
         ({}, True),
-        # the record is about an earlier process that had the same pid, and that has ended
+        # an earlier process with the same pid was recorded, and has ended
         ({"start_ticks": 1}, False),
-        # the recorded process had the same pid and start time, but before a restart of the machine
+        # a process with the same pid and start time was recorded before a restart of the machine
         ({"boot_id": "another"}, False),
-        # the start time 0 means that no process had this pid when the identity was recorded, so the
-        # recorded process counts as ended
+        # the start time 0 means that the process had already ended when it was recorded
         ({"start_ticks": 0}, False),
     ],
 )
