@@ -41,7 +41,11 @@ PAGES = [page for page in list_documents() if page.commands("console")]
 
 
 def find_reason_not_to_type(page: Document, command: str) -> str:
-    """Return the reason why the test must not run a command, or an empty string if it should."""
+    """Return the reason why the test must not run a command of a page.
+
+    Returns:
+        The reason, or an empty string if the test must run the command.
+    """
     reasons = [
         reason
         for (name, beginning), reason in NOT_TYPED.items()

@@ -19,8 +19,8 @@ NAMES = ("api", "trainer", "environment", "reward")
 LINES = 400
 #: A component that writes its lines in two halves, and waits for a file before the second half.
 #:
-#: The trainer then fails in the first attempt of the run. All other components run until Muster
-#: stops them.
+#: In the first attempt of the run, the trainer fails after the second half. All other components
+#: run until Muster stops them.
 WRITER = f"""
 import os, pathlib, sys, time
 name = sys.argv[1]

@@ -153,8 +153,8 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
         run_id = logs[0].parents[1].name
         environs = [f"/proc/{pid}/environ" for pid in processes_with("MUSTER_RUN_ID", run_id)]
 
-        # This first request also imports Python modules. The other user, who sends the next
-        # requests, may not be able to read their files.
+        # The first request makes this process import the Python modules that a request needs. The
+        # calls below run as another user, who may not be able to read the files of these modules.
         assert request_status(f"{api}/health") == 200
         read_paths = call_as_another_user(lambda: filter_readable([*files, *environs]))
         query_status = call_as_another_user(lambda: request_status(f"{api}/flow_runs/filter", {}))

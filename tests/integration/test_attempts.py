@@ -46,7 +46,12 @@ def room_file(tmp_path: Path) -> Path:
 
 
 def build_spec(room_file: Path, delay_s: float) -> dict[str, Any]:
-    """Return the spec of a run whose trainer fails for lack of GPUs until the file exists."""
+    """Return the spec of a run whose trainer fails for lack of GPUs until a file exists.
+
+    Args:
+        room_file: The file.
+        delay_s: Wait before the next attempt, in seconds.
+    """
     return {
         "name": "trial",
         "workload": "grpo",
@@ -155,7 +160,8 @@ def test_run_takes_its_record_to_another_host(
     assert numbers == list(range(1, len(numbers) + 1))
     assert record_elsewhere["state"] == "completed"
     assert len(numbers) > len(record_here["attempts"]) > 0
-    # The record on this host lacks only the attempts that were decided on the other host.
+    # The record that was read before `reconcile` lacks the attempts that ran on the other host.
+    # `reconcile` has replaced it by the complete record.
     assert record_elsewhere["attempts"][0] == record_here["attempts"][0]
     assert run.record() == record_elsewhere
     assert json.loads(read_artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"

@@ -197,8 +197,8 @@ def test_failed_run_is_notified_once_with_kind_component_and_log(
     assert OUT_OF_MEMORY in Path(log.partition(":")[2]).read_text()
     assert lines[-1] == OUT_OF_MEMORY
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
-    # The server has also emitted its own event of the same failure. That event must not cause a
-    # second message.
+    # Muster's event of the failure has caused the message. The Prefect server also emits an event
+    # of the same failure, which must not cause a second message.
     fired = automation_setup.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
     executed = wait_for(
         lambda: automation_setup.events(
@@ -224,7 +224,8 @@ def test_infeasible_run_is_notified_with_the_requested_resources(
 
     message = automation_setup.message_of(run.name)
 
-    # Either Muster's event or the server's own event triggers the message.
+    # Muster's event or the Prefect server's event causes the message, whichever comes first. In
+    # both cases the message must have this content.
     assert message["subject"] == f"{run.name} failed: INFEASIBLE"
     assert "kind: INFEASIBLE" in message["body"].splitlines()
     assert "3 nodes with 8 GPUs" in message["body"]

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 WITHIN_S = 60.0
 #: Types of the states that mean the end of a flow run.
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-#: Prefect's types of states before a flow run works: it has no process yet, or is paused.
+#: Types of the Prefect states in which a flow run does no work: it has no process yet, or is
+#: paused.
 EARLIER = ("SCHEDULED", "PENDING", "PAUSED")
 
 
@@ -47,7 +48,7 @@ def delete_flow_run(run: Run) -> None:
 
 
 def read_queue(pool: GangPool) -> dict[str, float]:
-    """Return the number of GPUs of each program that `muster queue` names as a holder."""
+    """Return the number of GPUs that each program uses, by its name, as `muster queue` shows it."""
     command = (sys.executable, "-m", "tasks.command", "queue", "--json")
     env = pool.host_env.env
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

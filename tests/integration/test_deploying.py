@@ -183,7 +183,11 @@ def test_overlap_sets_the_concurrency_limit_on_the_server(
     spec.write_text(yaml.safe_dump({**SPEC, "name": name}))
 
     def deploy(overlap: str) -> tuple[int | None, str | None]:
-        """Deploy the spec, and return the limit and the collision strategy on the server."""
+        """Deploy the spec with the option `--overlap`, or without it if `overlap` is empty.
+
+        Returns:
+            The limit and the collision strategy that the Prefect server has for the deployment.
+        """
         options = ["--overlap", overlap] if overlap else []
         assert do(["deploy", str(spec), *options]) == 0
         deployment = send_request("GET", f"{prefect_url}/deployments/name/train/{name}")

@@ -45,7 +45,12 @@ def read_active_slots(pool: GangPool) -> int:
 
 
 def limit_deployment(pool: GangPool, strategy: str = "ENQUEUE") -> None:
-    """Allow only one run of the deployment at a time."""
+    """Allow only one run of the deployment at a time.
+
+    Args:
+        pool: Pool of the deployment.
+        strategy: Prefect's collision strategy for a second run. "ENQUEUE" lets the run wait.
+    """
     address = f"{pool.host_env.api}/deployments/{read_deployment(pool)['id']}"
     options = {"collision_strategy": strategy}
     send_request("PATCH", address, {"concurrency_limit": 1, "concurrency_options": options})

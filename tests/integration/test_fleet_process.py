@@ -396,7 +396,7 @@ def test_fleet_process_killed_at_any_moment_leaves_no_process(
     wait_until(lambda: moment in fleet.tail(), moment)
     fleet.end()
 
-    # The fixture `fleet` waits until no process of the fleet remains.
+    # This test needs no assertion: the fixture `fleet` fails if a process of the fleet remains.
 
 
 @pytest.mark.thorough

@@ -87,7 +87,7 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=make_rebind(9000),  # No other program takes a port in these tests.
+            rebind=make_rebind(9000),  # Never called: no other program takes a port here.
         )
 
     def pid(self, rank: int) -> int:

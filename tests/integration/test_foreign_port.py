@@ -59,7 +59,10 @@ print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read
 
 @pytest.fixture
 def start_stranger(harness: ComponentHarness) -> Iterator[Callable[..., ForeignServer]]:
-    """Yield a function that starts a server of another user on a port; all end with the test."""
+    """Yield a function that starts a server of another user on a port.
+
+    The servers are stopped at the end of the test.
+    """
     with ExitStack() as servers:
 
         def start(port: int, **disguise: Any) -> ForeignServer:

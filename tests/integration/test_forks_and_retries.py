@@ -20,8 +20,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-#: Trainer that saves a checkpoint every 10 steps. It kills itself at step 35, unless the test has
-#: created a certain file.
+#: Trainer that saves a checkpoint every 10 steps. It kills itself at step 35, unless the file of
+#: its argument `room` exists.
 TRAINER = """
 import json, os, pathlib, signal, sys
 

@@ -89,7 +89,11 @@ async def read_until(
 
 
 def sum_gpus(cluster: Cluster) -> dict[str, float]:
-    """Return the GPUs in use in the whole cluster: by Muster's runs, and by other programs."""
+    """Return the numbers of GPUs in use in the whole cluster.
+
+    Returns:
+        "taken" is the number that Muster's runs use, "others" the number that other programs use.
+    """
     return {
         "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.used.values()),
         "others": sum(node.others_gpus for node in cluster.nodes),
@@ -103,8 +107,8 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
     (_, run_job), (_, other_job) = await asyncio.gather(
         jobs.launch("python", "-c", GANG, run_id=run_id),
-        # The submission id of this job is not the id of a run, so the job counts as another
-        # program.
+        # The submission id of this job is not the id of a run. So Muster counts its GPUs as used
+        # by programs other than its own runs.
         jobs.launch("python", "-c", STRANGER),
     )
 

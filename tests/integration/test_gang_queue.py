@@ -159,7 +159,8 @@ def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     wait_for_message(second, run.name)
 
     pool.cancel(run)
-    # The scheduler writes this message only in a scheduling pass after the cancellation.
+    # After the cancellation, `second` is the first run in the queue. So the next scheduling pass
+    # writes that `second` waits for the holder of the GPUs, and no longer for the cancelled run.
     wait_for_message(second, "holder")
     pool.cancel(second)
     wait_for_message(last, "holder")
@@ -188,7 +189,7 @@ def test_run_of_a_higher_queue_starts_first(pool: GangPool) -> None:
 @pytest.mark.parametrize(
     "has_begun",
     [
-        # In this case, the worker had already started a process that prepares the flow. The process
+        # The worker had already started a process for the run before it was killed. This process
         # ended together with the worker.
         True,
         pytest.param(False, marks=pytest.mark.thorough),
@@ -300,8 +301,8 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
         cancel_stage_run(client, created_runs[0])
         listed_runs = list_stage_runs(client, pipeline)
 
-    # The names and states of the runs are not compared: the scheduler of a worker also changes
-    # them.
+    # The test does not compare the names and states of the runs, because the scheduler of a worker
+    # changes them at any time.
     assert [run.number for run in created_runs] == [1, 1, 2, 1]
     assert (
         created_runs[0].flow_run_id
@@ -322,11 +323,10 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
 def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
-    """The leader is the worker whose scheduler decides for all pools.
+    """The scheduler of one worker, the leader, finds due runs for the workers of all pools.
 
-    It is the first worker in the order of pools and names: `n1` of the pool `gang`.
-
-    The leader searches for due runs of the other pool's host, too.
+    The leader is the first worker in the order of pools and names: `n1` of the pool `gang`. In this
+    test, it finds a run for the worker of the other pool.
     """
     other_host = host("n9", tmp_path, pool.host_env.api)
     other_pool = GangPool(host_env=other_host, server=pool.server, name="other", nodes={"n9": 2})
@@ -498,7 +498,10 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, void *pr
 
 
 def build_driver(directory: Path, gpu_count_file: Path) -> None:
-    """Compile the fake driver library into a directory."""
+    """Compile a fake of NVIDIA's driver library into a directory.
+
+    The fake reads its number of GPUs from `gpu_count_file`.
+    """
     source = directory / "driver.c"
     source.write_text(DRIVER.replace("COUNT", str(gpu_count_file)).replace("TAG", str(uuid4())))
     library = directory / "libnvidia-ml.so.1"

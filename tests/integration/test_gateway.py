@@ -889,7 +889,8 @@ async def test_response_names_its_engine_epoch_and_weight_version() -> None:
             "3",
             "7",
         ]
-    # Clients of server-sent events ignore this comment.
+    # The last line begins with a colon. In server-sent events, such a line is a comment, which
+    # clients ignore.
     assert text.endswith("data: [DONE]\n\n: X-Muster-Version: 7\n\n")
 
 

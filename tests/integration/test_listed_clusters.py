@@ -37,7 +37,10 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[GuardedDashboard]:
-    """Yield a proxy of the cluster that the pool lists, with TLS and a required header."""
+    """Yield a proxy of the cluster. The pool lists the address of this proxy.
+
+    The proxy uses TLS and accepts only requests with the header `X-Key`.
+    """
     with run_guarded_dashboard(
         ray_cluster.address, wants=("X-Key", KEY), certificate=certificate[0]
     ) as dashboard:
@@ -46,7 +49,7 @@ def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[
 
 @pytest.fixture
 def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
-    """Yield another proxy of the same cluster, which the pool does not list."""
+    """Yield a second proxy of the same cluster, whose address is not in the pool's list."""
     with run_guarded_dashboard(ray_cluster.address) as dashboard:
         yield dashboard
 
@@ -55,7 +58,10 @@ def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
 def pool(
     listed: GuardedDashboard, certificate: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[GangPool]:
-    """Yield a pool that lists one cluster; its host has Ray's token and the proxy's key."""
+    """Yield a pool that lists one cluster, by the address of the proxy `listed`.
+
+    The environment of the host has Ray's token and the key that the proxy requires.
+    """
     cluster = {
         "address": listed.address,
         "headers": {"X-Key": "${env.CLUSTER_KEY}"},
@@ -112,7 +118,8 @@ def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
         assert process.wait() == 0, pool.host_env.log("queue")
 
     view = json.loads(pool.host_env.log("queue"))
-    # Ray returns the same cluster id at both addresses. So Muster treats them as one cluster.
+    # Both proxies lead to the same Ray cluster, and return the same cluster id. So Muster treats
+    # their addresses as one cluster.
     assert {node["cluster"] for node in view["nodes"]} == {listed.address}
     assert [trouble for trouble in view["troubles"] if "http" in trouble] == []
     assert (listed.values("x-key"), unlisted_cluster.values("x-key")) == ({KEY}, {""})

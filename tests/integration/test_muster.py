@@ -59,8 +59,8 @@ class Shell:
     ) -> subprocess.CompletedProcess[str]:
         """Run `muster` with the arguments, and return its exit code and output.
 
-        PYTHONPATH contains the working directory, in which other packages have the names of
-        Muster's.
+        PYTHONPATH contains the working directory, where some packages have the same names as
+        packages of Muster. `muster` must import its own packages nevertheless.
         """
         return subprocess.run(
             (self.program, *arguments),

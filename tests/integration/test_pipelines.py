@@ -632,9 +632,10 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
     ]
 
 
-#: A training program whose reward is the variable N at each step. It writes its end to a trace.
+#: A training program. Its reward at each step is the environment variable N.
 #:
-#: The program ends when the file that its third argument names exists, or at SIGTERM.
+#: The program ends when the file that its third argument names exists, or at SIGTERM. It then
+#: appends "N completed" or "N stopped" to the file of its second argument.
 REWARDS = """
 import json, os, signal, sys, time
 metrics, trace, go = sys.argv[1:4]

@@ -23,8 +23,11 @@ from tests.support.root_child import AS_NOBODY, make_helper
 from tests.support.supervised_components import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Program that adopts a process of root, and sends SIGKILL to all its descendants in one round. The
-#: process of root is the newest process of the machine. The program prints its pid.
+#: Program that adopts a process of root and prints the pid of this process. The program then sends
+#: SIGKILL to all its descendants in one round.
+#:
+#: In this round, `tree.last_pid` claims that the process of root is the newest process of the
+#: machine. So the round also checks this process as a new process.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree

@@ -245,7 +245,10 @@ def test_operator_commands_change_only_the_settings_of_the_queue(
 
 @pytest.fixture
 def pool_without_worker(api: str) -> Iterator[str]:
-    """Yield a pool without a worker; two of its runs each request all 8 GPUs of its only node."""
+    """Yield the name of a pool that has no worker, one node with 8 GPUs, and two queued runs.
+
+    Each run requests all 8 GPUs.
+    """
     nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
     variables = {"properties": {"gang": {"default": nodes}}}
     template = {"job_configuration": {"env": {}}, "variables": variables}

@@ -115,7 +115,10 @@ class VllmFleet:
     def sync(self, version: int, *, broken: int | None = None, in_flight: str = "wait") -> Synced:
         """Update the weights of both engines, each from its own files, and return the result.
 
-        The files for the engine `broken` cannot be read.
+        Args:
+            version: New weight version.
+            broken: Number of the engine whose weight files are damaged, or None for no engine.
+            in_flight: Treatment of running requests during the update, "wait" or "abort".
         """
         self.scales[version] = 1.0 + version / 8
         folder = self.directory / f"step-{version}"
@@ -217,7 +220,8 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmFleet]
 def load(fleet: VllmFleet) -> Iterator[Load]:
     """Yield threads that send requests during the test, and then check all answers.
 
-    The weights of the version that an answer names must have generated it.
+    Each answer names a weight version, and must have been generated with the weights of this
+    version.
     """
     requests = Load(fleet.client)
     yield requests

@@ -226,7 +226,7 @@ def test_cancel_without_a_flow_process_ends_the_continued_jobs(
 def lost_run(tmp_path: Path) -> Iterator[LostRun]:
     """Yield a run whose flow process has died, with a Ray job in the registry.
 
-    The cluster does not necessarily know the job.
+    This fixture only writes the registry entry, and submits no job to Ray.
     """
     directory = tmp_path / "live"
     attempt = tmp_path / "attempt-01"

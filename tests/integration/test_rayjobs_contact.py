@@ -30,7 +30,10 @@ async def dashboard_proxy(ray_cluster: RayCluster) -> AsyncIterator[BreakablePro
 async def jobs(
     dashboard_proxy: BreakableProxy, tmp_path: Path, muster_home: Path
 ) -> AsyncIterator[Jobs]:
-    """Yield an object that starts Ray jobs through the proxy; no process of a job may remain."""
+    """Yield an object that starts Ray jobs through the proxy.
+
+    After the test, check that no process of a job remains.
+    """
     jobs = Jobs(dashboard_proxy.address, tmp_path)
     yield jobs
     await jobs.clear()

@@ -211,7 +211,8 @@ def test_run_that_waits_for_its_next_attempt_keeps_its_state(host_env: HostEnvir
     host_env.reconcile_without_flow()
 
     assert run.flow_run()["state"] == state_before
-    # Leftover processes of the run are ended nevertheless, so that the next attempt can begin.
+    # `reconcile` keeps the state, but ends leftover processes of the run. They could disturb the
+    # next attempt.
     assert run.pids() == []
     assert run.record()["state"] == "pending_resources"
 
@@ -358,9 +359,9 @@ def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(
 def test_run_that_moved_to_another_host_is_left_to_that_host(
     host_env: HostEnvironment, pending: Callable[..., Run]
 ) -> None:
-    """While a host was down, another host with its own MUSTER_HOME continued the first host's run.
+    """Another host, with its own MUSTER_HOME, continues a run whose first host was down.
 
-    The first host must then leave the run unchanged.
+    The first host is up again and runs `muster reconcile`. This must not change the flow run.
     """
     run = pending(worker=host_name())
     host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
@@ -394,7 +395,7 @@ def test_run_that_moved_to_another_host_is_left_to_that_host(
 def test_runs_of_a_lost_host_are_finished_from_another_host(
     host_env: HostEnvironment, pending: Callable[..., Run]
 ) -> None:
-    """Both hosts share a MUSTER_HOME, and the lost host failed together with its runs."""
+    """Both hosts share a MUSTER_HOME. The lost host failed together with its runs."""
     run = pending(worker="lost-host")
     host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="there")
     run.wait_until_running().kill_flow()

@@ -99,7 +99,8 @@ def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
 @pytest.mark.parametrize(
     "code",
     [
-        # Python's resource tracker ends by itself after its parent.
+        # Python's resource tracker outlives its parent for a moment, and then ends by itself. So it
+        # is no leftover process.
         "import multiprocessing.resource_tracker as r; r.ensure_running()",
         "print('done')",
     ],

@@ -18,7 +18,6 @@ from tasks.command import do
 from tasks.server.server import read_secrets
 from tasks.spec.run import RunSpec
 
-#: The tests need a Prefect server of their own.
 pytestmark = pytest.mark.thorough
 
 VALUE = "s3cret value "

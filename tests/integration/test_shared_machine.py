@@ -65,7 +65,8 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             stderr=subprocess.STDOUT,
         )
     try:
-        # Prefect's runner creates its folder before the process reports its start, or an error.
+        # When the process reports its start or an error, Prefect's runner has already tried to
+        # create its folder. So the checks below come after this wait.
         wait_for(
             lambda: re.search(f"{start_pattern}|Error|are not served", log.read_text()),
             "the process reports its start or an error",

@@ -192,8 +192,9 @@ class Home:
 def find_processes(stack: Stack) -> set[int]:
     """Return the pids of all processes of the stack.
 
-    They are the descendants of the stack's supervisor and the processes whose environment names the
-    stack. A Ray process that has renamed itself shows no environment.
+    The function searches in two ways. Ray processes that have renamed themselves show no
+    environment, so they are found as descendants of the stack's supervisor. Processes that are no
+    descendants are found by the environment variable that names the stack.
     """
     descendants = psutil.Process(stack.supervisor.pid).children(recursive=True)
     return {process.pid for process in descendants} | set(processes_of(stack.stack_id))

@@ -14,8 +14,8 @@ from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import DEADLINE_S, ComponentHarness, python
 
-#: A trainer that needs its environment to finish a step, and saves after the step if it was warned.
-#: SIGTERM ends the trainer at once.
+#: A trainer that saves a checkpoint half a second after the warning, the signal SIGUSR1. It fails
+#: if the component `environment` has ended by then. SIGTERM ends the trainer at once.
 TRAINER = """
 import os, signal, time
 is_warned = []
@@ -32,7 +32,7 @@ UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
 def trainer_of(harness: ComponentHarness, code: str = TRAINER) -> ComponentPlan:
-    """Return the plan of a trainer that is warned with SIGUSR1, and may save for 30 s."""
+    """Return the plan of a trainer that is warned with SIGUSR1, and then has 30 s to save."""
     checkpoint = harness.directory / "checkpoint"
     component = harness.component("trainer", python(code), ready=UP)
     return replace(

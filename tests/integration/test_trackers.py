@@ -60,7 +60,12 @@ def mlflow_python(tmp_path: Path) -> str:
 
 
 def run_to_the_end(python: str, env: dict[str, str]) -> RunJson:
-    """Run the tracked trainer, and return the record of the completed run."""
+    """Run `tracked.py` as the trainer, and return the record of the completed run.
+
+    Args:
+        python: Path of the Python interpreter that runs the trainer.
+        env: Further environment variables of the trainer.
+    """
     retry = {"attempts": 3, "delay_s": 0.1}
     spec = parse_spec(
         {
@@ -151,5 +156,6 @@ def test_attempts_in_mlflow_are_children_of_one_run(
         "3": [*range(16, STEPS + 1)],
     }
     statuses = {number: run["status"] for number, run in children.items()}
-    # MLflow itself shows a run as finished if its program ends with an error.
+    # Attempt 1 ended with an error. MLflow nevertheless gives the status FINISHED to such a run.
+    # Attempt 2 was killed.
     assert statuses == {"1": "FINISHED", "2": "KILLED", "3": "FINISHED"}

@@ -95,8 +95,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
 
     assert read_auxiliary_vector(pid) == read_auxiliary_vector(fork_server)
     assert len(os.listdir(f"/proc/{fork_server}/task")) == 1
-    # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
-    # parent, its variables and its command line.
+    # The forked process must have the same parent and command line as an ordinary process, because
+    # Muster and `ps` find flow processes by these values.
     assert read_parent(pid) == worker.pid
     assert run.processes() == [pid]
     assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
@@ -290,8 +290,8 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
-                # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
-                # parent, its variables and its command line.
+                # The forked process must have the same parent, command line and environment as an
+                # ordinary process, because Muster and `ps` find flow processes by these values.
                 assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [

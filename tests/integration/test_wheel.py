@@ -94,7 +94,8 @@ def test_wheel_installs_the_documents(installed: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    # The programs of the quickstart import each other from their own folder, so they are left out.
+    # The programs of the quickstart are left out: they import each other from their own folder, so
+    # they cannot be imported as modules of a package.
     paths = {path for path in list_sources(installed) if "/quickstart/" not in path}
     modules = sorted(map(convert_to_module, paths))
     # This path comes before site-packages, which may contain the checkout as an editable package.

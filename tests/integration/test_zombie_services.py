@@ -56,7 +56,7 @@ while True:
 
 
 def wait_for_file(file: str, exit_code: int = 0) -> str:
-    """Return a shell script of a worker that exits when the file exists."""
+    """Return a shell script of a worker that exits with the exit code when the file exists."""
     return f"while [ ! -e {file} ]; do sleep 0.01; done; exit {exit_code}"
 
 

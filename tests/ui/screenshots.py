@@ -88,7 +88,7 @@ def _show_queue(stack: UiStack, ui: Ui) -> FloatRect:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
-        # The column of the table with the reasons for waiting needs this width.
+        # The table has a wide column with the reasons why runs wait. It needs this window width.
         ui.page.set_viewport_size({"width": 2600, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()

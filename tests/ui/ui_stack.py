@@ -112,11 +112,11 @@ class UiStack:
             self.until_state(id, "Cancelled")
 
     def place(self, run: dict[str, Any]) -> Path:
-        """Return the directory of the run's files."""
+        """Return the directory with the record and the logs of a run."""
         return self.home / "runs" / str(run["name"])
 
     def events(self, run: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of the run's first attempt, or an empty list without a file."""
+        """Return the events of the run's first attempt, or an empty list without an event file."""
         path = self.place(run) / "attempt-01" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
