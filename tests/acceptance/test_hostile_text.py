@@ -120,7 +120,7 @@ def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTermin
 
 
 def split_output(terminal: PseudoTerminal) -> dict[str, str]:
-    """Return the output of each command by its name, without white space and line breaks."""
+    """Return the output of each command, by the name of the command, without white space."""
     parts = re.split(r"VERB (\w+) (\d+)\s", terminal.text())
     return {
         parts[index + 1]: "".join(parts[index].split()) for index in range(0, len(parts) - 1, 3)

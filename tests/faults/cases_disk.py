@@ -66,8 +66,8 @@ def _prepare_home_on_disk(
     fault_run.stack.enter_context(disk(mount_point))
     fault_run.witness_arguments |= {
         "env": {"MUSTER_HOME": str(mount_point / "home")},
-        # The run's record must be larger than the disk space that becomes free when the registry
-        # entries are deleted.
+        # Enlarge the record of the run, so that it cannot be written on the full disk. A small
+        # record would fit into the space that becomes free when registry entries are deleted.
         "record_bytes": 1 << 16,
     }
 

@@ -57,8 +57,8 @@ def _prepare_death_before_registration(fault_run: FaultRun) -> None:
 
     The guardian is the process that starts and ends the component.
 
-    The program of the component must not start. Its stop signal is SIGWINCH, which it ignores. If
-    the program is started by mistake, it has its whole grace period to write to the log.
+    The program of the component must not start. If it starts by mistake, it writes to its log. Its
+    stop signal is SIGWINCH, which it ignores. So it has enough time to write before it is killed.
     """
     fault_run.components[fault_run.phase.starting] |= {
         "argv": sh("echo ran; exec sleep 600"),
@@ -223,8 +223,8 @@ def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
 
 def _check_second_reconcile_does_nothing(fault_run: FaultRun) -> None:
     assert not any(fault_run.observed_flow.home.glob("live/*")), "the registry entry still exists"
-    # At level L4 (PID namespace), the oracle, the parent of the flow process, has already
-    # removed the cgroups.
+    # At level L4 (PID namespace), this check would always succeed. There, the parent of the flow
+    # process, the oracle, has already removed the cgroups.
     if fault_run.level != "L4":
         assert fault_run.observed_flow.oracle_result().cgroups == ()
     assert fault_run.reconcile() == {}

@@ -126,7 +126,10 @@ def _start_stale_instance(fault_run: FaultRun) -> None:
 
 
 def _probe_port(fault_run: FaultRun, port: int) -> None:
-    """Give the starting component a readiness probe of this port, on which it does not listen."""
+    """Give the starting component a readiness probe of this port.
+
+    The component itself does not listen on the port.
+    """
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=DEADLINE_S)
     fault_run.components[fault_run.phase.starting] |= {"argv": FOREVER, "ready": ready}
 

@@ -227,8 +227,8 @@ def _prepare_read_only_cgroups(fault_run: FaultRun) -> None:
     fault_run.witness_arguments["wrapper"] = in_mounts(script)
 
 
-#: Command prefix that runs a command in a user namespace that allows no further user namespace.
-#: The command has no capability in it.
+#: Command prefix that runs a command in a new user namespace. The command has no capability in this
+#: namespace, and cannot create a further user namespace.
 _WITHOUT_NAMESPACES = (
     *("unshare", "-Ur"),
     *sh(

@@ -323,8 +323,10 @@ class Outcome:
     #: Seconds until the run had no process left. They count from the fault or, if the run began
     #: its teardown after the fault, from the beginning of the teardown.
     empty_after_s: float
-    #: Kernel interfaces that confirmed that no process was left. "ECHILD": waitpid(2) found no
-    #: child. "populated": the file cgroup.events of the run's cgroup, if the run had a cgroup.
+    #: Kernel interfaces that confirmed that no process was left.
+    #:
+    #: "ECHILD": waitpid(2) found no child. "populated": the file cgroup.events of the run's cgroup
+    #: shows no process. A run without a cgroup has only "ECHILD".
     oracles: tuple[str, ...]
 
 
@@ -379,8 +381,8 @@ def run_case(
         _judge_record(fault_run, expected)
         _judge_flow_run(fault_run, expected)
         events = fault_run.observed_flow.list_events("containment")
-        # Each flow process emits an event about its containment level, but a killed flow process
-        # may have died before this event.
+        # Each flow process emits one event about its containment level. Only a killed flow process,
+        # which reports no final state, may have died before this event.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -492,9 +494,9 @@ def _ending_since(fault_run: FaultRun) -> float:
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Return why this machine cannot use each missing containment level, by level.
+    """Return the containment levels that this machine cannot use, each with the reason.
 
-    A containment level, such as L3, says which kernel features hold the processes of a run.
+    A containment level, such as "L3", says which kernel features hold the processes of a run.
     """
     code = (
         "import json; from tasks.processes.containment import probe\n"

@@ -116,7 +116,7 @@ class Chaos:
     aborted: list[tuple[float, float]] = field(default_factory=list)
     #: Number of weight updates by their result, as `_sync` returns it.
     ends: Counter[str] = field(default_factory=Counter)
-    #: Running tasks of this program that listen on the port of a killed server.
+    #: Running tasks of this program that hold the port of a killed server, for the fault "steal".
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -439,8 +439,8 @@ def _answered_twice(
 ) -> list[str]:
     """Return a message for each request that the gateway sent to a second server without need.
 
-    The gateway needs a second server if, at the time of the first answer, the first server failed
-    or a weight update aborted the request: the first answer may not have reached the gateway.
+    The gateway may send a request again if it has not received the first answer. The answer may be
+    lost if its server failed at about the same time, or if a weight update aborted the request.
 
     Args:
         generations: Records of the servers.

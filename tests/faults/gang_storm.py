@@ -119,8 +119,9 @@ class StormVariant:
     #: Allowed final states of the runs that were cancelled, by flow run id. All other runs must
     #: complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: Seconds by which a run may start after a run that was submitted later, although both fitted
-    #: on the free GPUs. A busy machine needs this time between the grant and the state PENDING.
+    #: Tolerance of the check of the start order, in seconds. A run that fits on the free GPUs may
+    #: start this much later than a run that was submitted after it. A busy machine needs this time
+    #: between the grant and the state PENDING.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)

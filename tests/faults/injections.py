@@ -81,7 +81,10 @@ sys.stdin.read()
 
 
 def server(port: int, answers: str) -> tuple[str, ...]:
-    """Return the command line of the program `SERVER`."""
+    """Return the command line of the program `SERVER` with this port and these answers.
+
+    `answers` has one letter per answer; see `SERVER`.
+    """
     return (*python(SERVER), str(port), answers)
 
 

@@ -175,7 +175,7 @@ def vllm_processes() -> list[int]:
 
 
 def fault_free(run: LlmRun) -> str:
-    """Wait for the first three training steps, and inject no fault."""
+    """Wait for the first three training steps, inject no fault, and return the number of steps."""
     run.wait(lambda: len(run.lines()) >= 3, "the first steps", BACK_WITHIN_S)
     return f"{len(run.lines())} steps"
 
@@ -183,27 +183,39 @@ def fault_free(run: LlmRun) -> str:
 def kill_core(run: LlmRun) -> str:
     """Kill the engine core process of engine 0, and wait until the engine has recovered.
 
-    The result has the number of steps and the times, as text.
+    Returns:
+        The number of steps and the times, as text.
     """
     return _lose_engine(run, 0, lambda: run.core(0).kill())
 
 
 def stop_core(run: LlmRun) -> str:
-    """Stop the engine core process of engine 1 with SIGSTOP, and wait for its recovery.
+    """Stop the engine core process of engine 1 with SIGSTOP, and wait for the engine's recovery.
 
-    The next request of a weight update to this engine hangs, and the update continues without the
+    The next request of a weight update to this engine hangs. The update continues without the
     engine.
+
+    Returns:
+        The number of steps and the times, as text.
     """
     return _lose_engine(run, 1, lambda: run.core(1).suspend())
 
 
 def kill_server(run: LlmRun) -> str:
-    """Kill the server process of engine 0."""
+    """Kill the server process of engine 0, and wait until the engine has recovered.
+
+    Returns:
+        The number of steps and the times, as text.
+    """
     return _lose_engine(run, 0, lambda: run.server(0).kill())
 
 
 def break_weights(run: LlmRun) -> str:
-    """Let the trainer send a truncated checkpoint to engine 1."""
+    """Let the trainer send a truncated checkpoint to engine 1, and wait for the engine's recovery.
+
+    Returns:
+        The number of steps and the times, as text.
+    """
     order = run.directory / "break-weights"
     result = _lose_engine(run, 1, lambda: _write_atomically(order, "1"))
     errors = [line["left_out"]["1"] for line in run.lines() if "1" in line["left_out"]]

@@ -222,7 +222,7 @@ def run_trial(stage: Stage, trial: Trial, undisturbed_s: float) -> None:
 
 
 def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the process of the pipeline, and resume the pipeline. Return its new process."""
+    """Kill the process of the pipeline, resume the pipeline, and return its new process."""
     process.kill()
     process.wait()
     trial.killed = f"process {process.pid} of the pipeline"
@@ -231,7 +231,7 @@ def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[by
 
 
 def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the worker, and start a new worker."""
+    """Kill the worker, start a new worker, and return the unchanged process of the pipeline."""
     assert stage.worker is not None
     stage.worker.kill()
     stage.worker.wait()
@@ -241,7 +241,11 @@ def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[byte
 
 
 def kill_server(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the Prefect server, and start it again after a while."""
+    """Kill the Prefect server, and start it again after `trial.down_s` seconds.
+
+    Returns:
+        The unchanged process of the pipeline.
+    """
     stage.pool.server.kill()
     time.sleep(trial.down_s)
     stage.pool.server.start()
@@ -250,7 +254,11 @@ def kill_server(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[byte
 
 
 def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill a worker process of Ray that supervises a job, or the process of a step on Ray."""
+    """Kill a process of Ray: the supervisor of a job, or the process of a step.
+
+    Returns:
+        The unchanged process of the pipeline.
+    """
 
     def find_victims() -> list[tuple[int, str]]:
         victims = []
@@ -262,7 +270,7 @@ def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[
                     victims.append((pid, command.strip()))
         return victims
 
-    # At this moment, there may be no step on Ray yet.
+    # Wait for a victim, because there may be no step on Ray yet. The pipeline may also have ended.
     becomes_true(lambda: process.poll() is not None or find_victims(), _ENDS_WITHIN_S)
     victims = find_victims()
     if victims:
@@ -283,7 +291,11 @@ _KILLERS: dict[str, Callable[[Stage, Trial, Popen[bytes]], Popen[bytes]]] = {
 
 
 def find_faults(stage: Stage, trial: Trial) -> list[str]:
-    """Return the faults in the lines of the steps, on the Prefect server, and in the processes."""
+    """Return the errors of a pipeline that has ended.
+
+    They are steps that ran never or too often, wrong states on the Prefect server, and processes
+    that still run.
+    """
     faults = []
     trace = stage.trace(trial)
     lines = Counter(trace.read_text().splitlines() if trace.exists() else [])

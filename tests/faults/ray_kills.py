@@ -67,8 +67,8 @@ _TRUE_WITHIN_S = 240.0
 #: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
-#: Ways to start and to recover a run, as `way` describes them. Each element is used by a quarter of
-#: the runs, so half of the runs use "adopt".
+#: Ways to start and to recover a run, as `Trial.way` describes them. Each element is used by a
+#: quarter of the runs, so half of the runs use "adopt".
 _WAYS = ("adopt", "stop", "adopt", "direct")
 #: Program that closes the records of lost runs every two seconds, as `muster reconcile` does.
 _RECONCILE_REPEATEDLY = """
@@ -102,8 +102,8 @@ class Trial:
     steps: int
     #: Id of the flow run, or an empty string if it is not known yet.
     flow_run_id: str = ""
-    #: Process id of a run that is started without a worker. A tag of its flow run has this id, too.
-    #: 0 for other runs.
+    #: Process id of a run that is started without a worker. 0 for other runs. A tag of the flow run
+    #: contains this id, so that the test can find the flow run.
     pid: int = 0
     #: Last event of the run before the kill.
     met: str = "not killed"
@@ -268,8 +268,8 @@ def kill_at_its_moment(trial: Trial) -> None:
     becomes_true(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
-        # The phase "start" ends when the Ray job has been submitted. So the kill must not wait
-        # longer.
+        # The phase "start" ends when the Ray job has been submitted. So the flow process must be
+        # killed by then.
         is_late = trial.submission
     becomes_true(is_late, trial.share * length_s(trial))
     events = trial.events()
@@ -360,7 +360,8 @@ def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) 
 
     Each way to start a run is combined with each moment of the kill about equally often.
     """
-    # The shared random generator also chooses free ports, so the draws need their own generator.
+    # The draws need their own random generator, so that the same seed gives the same draws. The
+    # shared generator of the module `random` also chooses free ports.
     random = Random(seed)
     moments = list(_MOMENTS)
     pairs = []
@@ -383,9 +384,9 @@ def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) 
 
 
 def _is_stopped_early(way: str, moment: str) -> bool:
-    """Return True if `muster reconcile` usually stops the run's job before the job's end.
+    """Return True if `muster reconcile` usually stops the run's Ray job before the job's end.
 
-    Such a job may have many training steps, because the test does not wait for its last step.
+    The test does not wait for the last step of such a job, so the job may have many steps.
     """
     return way != "adopt" and moment not in ("end", "teardown")
 

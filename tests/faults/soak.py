@@ -205,7 +205,11 @@ def choice(trial: Trial, kind: str) -> int:
 
 
 def kill(pid: int) -> None:
-    """Kill a process, unless it has exited or the id is 0 or 1."""
+    """Send SIGKILL to a process, unless it has exited.
+
+    The function ignores the ids 0 and 1. The id 0 stands for no process, and process 1 is the init
+    process of the machine.
+    """
     if pid > 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -34,8 +34,10 @@ class Row:
     verdict: str
     #: Seconds until the run had no process left. None if the test did not finish.
     empty_after_s: float | None
-    #: Kernel interfaces that confirmed that no process was left, joined by "+". "ECHILD":
-    #: waitpid(2) found no child. "populated": the file cgroup.events of the run's cgroup.
+    #: Kernel interfaces that confirmed that no process was left, joined by "+".
+    #:
+    #: "ECHILD": waitpid(2) found no child. "populated": the file cgroup.events of the run's cgroup
+    #: shows no process.
     oracles: str
     #: Result of the test: "ok", "FAILED" or "skipped".
     result: str

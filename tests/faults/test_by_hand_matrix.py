@@ -49,9 +49,11 @@ SETTLED_WITHIN_S = 240.0
 SAVING_S = 45.0
 #: Code of the component of each run. Its arguments are `FILE SECONDS SAVING_S IS_READY GPUS_FILE`.
 #:
-#: The component prints `ready` if IS_READY is 1. After SIGTERM, it saves for SAVING_S seconds. Each
-#: line in FILE has one action. The component waits until GPUS_FILE or GPUS_FILE.none exists. In the
-#: second case, it ends with the error that it has no GPUs.
+#: The component appends one line to FILE for each of its actions. It prints `ready` if IS_READY is
+#: 1. After SIGTERM, it saves for SAVING_S seconds.
+#:
+#: The component waits until the file GPUS_FILE or the file GPUS_FILE.none exists. GPUS_FILE lets it
+#: work. GPUS_FILE.none makes it fail for lack of GPUs.
 PROGRAM = """
 import json, os, signal, sys, time
 file, lasts_s, saving_s, is_ready, gpus_file = sys.argv[1:]
@@ -83,7 +85,7 @@ while time.time() < end:
     time.sleep(0.1)
 note("end")
 """
-#: Code of a component that fails as soon as the file, its argument, exists.
+#: Code of a component that fails as soon as the file exists that its argument names.
 FAILING = """
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
@@ -379,10 +381,13 @@ class Matrix:
         return [*sorted(faults), *(f"{row}: {self.observe(row)}" for row in open_rows)]
 
     def finish(self) -> list[str]:
-        """Wait until all runs have ended, and return a text for each run that does not end.
+        """End all runs, and return a text for each run that does not end.
 
-        Running runs are first cancelled by `muster cancel`. Their GPUs are then free, so waiting
-        runs must start. Paused runs are skipped. A last run, which needs all GPUs, must complete.
+        Running runs are cancelled by `muster cancel`, so that their GPUs become free and the
+        waiting runs can start and end. Paused runs do not end by themselves, so they are skipped.
+
+        At last, a further run that needs all GPUs must complete. This shows that no run still holds
+        a GPU.
         """
         faults = []
         self.start_requeued_runs()
@@ -711,8 +716,8 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
 def is_as_expected_after_wider_change(change: WiderChange, row: Row, facts: Fact) -> bool:
     """Return True if a change of a deployment, queue or pool had no wrong effect on a run.
 
-    A working run works on, a stopping run ends, and a waiting run waits or was deleted, as `change`
-    says.
+    A working run must still work, and a stopping run must end. A waiting run must still wait. If
+    the change deletes the deployment, a waiting run must be deleted.
     """
     assert row.before is not None
     if row.phase == "stopping":

@@ -38,7 +38,7 @@ GANG = {"nodes": 1, "gpus_per_node": 1}
 
 @dataclass(kw_only=True)
 class StoppedRun:
-    """Test in which runs on a work pool are stopped while their components save their state."""
+    """A test that stops several runs, and checks that their components have time to save."""
 
     #: Work pool with its Prefect server.
     pool: GangPool
@@ -117,7 +117,10 @@ class StoppedRun:
         return pseudo_terminals or self._children
 
     def set_state(self, run: Run, type: str, *, force: bool = False) -> None:
-        """Set the state of the flow run on the Prefect server."""
+        """Set the state of the flow run on the Prefect server.
+
+        `force` is True to skip the server's rules for changes of a state.
+        """
         path = f"/flow_runs/{run.flow_run_id}/set_state"
         self.pool.host_env.post(path, state={"type": type, "name": type.title()}, force=force)
 

@@ -130,7 +130,8 @@ def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
     host_env.reconcile()
 
     assert_continues(run, pids)
-    # The worker cancels the new run. The old run's own flow process cancels the old run.
+    # Both runs can be cancelled. The new worker cancels the new run. The old run has no worker, so
+    # its own flow process cancels it.
     for each_run in (run, other):
         cancel(each_run)
         assert_cancelled(each_run)
@@ -140,8 +141,8 @@ def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
     host_env: HostEnvironment, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "first"
-    # The run's first process never starts the flow, and only sleeps. The second process starts the
-    # flow.
+    # The first process of the run only sleeps, so the run stays PENDING. The second process starts
+    # the flow.
     script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
     run = host_env.submit(make_sleeping_spec(), command=f"sh -c '{script}'")
     (pid,) = wait_for(lambda: mark.exists() and run.processes(), "its first process")
@@ -193,9 +194,9 @@ def test_run_that_dies_while_the_server_is_down_is_closed_afterwards(
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["alone", "with its stdio held"])
 def test_run_with_a_killed_flow_process_is_crashed(is_held: bool, run: Run) -> None:
-    """The run is closed even if another process keeps the flow process's output open.
+    """The worker must notice the death even if another process keeps the output of the run open.
 
-    A worker that waits for the end of the output would not notice the end of the flow process.
+    Therefore it must wait for the end of the flow process, and not for the end of its output.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.flow_pid() if is_held else os.getpid())],

@@ -48,7 +48,7 @@ from flows.train import command
 from tasks.show.arguments import run_alone
 raise SystemExit(run_alone(command, "train"))
 """
-#: Program of a Ray job that counts until a file exists, whose path is the first argument.
+#: Program of a Ray job that counts until the file of its first argument exists.
 COUNTING = """
 import os, sys, time
 step = 0

@@ -135,7 +135,7 @@ def has_died(stack: OwnStack, name: str, times: int) -> bool:
 def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str]) -> None:
     """Kill each process in `PARTS`, or its guardian process, `KILLS` times at random moments.
 
-    A process may be killed before the process that was killed before it has started again.
+    Some kills do not wait until the previously killed process has started again.
     """
     for name, guardian in plan_kills(PARTS, KILLS, random_draws):
         before = stack.part(name)

@@ -94,8 +94,9 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The run is longer than 225 s. At that time, Prefect's own engine renews the lease of the
-    # concurrency limit. It would end the run, because the restarted server has lost the lease.
+    # Prefect's own engine would renew the lease of the concurrency limit 225 s after the start of
+    # the run. It would then end the run, because the restarted server has lost the lease. So this
+    # run takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
     wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)

@@ -109,7 +109,10 @@ def make_spec(files: Path, *steps: int, waits: bool = False, **more: Any) -> dic
 
 
 def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
-    """Return the flow runs of the evaluations of a training, and note them for the clean-up."""
+    """Return the flow runs of the evaluations of a training.
+
+    The runs are also recorded in the pool, which cancels them after the test.
+    """
     children = {"parent_flow_run_id": {"any_": [training.flow_run_id]}}
     flow_runs: list[dict[str, Any]] = pool.host_env.post("/flow_runs/filter", flow_runs=children)
     for flow_run in flow_runs:

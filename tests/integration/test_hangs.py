@@ -81,9 +81,9 @@ def read_report(harness: ComponentHarness, name: str) -> str:
 
 
 def read_log_end(harness: ComponentHarness, name: str) -> str:
-    """Return the output that the component printed after Muster noticed that it hangs.
+    """Return the output that a component printed after Muster noticed that the component hangs.
 
-    Muster makes a hanging component print its stacks, and appends this output to its report.
+    Muster makes a hanging component print its stacks. The report about the hang quotes this output.
     """
     _, _, log_end = read_report(harness, name).partition(f"New output in {name}.log:")
     return log_end

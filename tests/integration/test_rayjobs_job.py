@@ -161,8 +161,8 @@ async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
 
     assert [(end.exit_code, end.signal) for end in ends] == [(0, None), (None, 9), (None, None)]
     assert "supervisor" in ends[2].note
-    # The wrapper of the driver has ended all processes. Muster's check for leftover processes, in
-    # `end`, finds none.
+    # The wrapper of the driver has already ended all processes of the job. So `end`, which searches
+    # for leftover processes, finds none.
     await wait_until(lambda: not jobs.list_processes(), 10)
     assert [await job.end() for job in (ended, killed, orphan)] == [(), (), ()]
 

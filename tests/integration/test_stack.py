@@ -168,7 +168,15 @@ class Home:
         return flow_run
 
     def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> Any:
-        """Wait until a flow run has the state and the message; fail if it ends in another way."""
+        """Wait until a flow run has a state whose message contains a text; return the flow run.
+
+        The wait fails if the flow run ends in another way.
+
+        Args:
+            flow_run_id: Id of the flow run.
+            message: Text that the message of the state must contain.
+            state: Type of the state.
+        """
 
         def find_flow_run() -> dict[str, Any] | None:
             flow_run = self.flow_run(flow_run_id)

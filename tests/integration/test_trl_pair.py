@@ -50,7 +50,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStack]:
 
 
 def submit(stack: OwnStack, python: str, method: str) -> str:
-    """Queue the training of a method, and return its run id."""
+    """Queue a training, and return its run id.
+
+    Args:
+        stack: Stack in which the training runs.
+        python: Path of the Python interpreter that can import TRL.
+        method: Training method of TRL, for example "sft".
+    """
     metrics = "${attempt.dir}/metrics.jsonl"
     trainer = {
         "command": [

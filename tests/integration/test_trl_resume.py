@@ -138,7 +138,10 @@ def test_no_more_than_one_save_interval_is_trained_again(
 
 
 def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
-    """Check that W&B shows each step of an attempt once, in a separate run of one group."""
+    """Check that W&B has one run per attempt, and that each step of the attempt is in it once.
+
+    All these W&B runs must be in the same group.
+    """
     assert len({run.id for run in tracked}) == len(tracked)
     assert {run.group for run in tracked} == {RUN_ID}
     complete = 0

@@ -61,7 +61,13 @@ def wait_for_file(file: str, exit_code: int = 0) -> str:
 
 
 def build_service(*workers: str, port: int | None = None, reaps: bool = True) -> tuple[str, ...]:
-    """Return the command of a service with these workers, which are shell scripts."""
+    """Return the command of a service that starts worker processes.
+
+    Args:
+        workers: Shell script of each worker.
+        port: Port of the service, or None for any free port.
+        reaps: True if the service reaps the workers that have ended.
+    """
     return python(SERVICE % (workers, port or free_port(), reaps))
 
 

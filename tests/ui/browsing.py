@@ -84,7 +84,7 @@ class Ui:
         return self.page.locator("form")
 
     def field(self, label: str, within: Locator | None = None) -> Locator:
-        """Return the first field of the form with this label."""
+        """Return the first field with this label: in the element `within`, or on the whole page."""
         return (within or self.page).get_by_label(label, exact=True).first
 
     def sees(self, *texts: str) -> None:
