@@ -43,7 +43,7 @@ def test_report_has_changes_if_a_field_is_set(run: RunReport, has_changes: bool)
     assert run.has_changes is has_changes
 
 
-def test_line_contains_all_fields() -> None:
+def test_text_of_a_report_contains_all_fields() -> None:
     assert str(LOST) == (
         "quickstart-grpo-20260101-000000-abcd91c2: its process (pid 812) was gone; "
         "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "

@@ -154,7 +154,9 @@ def test_folders_without_a_pointer_file_are_used_or_refused_with_a_reason(
     assert "no pointer file names it" in resume.refused[0].why
 
 
-def test_passing_fault_does_not_throw_a_run_back(run_case: RunCase, muster_home: Path) -> None:
+def test_transient_failure_does_not_return_a_run_to_an_earlier_checkpoint(
+    run_case: RunCase, muster_home: Path
+) -> None:
     record = run_case("thrown_back_by_a_passing_fault.py")
 
     assert record.state is RunState.COMPLETED
@@ -303,7 +305,7 @@ def test_save_longer_than_the_grace_period_is_completed(run_case: RunCase, progr
     assert resume_names(record.attempts) == ["", "step_10"]
 
 
-def test_save_is_cut_off_after_its_time(run_case: RunCase) -> None:
+def test_save_longer_than_save_grace_s_is_cut_off(run_case: RunCase) -> None:
     program = "is_stopped_during_a_save.py"
 
     record = run_case(program, **limit_time(program, 2, save_grace_s=1))

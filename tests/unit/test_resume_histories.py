@@ -230,7 +230,7 @@ OPERATIONS = (
         st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 10_000)), min_size=3, max_size=14
     ),
 )
-def test_each_resume_and_removal_is_right(
+def test_attempts_start_from_the_newest_correct_checkpoint_and_removals_keep_it(
     monkeypatch: pytest.MonkeyPatch,
     write: Write,
     keep: int,

@@ -396,7 +396,7 @@ def test_token_request_names_the_served_model_of_vllm_and_lmdeploy(
         ),
     ],
 )
-def test_questions_to_a_command_come_from_its_spec(
+def test_probes_of_a_command_come_from_its_spec(
     health: dict[str, Any], ready: str, token: Ask | None
 ) -> None:
     questions = plan_of(**COMMAND, health=health).questions

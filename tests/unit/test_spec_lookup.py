@@ -99,7 +99,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "train.py", "--output", "none.yaml"],
     ],
 )
-def test_no_false_alarm(root: Path, command: list[str]) -> None:
+def test_commands_with_nothing_to_report_have_no_faults(root: Path, command: list[str]) -> None:
     assert faults_of(root, {"command": command}) == []
 
 
@@ -160,7 +160,7 @@ def test_no_false_alarm(root: Path, command: list[str]) -> None:
         ),
     ],
 )
-def test_missing_file_is_reported_at_its_word(
+def test_missing_file_is_reported_at_its_item_of_the_command(
     root: Path, command: list[str], item: int, problem: str, remedy: str
 ) -> None:
     [fault] = faults_of(root, {"command": command})

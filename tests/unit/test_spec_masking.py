@@ -60,7 +60,7 @@ from tasks.spec.secrets import (
         "X-Api-Key",
     ],
 )
-def test_name_looks_secret(name: str) -> None:
+def test_names_of_secrets_are_recognised(name: str) -> None:
     assert looks_secret(name)
 
 
@@ -97,7 +97,7 @@ def test_name_looks_secret(name: str) -> None:
         "42",
     ],
 )
-def test_name_does_not_look_secret(name: str) -> None:
+def test_other_names_are_not_recognised_as_secrets(name: str) -> None:
     assert not looks_secret(name)
 
 

@@ -113,7 +113,9 @@ def test_preparation_step_is_ready_when_it_has_exited_with_zero() -> None:
         ("live", {"exit": 0}, "live.exit"),
     ],
 )
-def test_exit_is_only_a_question_of_readiness(key: str, value: object, fault: str) -> None:
+def test_key_exit_is_allowed_only_as_the_sole_readiness_question(
+    key: str, value: object, fault: str
+) -> None:
     with pytest.raises(InvalidSpec, match=fault):
         RunSpec.model_validate(spec_with(f"trainer.{key}", value))
 
@@ -199,7 +201,9 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
     ],
 )
-def test_retry_policy_of_each_kind(retry: dict[str, Any], kind: str, policy: Retry | None) -> None:
+def test_retry_policy_depends_on_the_spec_and_the_kind_of_failure(
+    retry: dict[str, Any], kind: str, policy: Retry | None
+) -> None:
     spec = RunSpec.model_validate({**LEAST, "retry": retry})
 
     found = spec.find_retry_policy(FailureKind(kind))
@@ -207,7 +211,7 @@ def test_retry_policy_of_each_kind(retry: dict[str, Any], kind: str, policy: Ret
     assert (found and found.model_dump()) == (policy and policy.model_dump())
 
 
-def test_default_delays_of_a_retry() -> None:
+def test_retry_has_default_delays_and_no_limit() -> None:
     assert (Retry().attempts, Retry().delay_s, Retry().max_delay_s) == (None, 60, 600)
 
 
@@ -318,7 +322,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ),
     ],
 )
-def test_value_is_valid(path: str, value: object) -> None:
+def test_valid_values_are_accepted(path: str, value: object) -> None:
     RunSpec.model_validate(spec_with(path, value))
 
 
@@ -476,7 +480,9 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
     ],
 )
-def test_value_is_invalid(path: str, value: object, problem: str, remedy: str) -> None:
+def test_invalid_values_are_reported_with_a_remedy(
+    path: str, value: object, problem: str, remedy: str
+) -> None:
     faults = faults_of(spec_with(path, value))
 
     matching = [

@@ -284,7 +284,9 @@ def test_renewed_deployment_keeps_what_a_person_changed(server: SubmitServer, sp
     assert after.model_dump(include=unchanged) == before.model_dump(include=unchanged)
 
 
-def test_new_cron_line_changes_the_own_schedule_alone(server: SubmitServer, spec: Path) -> None:
+def test_new_cron_line_changes_only_the_schedule_from_the_command_line(
+    server: SubmitServer, spec: Path
+) -> None:
     assert deploy(spec, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin") == 0
     before = change_in_the_ui(server)
 
@@ -388,7 +390,7 @@ def test_deploy_prints_each_schedule_with_its_next_start(
         ),
     ],
 )
-def test_next_start_of_each_kind_of_schedule(rule: Any, now: str, start: str) -> None:
+def test_next_start_is_computed_for_each_kind_of_schedule(rule: Any, now: str, start: str) -> None:
     found = find_next_start(rule, datetime.fromisoformat(now))
 
     assert found == datetime.fromisoformat(start)

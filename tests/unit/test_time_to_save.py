@@ -169,7 +169,7 @@ async def announce_end(scene: Scene, in_s: float) -> None:
         (30.0, 0.0),
     ],
 )
-async def test_warning_is_sent_its_seconds_before_a_known_end(
+async def test_warning_is_sent_warn_s_seconds_before_a_known_end(
     tmp_path: Path, end_in_s: float, warned_in_s: float
 ) -> None:
     scene = make_scene(tmp_path, warn_s=600.0)

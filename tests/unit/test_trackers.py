@@ -160,7 +160,7 @@ def test_without_tracker_only_variables_of_the_spec_are_set() -> None:
 
 
 @pytest.mark.parametrize("word", ["off", "'off'", "false"])
-def test_tracker_is_switched_off_in_yaml(word: str) -> None:
+def test_tracker_off_in_yaml_is_not_read_as_false(word: str) -> None:
     # YAML reads the word `off` as the value false.
     text = (
         f"{{name: x, workload: sft, components: {{trainer: {{command: [run]}}}}, tracker: {word}}}"

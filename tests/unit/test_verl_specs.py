@@ -146,7 +146,7 @@ def test_command_prints_faults_and_exits_with_1(
     assert "mine.yaml: trainer: trainer.nnode=2: " in capsys.readouterr().out
 
 
-def test_rewritten_facts_equal_the_stored_facts(tmp_path: Path) -> None:
+def test_written_facts_equal_the_stored_file(tmp_path: Path) -> None:
     stored = json.loads(facts.path_of(VERL.version).read_text(encoding="utf-8"))
     sha256 = stored["from"].rpartition(" ")[2]
 

@@ -58,7 +58,7 @@ def test_start_after_a_run_without_hours_is_marked_as_assumed() -> None:
     assert message.is_start_assumed
 
 
-def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
+def test_message_of_the_first_run_names_free_gpus_and_awaited_runs() -> None:
     message = first("1", "2", in_s=4500)
 
     assert message.text == (

@@ -165,7 +165,7 @@ def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> 
         (curve("reward", [-5.0, -4.0, -3.0, -2.0, -1.0, -1.1, -0.9, -1.2, -1.0]), {}),
     ],
 )
-def test_alarms_of_a_curve(lines: Lines, found: dict[str, float]) -> None:
+def test_alarms_name_the_broken_rule_and_the_step(lines: Lines, found: dict[str, float]) -> None:
     assert find_alarms(lines) == found
 
 
@@ -185,7 +185,7 @@ def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
 
 
 @pytest.mark.parametrize("workload", [name for name in WORKLOADS if name != "step"])
-def test_every_training_has_an_alarm_for_a_loss_that_is_nan(workload: str) -> None:
+def test_nan_loss_raises_an_alarm_in_every_workload(workload: str) -> None:
     assert "loss_not_finite" in find_alarms(curve("loss", [1.0, math.nan]), workload=workload)
 
 
