@@ -237,8 +237,8 @@ def _parses_arguments(file: Path) -> bool:
     if any(call in source for call in ("parse_args(", "run_alone(", "App(")):
         return True
 
-    # A short program may only call the main function of another module of the project. Then that
-    # module parses the arguments.
+    # Some programs only call the main function of another module of the project, which parses the
+    # arguments. So search the imported modules, too.
     statements = _main_statements(file)
     if file.name == "__main__.py":
         statements += ast.parse(source).body

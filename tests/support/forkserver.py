@@ -170,8 +170,8 @@ def _run_program(
         code = error.code
     except BaseException:
         traceback.print_exc()
-    # These are the steps with which the interpreter ends, except the destruction of all modules.
-    # That would take half a second.
+    # End the process as the interpreter does, but skip the destruction of all modules, which would
+    # take half a second.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -36,7 +36,7 @@ class State:
 
     @property
     def is_wait(self) -> bool:
-        """True if the run waits for GPUs, without a process or in its own process."""
+        """True if the run waits for GPUs: it has no process yet, or its process waits."""
         return self.type == "SCHEDULED" or (self.type == "RUNNING" and self.name == WAITING)
 
 
@@ -391,7 +391,8 @@ def _find_overtaking(
     Args:
         runs: Histories of all runs of the queue.
         holds: Periods in which the runs held their GPUs, by the name of the run.
-        nodes: Number of GPUs by node. None if it is unknown whether a run fitted.
+        nodes: Number of GPUs by node. None if the nodes of the runs are unknown: then only delays
+            are checked.
         late_s: Seconds by which a run may start later than a run behind it in the queue.
 
     Returns:

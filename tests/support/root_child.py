@@ -69,7 +69,8 @@ def main(directory: Path, helper: str, kills_guardian: bool) -> None:
     Args:
         directory: Directory for the files of the component.
         helper: Path of the program that becomes root.
-        kills_guardian: True to kill the guardian process of the component before the end.
+        kills_guardian: True to kill the component's guardian process before the component is
+            ended.
     """
     harness = ComponentHarness(directory)
     command = sh(f"{helper} & exec sleep 600")

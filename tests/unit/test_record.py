@@ -71,7 +71,7 @@ def test_new_record_is_queued(path: Path) -> None:
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
 def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState) -> None:
-    """A user can press Retry in the Prefect UI after a run has ended. Then it starts again."""
+    """A user can press Retry in the Prefect UI after a run has ended. The run then starts again."""
     first = make_record(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)

@@ -18,7 +18,7 @@ from tasks.processes.tree import is_zombie, read_environment
 from tests.support.supervised_components import wait_until
 
 #: Program that forks a child and exits; the child does the same, and so on. The program stops after
-#: 30 s, because a failed test could not find and end the last child.
+#: 30 s, so that it does not run forever after a failed test.
 _FORKER = """
 import os, time
 until = time.monotonic() + 30
