@@ -18,5 +18,7 @@ ROWS = [(case, phase, level) for case in CASES for phase in case.phases for leve
     ROWS,
     ids=[f"{case}-{phase}-{level}".replace(" ", "-") for case, phase, level in ROWS],
 )
-def test_fault(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
+def test_run_with_a_fault_has_the_expected_result(
+    case: Case, phase: Phase, level: str, request: pytest.FixtureRequest
+) -> None:
     run_case_or_skip(case, phase, level, request)

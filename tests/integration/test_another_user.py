@@ -115,7 +115,7 @@ def request_status(url: str, body: Any = None, **headers: str) -> int:
         return error.code
 
 
-def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
+def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> None:
     spec_file = home.parent / "spec.yaml"
     output = home.parent / "output.txt"
     end_file = home.parent / "end"

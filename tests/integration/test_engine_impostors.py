@@ -71,7 +71,7 @@ def start_fleet_despite_impostor(
 
 
 @only_as_root
-def test_another_user_who_binds_an_engines_port_first_gets_nothing(fleet: FleetProcess) -> None:
+def test_another_user_on_the_port_of_an_engine_gets_no_request(fleet: FleetProcess) -> None:
     port = free_port()
     impostor = start_as_another_user(IMPOSTOR, port)
 
@@ -82,7 +82,7 @@ def test_another_user_who_binds_an_engines_port_first_gets_nothing(fleet: FleetP
 
 
 @pytest.mark.thorough
-def test_a_process_of_the_same_user_that_is_not_the_engines_gets_nothing(
+def test_process_of_the_same_user_on_the_port_of_an_engine_gets_no_request(
     fleet: FleetProcess,
 ) -> None:
     port = free_port()
@@ -113,7 +113,7 @@ def test_daemon_server_of_an_engine_is_accepted_as_the_engine(fleet: FleetProces
 
 @pytest.mark.thorough
 @only_as_root
-def test_who_takes_the_port_of_an_engine_that_died_gets_no_request(fleet: FleetProcess) -> None:
+def test_another_user_on_the_port_of_a_dead_engine_gets_no_request(fleet: FleetProcess) -> None:
     port = free_port()
     start_fleet(fleet, port, SLOW)
     fleet.until_ready()

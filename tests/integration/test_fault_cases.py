@@ -48,7 +48,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("case", "phase"), ROWS, ids=lambda value: str(value).replace(" ", "-"))
-def test_fault(case: Case, phase: Phase, request: pytest.FixtureRequest) -> None:
+def test_run_with_a_fault_has_the_expected_result(
+    case: Case, phase: Phase, request: pytest.FixtureRequest
+) -> None:
     run_case_or_skip(case, phase, "L2" if "L3" in missing_levels() else "L3", request)
 
 

@@ -132,7 +132,7 @@ def project(host_env: HostEnvironment, tmp_path: Path) -> Project:
     return Project(host_env, tmp_path / "project")
 
 
-def test_killed_run_of_the_queue_is_retried_completed_and_stepped_back(project: Project) -> None:
+def test_run_is_retried_from_its_last_and_from_an_earlier_checkpoint(project: Project) -> None:
     run_id = project.submit()
     project.do("retry", run_id, "--watch")
     project.room.touch()

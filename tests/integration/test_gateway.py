@@ -776,7 +776,7 @@ async def wait_until_counted(url: str, total: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do() -> None:
+async def test_every_request_ends_once_whatever_the_servers_do() -> None:
     random_source = random.Random(3)
     kinds = ["ok", "reset", "garbage", "die_mid_stream", "status", "hang"]
     outcomes: Counter[str] = Counter()
@@ -1023,7 +1023,7 @@ async def test_caller_gets_the_result_of_the_check() -> None:
         ),
     ],
 )
-async def test_an_order_forwards_its_arguments(
+async def test_control_request_forwards_its_arguments(
     name: str, body: dict[str, Any], order: tuple[Any, ...]
 ) -> None:
     async with gateway_setup(0) as setup:
@@ -1074,7 +1074,7 @@ for method, path in (("POST", "/v1/chat/completions"), ("DELETE", "/workers/0"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None:
+async def test_requests_of_another_user_are_refused_without_a_token() -> None:
     async with gateway_setup(1) as setup:
         port = setup.gateway.url.rpartition(":")[2]
         arguments = (sys.executable, "-I", "-c", _REQUESTS_OF_NOBODY, port)

@@ -143,7 +143,7 @@ async def test_silent_connections_of_another_user_are_few_and_are_closed(
 
 
 @only_as_root
-async def test_half_heads_of_another_user_are_refused_or_closed(
+async def test_incomplete_heads_of_another_user_are_refused_or_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "HEAD_WITHIN_S", 1.0)
@@ -173,7 +173,7 @@ async def test_incomplete_head_of_the_same_user_is_refused_by_size_and_by_time(
     assert statuses == [b"431", b"408"]
 
 
-async def test_a_body_that_stops_coming_is_not_waited_for_for_ever(
+async def test_request_is_refused_if_the_rest_of_its_body_does_not_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "BODY_PIECE_WITHIN_S", 0.2)
@@ -200,7 +200,7 @@ async def test_idle_connections_are_closed_after_a_time_limit(
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_nothing_is_answered_after_a_refusal() -> None:
+async def test_requests_after_a_refused_request_get_no_answer() -> None:
     async with gateway_setup(1, token="secret") as setup:
         reader, writer = await connected(setup.gateway)
         pipelined_request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
@@ -278,7 +278,7 @@ async def test_number_of_connections_is_limited_and_leaves_file_descriptors_for_
         "/x/../muster/rollout/check",
     ],
 )
-async def test_a_path_that_may_lead_elsewhere_is_not_passed_on(path: str) -> None:
+async def test_path_that_a_server_could_resolve_to_another_path_is_refused(path: str) -> None:
     async with gateway_setup(1, settings={"paths": None}) as setup:
         for method in ("GET", "POST"):
             request = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
@@ -324,7 +324,7 @@ async def test_requests_with_model_names_in_the_path_are_forwarded(path: str) ->
         "Host: localhost\r\nSec-Fetch-Site: cross-site",
     ],
 )
-async def test_a_foreign_page_gets_nothing(header: str) -> None:
+async def test_requests_from_pages_of_other_origins_are_refused(header: str) -> None:
     lines = (
         "GET /v1/models",
         "GET /health",

@@ -93,7 +93,7 @@ def test_run_continues_while_no_thread_can_be_started(
 
 
 @pytest.mark.thorough
-def test_run_with_no_free_process_can_be_cancelled(
+def test_run_at_its_limit_of_processes_can_be_cancelled(
     harness: ComponentHarness, pids_cgroup: Path
 ) -> None:
     supervisor: Supervisor = harness.start_all(harness.component("trainer", greedy(600)))

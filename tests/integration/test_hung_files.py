@@ -149,7 +149,7 @@ def test_attempt_ends_while_its_files_hang(
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_attempt_ends_while_one_of_its_places_hangs(
+def test_attempt_ends_while_one_of_its_files_hangs(
     harness: ComponentHarness,
     data: HangingFolder,
     how: Callable[[ComponentHarness, Supervisor], None],
@@ -236,7 +236,7 @@ def _start(supervisor: Supervisor) -> None:
 
 
 @needs_fuse
-def test_place_is_reported_while_it_does_not_answer(
+def test_file_that_does_not_answer_is_reported_until_it_answers(
     harness: ComponentHarness, data: HangingFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.attempt._REPORT_PLACE_AFTER_S", 0.5)

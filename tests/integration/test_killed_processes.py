@@ -83,7 +83,7 @@ FAST_HOG = "data = [bytearray(8 << 20) for _ in range(40)]; import time; time.sl
 
 
 @pytest.mark.parametrize("is_kernel_log_readable", [True, False])
-def test_kill_in_an_unknown_cgroup_is_neither_guessed_nor_denied(
+def test_kill_in_an_unknown_cgroup_gets_no_wrong_explanation(
     harness: ComponentHarness,
     limited_cgroup: Path,
     is_kernel_log_readable: bool,
@@ -135,7 +135,7 @@ def test_sigkill_of_a_person_in_a_limited_cgroup_is_not_host_oom(
     assert "dmesg" not in verdict.failure.hint
 
 
-def test_kill_of_another_program_in_the_same_cgroup_is_not_that_of_the_component(
+def test_oom_kill_of_another_program_in_the_cgroup_is_not_the_cause(
     harness: ComponentHarness, limited_cgroup: Path
 ) -> None:
     if not oom_killer.read_kernel_log():

@@ -39,7 +39,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_component_that_shows_its_life_repeatedly_is_alive(
+def test_component_that_sends_signs_of_life_is_not_stalled(
     harness: ComponentHarness, way: str
 ) -> None:
     trainer = harness.component("trainer", (*python(PROGRAM), way), live=WAYS[way])
@@ -52,7 +52,7 @@ def test_component_that_shows_its_life_repeatedly_is_alive(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_component_that_no_longer_shows_its_life_is_stalled(
+def test_component_that_sends_no_more_signs_of_life_is_stalled(
     harness: ComponentHarness, way: str
 ) -> None:
     trainer = harness.component("trainer", (*python(PROGRAM), way), live=WAYS[way])

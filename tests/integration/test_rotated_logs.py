@@ -25,9 +25,7 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_log_is_read_to_its_end_after_its_file_was(
-    rotation: str, harness: ComponentHarness
-) -> None:
+def test_log_is_read_to_its_end_after_a_rotation(rotation: str, harness: ComponentHarness) -> None:
     program = (
         "import os\n"
         "print('a line before the rotation', 'x' * 5000, flush=True)\n"

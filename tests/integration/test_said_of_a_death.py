@@ -123,7 +123,9 @@ def test_component_without_leftovers_causes_no_warning(
         ("exit 1", ""),
     ],
 )
-def test_advice_follows_the_exit(harness: ComponentHarness, script_text: str, hint: str) -> None:
+def test_hint_fits_the_exit_of_the_component(
+    harness: ComponentHarness, script_text: str, hint: str
+) -> None:
     verdict = harness.run(harness.component("trainer", sh(script_text)))
 
     assert verdict.failure is not None

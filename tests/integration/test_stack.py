@@ -263,7 +263,7 @@ def test_status_lists_the_parts_of_the_stack_and_their_addresses(home: Home) -> 
 
 
 @pytest.mark.parametrize("repeats_up", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_up_and_the_pool_name_the_pages_of_the_queue_and_the_nodes(
+def test_up_and_the_description_of_the_pool_name_the_pages_of_the_queue(
     home: Home, repeats_up: bool
 ) -> None:
     pool = home.api("GET", "/work_pools/gang")

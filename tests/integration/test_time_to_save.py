@@ -58,7 +58,7 @@ def test_cancel_warns_the_trainer_and_waits_for_its_checkpoint(harness: Componen
     assert harness.list_events("component.warned", "trainer")[0].fields["processes"]
 
 
-def test_second_wish_of_the_user_ends_the_wait_for_a_checkpoint(harness: ComponentHarness) -> None:
+def test_second_interrupt_ends_the_wait_for_a_checkpoint(harness: ComponentHarness) -> None:
     code = TRAINER.replace("time.sleep(0.5)", "time.sleep(600)")
     supervisor = harness.start_all(trainer_of(harness, code))
 

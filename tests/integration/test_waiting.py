@@ -121,7 +121,9 @@ def test_run_is_handed_over_to_its_next_process(
     assert not (muster_home / "live" / session.run_id).exists()
 
 
-def test_cancel_during_the_handover_wins(make_failed_run: MakeFailedRun, muster_home: Path) -> None:
+def test_run_that_is_cancelled_during_its_handover_is_not_handed_over(
+    make_failed_run: MakeFailedRun, muster_home: Path
+) -> None:
     session, run = make_failed_run()
     run.host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
 
@@ -135,7 +137,7 @@ def test_cancel_during_the_handover_wins(make_failed_run: MakeFailedRun, muster_
     assert list_waiting_runs(muster_home) == []
 
 
-def test_signal_during_the_handover_wins(
+def test_run_that_gets_a_signal_during_its_handover_is_not_handed_over(
     make_failed_run: MakeFailedRun, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, _run = make_failed_run()

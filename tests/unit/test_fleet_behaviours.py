@@ -9,11 +9,11 @@ not have:
 | 2 | test_all_groups_recover_at_once_if_all_are_down, \
 test_all_groups_down_without_budget_is_fatal_at_once |
 | 3 | test_failed_server_leaves_the_router_first; test_gateway.py, \
-test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
+test_every_request_ends_once_whatever_the_servers_do |
 | 4 | test_stop_during_a_recovery_has_a_time_limit |
 | 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
 | 6 | test_many_hung_probes_take_one_timeout |
-| 7 | test_gateway.py, test_an_order_forwards_its_arguments |
+| 7 | test_gateway.py, test_control_request_forwards_its_arguments |
 | 8, 9 | test_unknown_rank_or_group_is_an_error |
 | 10 | test_dead_engine_behind_a_live_http_server_is_detected |
 | 11 | test_backend_without_a_token_question_is_asked_for_readiness |
