@@ -144,7 +144,7 @@ class StormVariant:
 
     @contextlib.contextmanager
     def submitting(self, specs: Iterator[dict[str, Any]]) -> Iterator[None]:
-        """Submit half of the runs now, and the other half one by one in a thread."""
+        """Submit half of the runs now, and the other half one by one while the context is open."""
         for _ in range(self.runs // 2):
             self.pool.submit(next(specs))
         is_over = threading.Event()
@@ -153,8 +153,8 @@ class StormVariant:
             for spec in specs:
                 is_over.wait(self.random.uniform(0, 3.0))
                 while not is_over.is_set():
-                    # The server may be down, because this test restarts it. Then submit the run
-                    # again.
+                    # Try until the run is submitted. The server may be down, because this test
+                    # restarts it.
                     with contextlib.suppress(httpx.HTTPError):
                         self.pool.submit(spec, key=spec["name"])
                         break
@@ -197,8 +197,9 @@ def nothing(storm: StormVariant) -> None:
 
 def kill_worker(storm: StormVariant) -> None:
     """Kill a random worker three times, and start it again each time."""
-    # Runs with GPUs on this host must wait until the host has a worker again. Later runs may start
-    # on other hosts in the meantime, so a long delay is allowed.
+    # A run whose GPUs were granted on this host must wait until the host has a worker again.
+    # Meanwhile, later runs may start on other hosts. So the check of the start order must allow a
+    # long delay.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
@@ -435,14 +436,14 @@ def verdict_of(
 ) -> list[str]:
     """Wait until all runs have ended, and check their histories.
 
-    Returns:
-        A message for each violated requirement.
-
     Args:
         storm: The running test.
         nodes: Number of GPUs by node.
         by_states: True to determine from the states on the Prefect server when a run held its
             GPUs. False to determine it only from the records of its components.
+
+    Returns:
+        A message for each violated requirement.
     """
     faults = []
     try:

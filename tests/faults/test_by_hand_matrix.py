@@ -327,7 +327,10 @@ class Matrix:
         send_request("POST", f"{address}/set_state", {"force": True, "state": state})
 
     def read_holders(self) -> dict[str, float]:
-        """Return the number of GPUs of each program that `muster queue` names as a holder."""
+        """Return the GPUs in use as `muster queue` shows them: their number, by holder.
+
+        A holder is a program that holds GPUs. It is a run of Muster or another program.
+        """
         holders: dict[str, float] = {}
         for node in json.loads(self.muster("queue", "--json"))["nodes"]:
             holders |= {**node["held"], **node["other_holders"]}

@@ -100,8 +100,8 @@ def start_stack_under_kills(
         kill_while_starting(stack, random_draws, deaths, up)
         output = up.communicate()[0]
     finally:
-        # `muster up` may still run if the test was interrupted. Then `muster down` would wait for
-        # it.
+        # End `muster up`, which may still run if the test was interrupted. `muster down` would wait
+        # for it.
         up.terminate()
         up.wait()
     assert up.returncode == 0, output

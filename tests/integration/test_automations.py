@@ -332,7 +332,7 @@ def test_automation_changed_on_the_server_is_kept_until_it_is_replaced(
 
         results_before = apply_folder()
         changed.trigger.within = changed.trigger.within * 2  # type: ignore[union-attr]
-        # The UI of Prefect updates an automation in the same way.
+        # Change the automation in the same way as a person does in Prefect's UI.
         content = changed.model_dump(exclude={"id", "owner_resource"})
         client.update_automation(changed.id, AutomationCore.model_validate(content))
         client.pause_automation(disabled.id)

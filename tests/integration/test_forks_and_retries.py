@@ -167,8 +167,9 @@ def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project
     assert missing.returncode == 2
     assert "Steps with a complete checkpoint: 10, 20, 30." in missing.stderr
     assert [project.starts(child) for child in children] == [[(parent, 10)]] * 2
-    # Nothing shows yet that the last checkpoint is complete, so `keep` does not count it. The
-    # retry started from step 30, and the two other runs from step 10.
+    # `keep=2` keeps the checkpoints of the steps 40 and 50. It does not count the last checkpoint,
+    # because nothing shows yet that this checkpoint is complete. The steps 30 and 10 are kept, too:
+    # the retry started from step 30, and the two other runs from step 10.
     kept = {"step_10", "step_30", "step_40", "step_50", "step_60"}
     assert project.saved(parent) == kept
     assert [project.saved(child) for child in children] == [{"step_40", "step_50", "step_60"}] * 2

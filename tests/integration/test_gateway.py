@@ -295,7 +295,8 @@ async def test_health_is_ok_if_any_server_is_active() -> None:
         setup.fleet.serve()
         async with setup.client.get("/health") as answer:
             assert answer.status == 503
-        # Close the router, as during a weight update. Requests for text then wait.
+        # Close the router, as during a weight update. A closed router delays requests for generated
+        # text, but not requests for the health.
         setup.fleet.router.close()
         async with setup.client.get("/health") as answer:
             assert answer.status == 200
@@ -422,8 +423,8 @@ async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> Non
         async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
             sent_before = -1
-            # The server stops sending when all buffers between the client and the server are full.
-            # Then the loop ends.
+            # Wait until the server stops sending, because all buffers between the client and the
+            # server are full.
             while counts.bytes_sent != sent_before:
                 sent_before = counts.bytes_sent
                 for _ in range(20):

@@ -109,9 +109,9 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def tear_down(directory: Path) -> Iterator[Callable[..., Teardown]]:
-    """Yield a function that starts and ends a component that has a child process of the user root.
+    """Yield a function that starts and ends a component with a child process of the user root.
 
-    The supervisor of the component lives until the end of the test. Then all processes are killed.
+    The supervisor of the component and the child process are killed at the end of the test.
     """
     programs: list[subprocess.Popen[str]] = []
     pids: list[int] = []

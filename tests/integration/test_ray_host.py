@@ -100,7 +100,14 @@ def find_processes(slot: ServerSlot) -> list[psutil.Process]:
 async def open_fleet(
     cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
 ) -> AsyncIterator[Fleet]:
-    """Yield a fleet whose host reserves `bundles` nodes with 8 GPUs each on the Ray cluster."""
+    """Yield a fleet whose host reserves GPUs on the Ray cluster.
+
+    Args:
+        cluster: Ray cluster.
+        folder: Directory of the fleet's files.
+        bundles: Number of nodes. The host reserves 8 GPUs on each of them.
+        within_s: Time limit of the reservation, in seconds.
+    """
     os.environ.update(RAY_ENV)
     fleet = {"backend": "command", "engines": bundles, "gpus_per_node": 8, "placement": "ray"}
     plan = make_fleet_plan(

@@ -250,8 +250,9 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     monkeypatch.setenv("MUSTER_HOME", str(host_env.home))
     with temporary_settings({PREFECT_API_URL: host_env.api}):
         first_report = reconcile_host()
-        # `reconcile` ignores flow runs that changed only recently. The test lowers this limit
-        # instead of waiting. The limit is negative because the server's times are in whole seconds.
+        # `reconcile` ignores a flow run whose state is younger than this limit. The test lowers the
+        # limit instead of waiting. The limit must be below zero: the server's time is rounded to
+        # whole seconds, so the age of a new state may seem to be below zero, too.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()

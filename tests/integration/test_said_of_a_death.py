@@ -14,7 +14,7 @@ from tests.support.supervised_components import ComponentHarness, is_alive, pyth
 
 
 def script(directory: Path, first_line: str) -> str:
-    """Write an executable script, and return its command."""
+    """Write an executable script with this first line, and return the command that runs it."""
     path = directory / "run.sh"
     path.write_bytes(f"{first_line}\necho hello\n".encode())
     path.chmod(0o755)

@@ -187,7 +187,7 @@ def test_handover_succeeds_if_the_response_of_the_server_is_lost(
     original = flow_process.clear_process
 
     class LosingClient:
-        """A client that forwards the new state and then loses the response."""
+        """A Prefect client that sets the new state, and then fails as if the response was lost."""
 
         def __init__(self, client: Any) -> None:
             self._client = client

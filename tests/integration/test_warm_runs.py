@@ -319,8 +319,8 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
                 assert f"/api/flow_runs/{FLOW_RUN}" in requested_paths
 
-                # The fork server, from which processes of runs are forked, is suspended. Then
-                # exactly one ordinary process is started instead.
+                # The suspended fork server, from which flow processes are forked, does not answer.
+                # So exactly one ordinary process is started instead.
                 os.kill(wait_for_fork_server(os.getpid()), signal.SIGSTOP)
                 cold_ended, cold = await start_process(fork_server, variables, tmp_path)
                 await cold_ended
