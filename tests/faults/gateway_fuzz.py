@@ -199,7 +199,8 @@ def requests_in(data: bytes) -> tuple[list[Message], str]:
     requests: list[Message] = []
     at = 0
     while True:
-        while data[at : at + 1] in (b"\r", b"\n"):  # RFC 9112, section 2.2
+        # Empty lines before a request are skipped, as RFC 9112, section 2.2, requires.
+        while data[at : at + 1] in (b"\r", b"\n"):
             at += 1
         if at >= len(data):
             return requests, "end"
@@ -253,7 +254,8 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
         Incomplete: The bytes end before the end of the answer.
     """
     while True:
-        # Empty lines are skipped, as RFC 9112, section 2.2, requires for requests.
+        # Empty lines before an answer are skipped. RFC 9112, section 2.2, requires this only for
+        # requests.
         while data[at : at + 1] in (b"\r", b"\n"):
             at += 1
         first, next_at = _line(data, at)

@@ -171,8 +171,8 @@ def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> N
     finally:
         process.terminate()
         process.wait(60)
-    # Prefect copies the public files of its web pages with their modes. The folder around these
-    # files is closed to other users.
+    # The test does not check the files of Prefect's web pages. Prefect copies them with their
+    # original modes, but the folder around them is closed to other users.
     pages = {path for folder in home.glob("cache/prefect-ui-*/*") for path in folder.rglob("*")}
     private = {home, *home.rglob("*")} - pages
     assert [str(path) for path in private if path.stat().st_mode & 0o077] == []

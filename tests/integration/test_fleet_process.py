@@ -286,8 +286,8 @@ def test_dead_server_is_restarted_and_the_recovery_is_reported(fleet: FleetProce
 def test_weights_that_a_trainer_loads_directly_serve_after_the_commit(
     fleet: FleetProcess,
 ) -> None:
-    # slime loads weights in this way: it knows the URLs of the engines and does not use the
-    # transaction of the gateway.
+    # The test acts as the trainer of slime, an RL framework. This trainer sends the weights to the
+    # URLs of the engines, and does not use the weight updates of the gateway.
     fleet.start(fleet.plan(serves_as_loaded=False))
     fleet.until_states("stale", "stale")
 

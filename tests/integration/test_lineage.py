@@ -130,7 +130,7 @@ def test_server_knows_which_run_made_which_checkpoint_from_which_data(
     )
     assert TOKEN not in json.dumps([training_events, scoring_events])
 
-    # Another host has none of the files, and asks the Prefect server.
+    # The other host has no files of these runs, so the command must ask the Prefect server.
     other_host = HostEnvironment(home=tmp_path / "other-home", api=host_env.api)
     content = json.loads(other_host.run_module("tasks.command", "lineage", training.name, "--json"))
     tree = host_env.run_module("tasks.command", "lineage", scoring.name)

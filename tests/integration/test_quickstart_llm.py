@@ -244,8 +244,8 @@ def test_answers_are_generated_with_the_weight_version_that_they_name(
     assert {answer.engine for answer in load.answers} == set(ENGINES)
 
 
-# With this interval between health checks, no health check runs during the test. A health check
-# that lets vLLM generate a token would kill the engine.
+# The interval of 600 s prevents health checks during the test. A health check lets vLLM generate a
+# token. After the failed load of the weights, this would kill the engine.
 @pytest.mark.parametrize("fleet", [600.0], indirect=True)
 def test_engine_that_failed_to_load_weights_is_restarted_and_not_committed(
     fleet: VllmFleet, load: Load

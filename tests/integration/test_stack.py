@@ -371,8 +371,8 @@ def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str |
 
 def test_only_the_user_of_the_stack_can_read_its_files(home: Home) -> None:
     paths = (home.directory, *home.directory.rglob("*"))
-    # Prefect copies the public files of its web pages with their modes. The folder around these
-    # files is closed to other users.
+    # The test does not check the files of Prefect's web pages. Prefect copies them with their
+    # original modes, but the folder around them is closed to other users.
     page_folders = home.directory.glob("cache/prefect-ui-*/*")
     pages = {path for folder in page_folders for path in folder.rglob("*")}
 
@@ -720,7 +720,7 @@ def test_killed_supervisor_leaves_no_process_and_no_running_run(home: Home) -> N
     assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
-    # The next stack finds the run without a process, and ends it in the Prefect server.
+    # The next stack finds that the run has no process, and gives it a final state on the server.
     assert home.up().returncode == 0
     assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
 

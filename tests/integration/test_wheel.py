@@ -98,7 +98,8 @@ def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Pa
     # they cannot be imported as modules of a package.
     paths = {path for path in list_sources(installed) if "/quickstart/" not in path}
     modules = sorted(map(convert_to_module, paths))
-    # This path comes before site-packages, which may contain the checkout as an editable package.
+    # Python searches PYTHONPATH before site-packages. So it imports the modules of the wheel even
+    # if site-packages contains the checkout as an editable package.
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(

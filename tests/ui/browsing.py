@@ -64,7 +64,8 @@ class Ui:
         self.page = page
         self._url = url
         login = b64encode(password.encode()).decode()
-        # Prefect's login page stores the password under the same key of the local storage.
+        # Log in: store the password under the key of the local storage that Prefect's login page
+        # uses.
         page.add_init_script(f"localStorage.setItem('prefect-password', '{login}')")
 
     def open(self, path: str = "/") -> Page:
