@@ -26,7 +26,8 @@ COMMANDS = (
     "\x9b31m\x9d0;owned\x9c\x08\x08\x07\u202e\u2066\x1bP+q\x1b\\\x1b[31m\x1bc\x1b]"
 )
 HOSTILE = f"{MARKUP} {COMMANDS} ends"
-#: A program that executes several `muster` commands in one process, because the imports take long.
+#: A program that executes several `muster` commands in one process, so that the slow imports happen
+#: only once.
 VERBS = (
     "import json, sys\n"
     "from tasks.command import do\n"

@@ -403,7 +403,7 @@ def _host_of(run: Mapping[str, Any]) -> str:
     return str((grant.get("by") or {}).get("host", ""))
 
 
-#: Function that injects the faults of each variant.
+#: Functions that inject the faults, by the name of the variant.
 _VARIANTS: dict[str, Callable[[StormVariant], None]] = {
     "plain": nothing,
     "worker-killed": kill_worker,

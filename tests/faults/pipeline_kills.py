@@ -47,7 +47,7 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
 TARGETS = ("pipeline", "worker", "server", "ray")
-#: Number of points of the matrix.
+#: Number of points in the matrix of the step `grid`. Each point is a run of its own.
 _POINTS = 3
 #: Time limit of one pipeline, in seconds.
 _ENDS_WITHIN_S = 900.0

@@ -20,8 +20,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 
-#: Time limit of each wait, in seconds. It is long because each evaluation starts a process that
-#: imports Prefect.
+#: Waits until a condition is true. The time limit is long, because each evaluation starts a process
+#: that imports Prefect.
 until = partial(until_within, within_s=240.0)
 #: Program of the training. It saves a checkpoint for each number in its arguments, and exits when
 #: the file of its second argument exists.

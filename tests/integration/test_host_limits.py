@@ -141,7 +141,8 @@ def test_component_that_cannot_be_started_names_the_limit(
     assert not (harness.directory / "started").exists()
 
 
-#: Runs one component as this process's user, and prints the state and message of the verdict.
+#: Program that runs one component as its own user, and prints the state and the messages of the
+#: verdict.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path

@@ -56,7 +56,7 @@ class Pipelines:
     """A pool with a worker, and pipelines that run on the pool."""
 
     pool: GangPool
-    #: File for which waiting stages wait. They end when this file exists.
+    #: File that ends the stages with `waits=True`. They run until this file exists.
     go: Path
 
     @property

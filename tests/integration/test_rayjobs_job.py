@@ -24,8 +24,8 @@ from tests.support.ray_jobs import WITHIN_S, Jobs, kill, wait_until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
-#: Shell commands that start two processes outside of the session: one in its own session, one
-#: daemon.
+#: Shell commands that start two processes outside of the job's session: a process in a new session,
+#: and a daemon.
 _TREE = "setsid sleep 3600 & (setsid sh -c 'sleep 3600 & wait' &) ;"
 
 
