@@ -189,7 +189,7 @@ def test_failure_names_the_log_that_does_not_answer(
 
 
 @pytest.mark.thorough
-def test_success_without_an_answer_of_the_metrics_file_names_the_file(
+def test_success_without_an_answer_of_the_metrics_file_is_a_storage_failure(
     harness: ComponentHarness, pipe: Path
 ) -> None:
     supervisor = harness.start_all(
