@@ -238,7 +238,10 @@ def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
 
 
 def build_schedule(entry: dict[str, Any]) -> DeploymentScheduleCreate:
-    """Return the only schedule of an entry in the form that `prefect deploy` creates."""
+    """Return the schedule of an entry of prefect.yaml, as `prefect deploy` creates it.
+
+    The entry must have exactly one schedule.
+    """
     [schedule] = entry["schedules"]
     rule = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
     return DeploymentScheduleCreate(schedule=rule, active=schedule["active"], slug=schedule["slug"])

@@ -37,7 +37,7 @@ def set_secret(
 
 
 def read_block(prefect_url: str, name: str) -> str:
-    """Return the value of a secret that a run gets in its environment variable TOKEN."""
+    """Return the value of the Prefect Secret block `name`, as Muster reads it for a run."""
     spec = RunSpec.model_validate(
         {
             "name": "a",

@@ -319,9 +319,10 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Suspend the template process, which forks the guardians. `fork` sends it a request, and
-        # then calls `recv` to wait for the answer. The `recv` below replaces this function: it lets
-        # the template process run only until it has forked.
+        # Suspend the template process, which forks the guardians. `fork` sends the template process
+        # a request, and then calls `self._channel.recv` to wait for the answer. The function `recv`
+        # below replaces `self._channel.recv`. It lets the template process run until the fork, and
+        # then kills it, or lets it continue.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 

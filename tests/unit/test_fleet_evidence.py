@@ -55,10 +55,10 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("nn", 3, "suspect"),
         ("nnn", 3, "sick"),
         ("sss", 3, "silent"),
-        # the last failure decides between the results "silent" (no answer) and "sick" (bad answer)
+        # the last failure decides: "silent" after no answer (`s`), "sick" after a bad answer (`n`)
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
-        # a successful probe (`y`) resets the number of failures after bad answers (`n`)
+        # after a successful probe (`y`), the count of bad answers (`n`) begins again at zero
         ("nnyn", 3, "suspect"),
         # the threshold is 1, so a single failed probe is enough
         ("n", 1, "sick"),

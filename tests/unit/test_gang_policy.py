@@ -295,8 +295,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # w1 will start on node a at 100 s. So later gangs may use the free GPUs of node b, even for
-        # a long time
+        # w1 needs 8 GPUs, and gets all of node a at 100 s. So w1 does not need node b, and the
+        # other runs may use the free GPUs of node b for any time
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],

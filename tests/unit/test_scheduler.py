@@ -334,8 +334,8 @@ def find_final_state(
     with suppress(Killed):
         run_passes(server, 2)
     server.before.clear()
-    # If the scheduler sent fewer than `cancelled` requests, the run was not cancelled yet. Cancel
-    # it now.
+    # The run is cancelled before the scheduler's request number `cancelled`. If the scheduler sent
+    # fewer requests, the run is cancelled here.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     run_passes(server, 2)

@@ -156,7 +156,7 @@ def test_plain_output_has_neither_region_nor_colours() -> None:
 @pytest.mark.parametrize(
     ("columns", "height", "shown"),
     [
-        (40, 4, ""),  # a terminal of 4 lines has no room for a region
+        (40, 4, ""),  # 4 lines are too few for the live region at the bottom
         (40, 5, "...\n3 4 5\n6 7 8\n"),
         (40, 24, "0\n1 2\n3 4 5\n6 7 8\n"),
         # lines are cut, so that each is shorter than the terminal is wide
