@@ -22,12 +22,13 @@ import pytest
 from tests.support.forkserver import ForkServer, fork_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-# Ray reads these variables when it is imported, so they must be set before the test modules are.
+# Ray reads these variables when it is imported, so they must be set before a test module imports
+# Ray.
 os.environ.update(RAY_ENV)
 
-#: Environment variable of all processes that the tests start. Its value has the id of this test
-#: session. If another test session has started this session, its id comes first. Each id follows a
-#: slash.
+#: Environment variable of all processes that the tests start. The value is a slash and the id of
+#: this test session. If another test session has started this session, the value begins with a
+#: slash and the id of that other session.
 SESSION_VARIABLE = "MUSTER_TEST_SESSION"
 
 #: Environment variables of the tests. They prevent programs from sending data to the internet.
@@ -85,8 +86,9 @@ class Leftover:
 def find_leftovers(session_id: str) -> list[Leftover]:
     """Return the living processes of this machine with `session_id` in SESSION_VARIABLE.
 
-    Two kinds of processes are not found: a process that cleared its environment, and a fork of
-    pytest without an exec. The tests of supervision find these with an oracle, which is a parent
+    /proc shows the environment with which a process began its program. So two kinds of processes
+    are not found: a process that was started with an empty environment, and a fork of pytest
+    without an exec. The tests of supervision find these processes with an oracle, which is a parent
     process that asks the kernel for remaining descendants.
     """
     leftovers = []

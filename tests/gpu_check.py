@@ -108,10 +108,10 @@ class Training:
         return record
 
     def seen(self) -> list[str]:
-        """Wait until the component holds GPU memory, and return its line about visible GPUs.
+        """Wait until the component holds GPU memory, and return what it printed about its GPUs.
 
         Returns:
-            The number of GPUs, and the value of CUDA_VISIBLE_DEVICES.
+            Two texts: the number of visible GPUs, and the value of CUDA_VISIBLE_DEVICES.
         """
 
         def read_words() -> list[str]:

@@ -123,7 +123,8 @@ def _time_answers(
         memory since the start).
     """
     while not ask():
-        # A new head node does not list itself for a moment. The reading is repeated until it does.
+        # For a moment, a new head node is not in its own list of nodes. So the reading is repeated
+        # until the answer contains a node.
         assert time.perf_counter() - began < _LIMIT_S
     first_ms = 1000 * (time.perf_counter() - began)
     each_ms = []

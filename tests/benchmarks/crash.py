@@ -38,9 +38,9 @@ from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, inter
 
 #: Name of the component that is killed.
 _VICTIM = "trainer"
-#: Polling periods, in seconds, of launchers that check the components rarely, by launcher. "Hermes"
-#: is Hermes' RL training tool, and "the plan" is the first design of Muster. All samples of a
-#: launcher are taken at the same time, because each sample takes as long as the period.
+#: Polling period, in seconds, of each launcher that checks its components rarely. "Hermes" is
+#: Hermes' RL training tool, and "the plan" is the first design of Muster. All samples of a launcher
+#: are taken at the same time, because each sample takes as long as the period.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
 #: Name of the feature with which each supervisor ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}
@@ -49,7 +49,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the reaction to a crash of Muster, other supervisors, and models of launchers."""
+    """Measure how soon Muster, other supervisors and models react to a component's crash."""
     rounds, triples = (2, 0) if quick else (20, 20)
     installed_peers, missing = peers.find_installed()
     notice_times_ms: dict[str, list[float]] = {peer.name: [] for peer in installed_peers}
@@ -150,7 +150,8 @@ def _by_supervisor() -> float:
 def _by_process_probe() -> float:
     """Return the milliseconds from the death of a child process to the reaction of the supervisor.
 
-    A liveness probe watches the child process. The component that started it survives.
+    The child process belongs to a component that survives. A liveness probe watches the child
+    process.
     """
     with folder() as place:
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}

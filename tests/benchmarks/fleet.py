@@ -46,7 +46,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the times until a gateway avoids a failed server, and to check all servers."""
+    """Measure how soon a gateway avoids a failed server, and the duration of a health sweep."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(

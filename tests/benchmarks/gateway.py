@@ -253,7 +253,8 @@ def _answers(port: int) -> bool:
 def _decisions(batches: int) -> Iterator[Row]:
     """Measure how long the router takes to choose a server for a request.
 
-    After each choice, another request ends, so that the number of running requests stays the same.
+    After each decision, the function ends an earlier request, so that the number of running
+    requests stays the same.
     """
     dice = random.Random(0)
     names = [f"session-{i}" for i in range(_DECISION_SESSIONS)]
@@ -267,7 +268,11 @@ def _decisions(batches: int) -> Iterator[Row]:
     outstanding = [router.pick(None) for _ in range(10 * _DECISION_SERVERS)]
 
     def decision_times_us(draw_session: Callable[[], str | None]) -> list[float]:
-        """Return the mean time of a routing decision in each batch, in microseconds."""
+        """Return the mean time of a routing decision in each batch, in microseconds.
+
+        Args:
+            draw_session: Returns the session of the next request. None if it has no session.
+        """
         times_us = []
         for _ in range(batches):
             sessions = [draw_session() for _ in range(_BATCH)]

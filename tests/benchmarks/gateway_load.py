@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Load:
-    """Answers to the requests that the load generator has sent."""
+    """Measured values of the requests that the load generator has sent."""
 
     #: Latency of each answered request in milliseconds, in the order of the answers.
     latencies_ms: list[float] = field(default_factory=list)

@@ -212,8 +212,8 @@ class FlowProcess:
                 start_new_session=True,
                 env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(home)},
             )
-        #: MUSTER_HOME of the flow process. This path leads into the mount namespace of the flow
-        #: process.
+        #: MUSTER_HOME of the flow process. The path leads into the mount namespace of the flow
+        #: process, because only this process sees a file system that the wrapper has mounted.
         self.home = Path(f"/proc/{self._popen.pid}/root{home}")
 
     def __enter__(self) -> FlowProcess:
@@ -225,9 +225,9 @@ class FlowProcess:
         return self._popen
 
     def __exit__(self, *error: object) -> None:
-        """End the flow process: send SIGTERM twice, as for two Ctrl-C, and then SIGKILL.
+        """End the flow process: send SIGTERM, 20 s later SIGTERM again, and 10 s later SIGKILL.
 
-        When the flow process was killed, the guardian processes of the components end them.
+        After SIGKILL, the guardian processes of the components end the components.
         """
         for signum, limit_s in ((signal.SIGTERM, 20.0), (signal.SIGTERM, 10.0)):
             if self._popen.poll() is None:

@@ -43,7 +43,10 @@ _TIMES = {
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how fast attempts react and end, with and without a file that does not answer."""
+    """Measure how fast an attempt reacts to a crash and to a cancel, with and without a hung file.
+
+    The file system of a hung file does not answer.
+    """
     if not has_fuse():
         raise NotHere("a FUSE file system can be mounted only by root, with /dev/fuse")
     rounds = 1 if quick else 7
@@ -78,7 +81,8 @@ def _measure(name: str, hanging: str) -> float:
         data = stack.enter_context(hanging_folder(place / "data"))
         events = place / "events.jsonl"
         supervisor = _supervisor_of(place, data.path, hanging, EventLog(events))
-        # Let the file system answer before the attempt ends, even after an error.
+        # The callback runs before the supervisor's exit, so that the file system answers again when
+        # the attempt ends, even after an error.
         stack.enter_context(supervisor)
         stack.callback(data.answer)
         for component in NAMES:

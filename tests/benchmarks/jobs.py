@@ -33,9 +33,9 @@ _STOP, _LEFT = "stop until it is reported as ended", "remaining processes of its
 #: Seconds between two polls of the loop that uses Ray's SDK. Source: example in the documentation
 #: of Ray's SDK.
 _ASK_EACH_S = 1.0
-#: Program of a short job. Its last line is the time of that line, in seconds of CLOCK_MONOTONIC,
-#: which is the same clock in all processes of this machine. The job lasts a random time. Otherwise
-#: the end of the job would always have the same phase in the polling period.
+#: Program of a short job. At its end, it prints the time in seconds of CLOCK_MONOTONIC, which all
+#: processes of this machine share. The job lasts a random time, so that it ends at different
+#: moments of the polling period.
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
 #: Shortest and longest duration of the short job, in seconds.
 _LASTS_S = (1.0, 2.0)
@@ -171,7 +171,7 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
         )
 
     def until(condition: Callable[[], bool]) -> float:
-        """Poll until the condition holds, and return the monotonic time in seconds."""
+        """Poll until the condition holds; return the monotonic time of that moment in seconds."""
         deadline = time.monotonic() + _LIMIT_S
         while not condition():
             assert time.monotonic() < deadline, "not in time"

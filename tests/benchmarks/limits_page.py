@@ -64,7 +64,8 @@ class Line:
 class Limit:
     """Largest acceptable value in a series of measurements, for example 1 s per scheduling pass.
 
-    The page derives from this bound the largest load, for example the largest number of runs.
+    The page docs/limits.md shows the load at which this value is reached, for example a number of
+    runs.
     """
 
     #: Kind of load whose largest number the table shows, for example "waiting runs of a
@@ -203,14 +204,14 @@ def filled(text: str, records: Records) -> str:
 
 
 def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
-    """Return the straight line through points by least squares.
+    """Return the straight line that fits measured values best (method of least squares).
 
     Args:
-        points: Counts and figures.
-        unit: Unit of the figures.
+        points: Pairs of a load and the value that was measured at this load.
+        unit: Unit of the values.
 
     Returns:
-        None if there are fewer than two different counts.
+        The line, or None if the values were measured at fewer than two different loads.
     """
     counts = [count for count, _ in points]
     if len(set(counts)) < 2:
@@ -229,10 +230,11 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 
 
 def carried(limit: Limit, line: Line) -> str:
-    """Return, as text, the load at which the line of a series reaches the bound of a limit.
+    """Return, as text, the load at which a fitted line reaches the bound of a limit.
 
-    The load, for example a number of runs, is rounded down to two digits. The text is "over N" if
-    the load is larger than ten times the largest measured load.
+    The load, for example a number of runs, is rounded down to two significant digits. The largest
+    load that is shown is ten times the largest measured load M. If the line reaches the bound only
+    above 10 x M or never, the text is "over" and the number 10 x M.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:

@@ -41,10 +41,11 @@ _NODES = 512
 #: Name of the only node with a worker.
 _SERVED = "n000"
 _GPUS = 8
-#: Seconds within which a worker has written the reason for waiting into the state of each run.
+#: Time that a new worker gets to read all waiting runs, in seconds. After this time, its memory is
+#: measured.
 _SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
-#: Seconds after which a rejected request is repeated. A busy server rejects requests with status
-#: 503.
+#: Pause before a rejected request is repeated, in seconds. A busy server rejects requests with
+#: status 503.
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 

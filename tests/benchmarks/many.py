@@ -108,7 +108,8 @@ def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
 def _guardians_started() -> Iterator[None]:
     """Let Muster start a new program for each guardian process until the context ends.
 
-    Muster does this if the template process, from which it forks the guardians, has died.
+    Normally, Muster forks the guardians from a template process. It starts new programs only if the
+    template process has died.
     """
     with mock.patch.object(guarded.GuardianTemplate, "fork", side_effect=OSError):
         yield
@@ -191,7 +192,8 @@ def _kill_with_listing(count: int) -> float:
 def _guardians_that_list() -> Iterator[None]:
     """Let guardian processes find their descendants in a list of all processes in /proc.
 
-    Guardians do this if the kernel has no list of the child processes of a process.
+    Normally, guardians ask the kernel for the child processes of a process. They read the list of
+    all processes only if the kernel does not offer this.
     """
     source_folder = Path(guarded.__file__).parent
     original_command = guarded._GUARDIAN

@@ -20,7 +20,7 @@ from tasks.processes.shared_memory import find_used_files
 def is_alive_loop(
     processes: Sequence[multiprocessing.process.BaseProcess], every_s: float = 1.0
 ) -> None:
-    """Check each process every second. If a process has failed, stop the others.
+    """Check all processes every `every_s` seconds until one has failed, and then stop the others.
 
     This model sends SIGTERM. The original sends SIGQUIT to itself and then kills the whole tree.
 
@@ -36,10 +36,10 @@ def is_alive_loop(
 
 
 def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 1.0) -> None:
-    """Wait until all processes have ended; if one fails, stop the others.
+    """Wait until a process fails, and then stop the others.
 
-    One thread waits for each process, and puts a failure into a list. The list is checked every
-    `every_s` seconds.
+    One thread per process waits for the process, and puts a failure into a list. This function
+    checks the list every `every_s` seconds.
 
     Source: prime-rl, `monitor_process` and the end of `rl` in src/prime_rl/rl.py.
     """
@@ -60,10 +60,12 @@ def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: floa
 
 
 def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> None:
-    """Check all processes once per period. If a process has ended, stop them in reverse order.
+    """Check all processes every `every_s` seconds. If one has ended, stop the others.
 
-    Source: Hermes' RL training tool, `_monitor_training_run`, with a period of 30 s; Muster's first
-    design, with a period of 60 s.
+    The processes are stopped in the reverse order of their start.
+
+    Source: Hermes' RL training tool, `_monitor_training_run`, which checks every 30 s; Muster's
+    first design, which would have checked every 60 s.
     """
     while all(process.poll() is None for process in processes):
         time.sleep(every_s)
@@ -76,9 +78,9 @@ def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> N
 def resource_loop(
     has_room: Callable[[], bool], start: Callable[[], object], every_s: float = 60.0
 ) -> None:
-    """Check once per minute whether the GPUs are free, and start the run when they are.
+    """Check every `every_s` seconds whether the GPUs are free, and start the run when they are.
 
-    Source: Muster's first design: a run without its GPUs gets `next_run_at = now + 60 s`.
+    Source: Muster's first design, in which a run without its GPUs is tried again after 60 s.
     """
     while not has_room():
         time.sleep(every_s)
@@ -100,9 +102,11 @@ def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
 def look_for_makers(
     directory: Path, own_pids: Callable[[], set[int]], is_over: Callable[[], bool]
 ) -> None:
-    """Find the process that has created each new file: check four times, every 50 ms.
+    """Search for processes that use the new files of a directory, until the benchmark is over.
 
-    Source: an early version of Muster, which had no limit on the number of its checks.
+    The search is repeated every 50 ms. Each new file is part of four searches.
+
+    Source: an early version of Muster, which did not limit the number of searches for a file.
 
     Args:
         directory: Directory with the files.

@@ -119,7 +119,10 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
 
 
 def _plain(task: str, cluster: RayCluster, shared: str) -> None:
-    """Run the script with plain Ray tasks in a new process."""
+    """Search or check all nodes with plain Ray tasks, in a new process.
+
+    The new process runs the function `plain`.
+    """
     subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],
         cwd=Path(__file__).resolve().parents[2],

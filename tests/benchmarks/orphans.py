@@ -28,8 +28,9 @@ _ROUNDS, _QUICK_ROUNDS = 3, 1
 _GRACE_S = 2.0
 #: Time limit on the stop of a supervisor, in seconds.
 _STOPPED_WITHIN_S = 15.0
-#: Seconds after the signal to the supervisor. A process that still runs then is a leftover. The
-#: time is longer than the grace period.
+#: Seconds for which the components are watched after their supervisor has ended. A process that
+#: still runs after this time is a leftover. The time is longer than the grace period `_GRACE_S`,
+#: so that a process that is about to be killed is not counted.
 _WATCHED_S, _QUICK_WATCHED_S = 10.0, 6.0
 _SCRIPT = Path(__file__).with_name("stubborn.py")
 _MUSTER = "Muster: the flow `train`"
@@ -39,8 +40,8 @@ _Id = tuple[int, int]
 #: Function that measures one supervisor. It runs the components in the folder, sends the signal to
 #: their supervisor, and then calls the `_Watch`.
 _Way = Callable[[Path, signal.Signals, "_Watch"], None]
-#: Function that receives the time of the signal, in monotonic seconds, and waits for the end of all
-#: processes.
+#: Function that waits until all processes have ended, but only for a limited time. It receives the
+#: time of the signal, in monotonic seconds.
 _Watch = Callable[[float], None]
 
 
@@ -148,11 +149,11 @@ def _by_peer(peer: peers.Peer, place: Path, signum: signal.Signals, watch: _Watc
 
 
 def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Watch) -> None:
-    """Send a signal to the supervisor, wait for the supervisor's end, and watch its components."""
+    """Send a signal to the supervisor, wait until it has ended, and call `watch`."""
     began = time.monotonic()
     supervisor.send_signal(signum)
-    # honcho does not end while a process of a component keeps the component's output open, so the
-    # wait may reach its time limit.
+    # honcho does not end while a process of a component keeps the component's output open. So the
+    # wait for honcho may reach the time limit.
     with suppress(subprocess.TimeoutExpired):
         supervisor.wait(_STOPPED_WITHIN_S)
     watch(began)

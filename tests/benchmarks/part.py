@@ -31,7 +31,10 @@ import sys  # noqa: E402
 
 
 def note(folder: str, name: str, event: str, number: int) -> None:
-    """Write a number to the file of an event. Readers never find an incomplete number."""
+    """Write a number to the file of an event.
+
+    The file is renamed into place, so that readers never find an incomplete number.
+    """
     path = os.path.join(folder, f"{name}.{event}")
     with open(f"{path}.draft", "w") as f:
         f.write(str(number))
@@ -58,7 +61,7 @@ def mapped(processes: int, mappings: int, name: str, folder: str) -> None:
     """Fork processes with many memory mappings each, and wait for SIGTERM.
 
     Args:
-        processes: Number of processes, with this one.
+        processes: Number of processes, including this one.
         mappings: Number of memory mappings of each process.
         name: Name of the component.
         folder: Folder for the files of the component.
@@ -126,7 +129,11 @@ def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
 
 
 def remaining_s(seconds: float) -> float:
-    """Return the seconds until the component must be ready. The result may be negative."""
+    """Return the seconds until this component must be ready, or a negative number if it is late.
+
+    Args:
+        seconds: Time that the component needs from its start until it is ready, in seconds.
+    """
     return seconds - (time.monotonic_ns() - BEGAN_NS) / 1e9
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tests.benchmarks.report import Missing, NotHere
 
-#: Environment variable with the folder of a `Job`. It marks a supervisor and all its descendants.
+#: Environment variable with the folder of a `Job`. A supervisor and all its descendants have it, so
+#: that leftover processes can be found.
 _PLACE = "MUSTER_BENCH_PLACE"
 #: Time limit on the stop of a supervisor, in seconds.
 _STOP_WITHIN_S = 30.0
@@ -39,7 +40,8 @@ def note():
         with open(path, "w") as f:
             f.write(str(time.monotonic_ns()))
 """
-#: Event listener that ends supervisord at the first event.
+#: Event listener of supervisord. It ends supervisord at the first event, which is the end of a
+#: component.
 _LISTENER = f"""\
 {_NOTE}
 while True:
@@ -82,7 +84,8 @@ class Peer:
     name: str
     #: Name of the supervisor's Python package.
     package: str
-    #: Writes the configuration of a job, and returns the arguments of the Python interpreter.
+    #: Writes the configuration of a job, and returns the arguments with which Python runs the
+    #: supervisor.
     configure: Callable[[Job], Sequence[str]]
 
     @property

@@ -40,7 +40,10 @@ class Queue:
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure scheduling passes over long queues with Muster's policy and a plain algorithm."""
+    """Measure scheduling passes over long queues: Muster's policy, and a simple slow algorithm.
+
+    The slow algorithm has no cache, and checks each waiting run separately.
+    """
     rows: list[Row] = []
     for queue in _queues(200) if quick else [*_queues(1_000), *_queues(10_000)]:
         is_long = len(queue.waiting) > 1_000
@@ -75,8 +78,8 @@ def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
 def _queues(count: int) -> list[Queue]:
     """Return queues whose scheduling passes are slow.
 
-    In some of the queues, no run may start before the first run. In the others, a pass must check
-    each run separately.
+    In one queue, no run may start before the first run. In the other queues, a pass must check each
+    run separately.
 
     Args:
         count: Number of waiting runs in each queue.
@@ -121,14 +124,13 @@ def _queues(count: int) -> list[Queue]:
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
     """Return waiting runs: the first needs the whole cluster, the others have different sizes.
 
-    Two runs rarely request the same GPUs. So a scheduling pass can rarely reuse the result for one
-    run for another run.
+    Most runs request different numbers of nodes or GPUs. So a scheduling pass can rarely use the
+    result of an earlier run again.
 
     Args:
         count: Number of runs.
-        least_gpus: Smallest number of GPUs per node.
-        small_every: Every N-th run is small and short, where N is this number. None if no run is
-            small.
+        least_gpus: Smallest number of GPUs per node that a run requests.
+        small_every: 10 if every tenth run is small and short. None if no run is small.
     """
     random_draws = random.Random(count)
     runs = [_run(0, _NODES, _GPUS, _DAY_S)]

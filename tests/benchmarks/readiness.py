@@ -33,8 +33,8 @@ _OWN_S = _NEED_S * len(NAMES)
 #: ready, as inference servers do.
 _KINDS = ("http", "tcp", "log", "notify", "warming")
 _TITLES = {"warming": "http probe, 503 until ready"}
-#: Seconds that Hermes' RL training tool sleeps after the start of each component: api, trainer (30
-#: + 90), environment.
+#: Seconds that Hermes' RL training tool sleeps after the start of each component, in the order of
+#: the start: api, trainer, environment. After the trainer, it sleeps for 30 s and then for 90 s.
 _HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
 
 Started = subprocess.Popen[bytes]
@@ -49,8 +49,8 @@ def measure(*, quick: bool) -> Result:
     need to become ready.
     """
     rounds = 1 if quick else 8
-    # Parts of the readiness lag, in ms: `parts[kind][phase]`, with the kind of readiness and the
-    # phase of the start. Each value is the sum over the three components.
+    # Durations of the phases of each start, in ms: `parts[kind][phase]`. `kind` is the kind of
+    # readiness. The phases "first line" and "seen" are sums over the three components.
     parts: dict[str, dict[str, list[float]]] = {
         kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
     }
@@ -131,7 +131,7 @@ def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
 
     Args:
         kind: Kind of readiness.
-        parts: This function appends the duration of each phase of the start, in ms.
+        parts: Durations in ms by phase of the start. This function appends one value to each list.
     """
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     numbers = {name: ports.numbers[f"{name}.port"] for name in NAMES}

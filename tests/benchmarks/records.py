@@ -20,7 +20,8 @@ FOLDER = Path(__file__).with_name("results")
 #: Files that the benchmarks write. If only these files differ from the commit, the recorded version
 #: of Muster is the commit without ", changed".
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
-#: If more samples were taken for a row of a result, its samples are not recorded.
+#: Largest number of samples that are recorded for a row of a result. If a row has more samples,
+#: none of its samples is recorded.
 _SAMPLES_KEPT = 100
 #: Number of significant digits of a recorded value.
 _DIGITS = 6
@@ -54,8 +55,8 @@ class Figure:
     note: str
     #: Name of the group of rows that are compared with each other.
     group: str
-    #: True if this row of the results measures only a part of another row, or if no other row is
-    #: comparable.
+    #: True if this row measures only a part of another row, or if no other row is comparable. The
+    #: results then show no ratio to Muster for this row.
     is_detail: bool
     #: Load during the measurement, for example the number of components. None if the benchmark did
     #: not vary the load.
@@ -126,9 +127,9 @@ def record_of(
 
 
 def _figure(row: Mapping[str, Any]) -> Figure:
-    """Return the part of a result's row that is recorded.
+    """Convert a row of a result into its recorded form.
 
-    The numbers are rounded. If the row has more than 100 measured values, they are left out.
+    The numbers are rounded. If the row has more than 100 samples, the samples are left out.
 
     Args:
         row: The row, as `rows_as_json` returns it.

@@ -35,8 +35,8 @@ from tests.support.gang_referee import FINAL, History
 from tests.support.host_environment import Server
 
 _ROUNDS, _QUICK_ROUNDS = 2, 1
-#: Number of measurements in each round. Each measures how soon a waiting run starts after an
-#: earlier run has ended.
+#: Number of measurements in each round. A measurement is the time from the end of a run to the
+#: start of the next run.
 _LENGTH, _QUICK_LENGTH = 6, 1
 #: Length of the time window in which the CPU use is measured, in seconds.
 _IDLE_S, _QUICK_IDLE_S = 60.0, 2.0
@@ -48,11 +48,13 @@ _LASTS_S = 0.3
 _WITHIN_S = 300.0
 #: Number of waiting runs while the CPU use of a worker with a queue is measured.
 _WAITING = 10
-#: Number of polling loops that are measured at the same time. Each loop starts at another second of
-#: the minute.
+#: Number of polling loops that are measured at the same time. For each loop, the GPUs become free
+#: at another random time of its polling period.
 _LOOPS = 20
 #: Interval at which the first design of Muster would have polled for free GPUs, in seconds.
 _PLAN_S = 60.0
+#: Note on the measured polling loop in the results. Without a server and a flow, the loop is faster
+#: than the first design of Muster could have been.
 _AT_ITS_BEST = "no server, no flow"
 
 
@@ -76,15 +78,16 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Title of the results for runs that start as a new program, and environment variables of these
-#: runs. The gang worker usually forks a process for a run. It starts a new program if the run has
-#: a variable PYTHON*, because Python reads these variables only when it starts.
+#: Title, in the results, of runs that the gang worker starts as a new Python program, and the
+#: environment variables of these runs. The gang worker usually forks a process for a run. If the
+#: run has a variable PYTHON*, a fork would ignore it, because Python reads these variables only
+#: when it starts. So the worker starts a new program.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the time from the end of a run to the next start, and the CPU use of idle workers."""
+    """Measure how soon the next run starts after a run, and the CPU use of idle workers."""
     rounds, length = (_QUICK_ROUNDS, _QUICK_LENGTH) if quick else (_ROUNDS, _LENGTH)
     times_ms: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
     with (
@@ -125,8 +128,11 @@ def measure(*, quick: bool) -> Result:
 def _by_plan(*, quick: bool) -> Row:
     """Measure a loop that checks once a minute if the GPUs are free, and then starts the next run.
 
-    The measured time begins with the end of a run. The time ends with the first line that the
-    component of the next run prints.
+    The measured time is the time from the end of a run to the first line that the component of the
+    next run prints. With `--quick`, this time is computed, because a measurement takes a minute.
+
+    Args:
+        quick: True to compute the time.
     """
     title, step = f"a loop every {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
     if quick:

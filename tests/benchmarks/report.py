@@ -21,7 +21,8 @@ Sample = Callable[[], float]
 #: a small model of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units of whole numbers. A unit such as "of 5", as in "3 of 5", also belongs to a whole number.
+#: Units of values that are whole numbers. Values with units such as "of 5", as in "3 of 5", are
+#: whole numbers, too, but these units are not in this set.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
@@ -46,7 +47,8 @@ class Row:
     #: Name of the group of rows that are compared with each other. The first row of a group is the
     #: one for Muster.
     group: str = ""
-    #: True if this row measures only a part of another row, or if no other row is comparable.
+    #: True if this row measures only a part of another row, or if no other row is comparable. The
+    #: results then show no ratio to Muster for this row.
     is_detail: bool = False
     #: Load during the measurement, for example the number of components. None if the benchmark did
     #: not vary the load.
@@ -142,15 +144,17 @@ class Machine:
 def interleaved(
     ways: Mapping[str, Sample], rounds: int, *, per_round: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Measure all ways to do a work in turn, in a random order in each round.
+    """Take samples of all compared programs or methods, in a new random order in each round.
+
+    A change of the machine's speed thus affects all of them equally.
 
     Args:
-        ways: Function that measures one sample, by the name of the way.
+        ways: Function that takes one sample, by the name of the program or method.
         rounds: Number of rounds.
-        per_round: Number of samples per round, by the name of the way. Default: 1.
+        per_round: Number of samples per round, by the name of the program or method. Default: 1.
 
     Returns:
-        The samples by the name of the way.
+        The samples by the name of the program or method.
     """
     values: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):

@@ -26,8 +26,8 @@ _SLEEP_S = "60"
 def measure(*, quick: bool) -> Result:
     """Measure the start of a component in three ways.
 
-    A guardian is the process of Muster that starts and ends a component. The ways are: a guardian
-    that waits for its component, a guardian that is forked for the start, and no guardian.
+    A guardian is the process of Muster that starts and ends a component. The three ways are: a
+    guardian that already runs, a guardian that must be started first, and no guardian.
     """
     rounds = 10 if quick else 100
     taken = interleaved(

@@ -20,10 +20,10 @@ import psutil
 
 from tests.benchmarks.harness import sleepers, supervisor_of
 
-#: Seconds between two polls of the components, for the ways `psutil` and `poll`.
+#: Seconds between two polls of the components, for the methods `psutil` and `poll`.
 _POLL_EVERY_S = 1.0
 
-#: Type of the event with which a benchmark ends a watch of components: the watching function
+#: Type of the event that ends the watch of the components. A function that watches components
 #: returns when the event is set.
 Ended = threading.Event
 

@@ -21,8 +21,8 @@ from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_m
 from tests.benchmarks.harness import await_sleepers, folder, sleepers
 from tests.benchmarks.report import Missing, Result, Row, say
 
-#: Names of the ways to watch processes that `watched.py` implements: Muster's way, and models of
-#: two other supervisors. The models have their titles in the printed table as values.
+#: Names of the methods to watch processes that `watched.py` implements: Muster's method, and models
+#: of two other supervisors. The value of a model is its title in the printed table.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
 #: Seconds between the start of all components and the first time window.
@@ -160,7 +160,7 @@ def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
 
 
 def _supervising(pid: int) -> list[int]:
-    """Return the ids of a supervisor's processes: its whole tree without the components."""
+    """Return the ids of a supervisor's process and of its descendants, without the components."""
     component_programs = ("sh", "sleep", "")
     return [
         pid,
