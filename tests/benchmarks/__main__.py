@@ -64,7 +64,13 @@ class _Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks, print their figures, and write the pages.
+    """Run benchmarks and print their figures.
+
+    Depending on the arguments, also record the figures, and write BENCHMARKS.md and docs/limits.md
+    from the recorded figures.
+
+    Args:
+        arguments: Command-line arguments. None for the arguments of this process.
 
     Returns:
         The exit code: 0, or 1 if a benchmark failed. The other benchmarks run nevertheless.
@@ -76,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         _write_pages()
         return 0
-    # Figures of a run with `--quick` are imprecise. They replace recorded figures only with
-    # `--record`.
+    # A run of all benchmarks replaces the recorded figures. A run of some benchmarks, or a run with
+    # `--quick`, whose figures are imprecise, replaces them only with `--record`.
     keeps_figures = options.record or not (options.names or options.quick)
     versions = records.versions_here()
     machine = Machine()

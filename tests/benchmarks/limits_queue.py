@@ -202,7 +202,7 @@ class WaitingRuns:
 
 
 def _passes(stage: _Stage, by: By) -> Iterator[Row]:
-    """Measure scheduling passes that admit no run."""
+    """Measure scheduling passes that admit no run, so that each pass has the same queue."""
     server = tree_of(stage.server_pid)
     used_before = cpu_ns(server)
     with temporary_settings({PREFECT_API_URL: stage.pool.host_env.api}):
@@ -219,7 +219,7 @@ def _passes(stage: _Stage, by: By) -> Iterator[Row]:
 async def time_passes(
     pool: GangPool, count: int, *, changed: tuple[UUID, ...] | None = None, every_s: float = 0.0
 ) -> tuple[list[float], float]:
-    """Run scheduling passes that admit no run, and measure them.
+    """Measure scheduling passes that admit no run, so that each pass has the same queue.
 
     Args:
         pool: Work pool of the queue.

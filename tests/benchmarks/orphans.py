@@ -96,7 +96,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, float]:
-    """Stop or kill a supervisor with its components.
+    """Stop or kill a supervisor with its components, and count the leftover processes.
 
     Returns:
         The number of leftover processes. The time in milliseconds until the last process ended, or
