@@ -65,10 +65,10 @@ class WrongPool(Exception):
 def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, and register this machine in it.
 
-    The pool's settings get this machine's GPUs for runs without Ray, and the stack's Ray cluster
-    for the other runs. If the work pool exists, its other settings stay unchanged. There is one
-    exception: a user deleted the pool, and a worker created the pool again with default settings.
-    This function then also restores the pool's description and concurrency limit.
+    The settings of the pool then contain this machine with its GPUs, and the stack's Ray cluster.
+    Runs without Ray use the machine, the other runs use the cluster. If the work pool exists, its
+    other settings stay unchanged, unless a user deleted the pool and a worker created it again with
+    default settings. In that case, the description and the concurrency limit are restored, too.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.

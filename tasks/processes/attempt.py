@@ -460,8 +460,8 @@ class SupervisedAttempt:
         #: Size in bytes that the log of a hung component had before the component was examined, by
         #: the name of the component.
         self._sizes_before_examination: dict[str, int] = {}
-        #: Keeps the decision about the earliest event that ends the attempt, such as the first
-        #: failure of a component.
+        #: How the attempt ends. Several events may end an attempt, such as failures of two
+        #: components. The earliest event decides.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
         self._time_to_save = TimeToSave(

@@ -415,7 +415,8 @@ class RunningComponent(ABC):
         """Return the facts about the deaths of the component's processes. The call may block.
 
         Args:
-            exit: Exit of the component, or of a process that it must not lose.
+            exit: Exit of the component, or of one of its processes without which the component
+                cannot work.
         """
         return DeathEvidence()
 

@@ -72,7 +72,7 @@ class DeathEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A process of the component at the time of a search."""
+    """Facts about a process of the component, as a search of /proc found them."""
 
     id: ProcessId
     command: str
@@ -167,7 +167,8 @@ class DescendantWatch:
         """Return the evidence about the end of the component. The call may take milliseconds.
 
         Args:
-            exit: Exit of the component's first process, or of a process that it must not lose.
+            exit: Exit of the component's first process, or of one of its processes without which
+                the component cannot work.
         """
         oom_kill = self._describe_oom_kill(exit)
         return DeathEvidence(

@@ -25,8 +25,9 @@ _SCAN_EVERY_S = 1.0
 #: that the files of a process that ends soon are found. A check reads only the time of the last
 #: change, so it is much cheaper than a scan.
 _CHECK_EVERY_S = 0.1
-#: Seconds after the discovery of a new file in /dev/shm in which each scan checks again whether a
-#: process of the run uses the file. A process may close a file and map it a moment later.
+#: Time, in seconds, in which the scans check a new file in /dev/shm again and again: does a process
+#: of the run use the file? One check is not enough, because a process may map a file a moment after
+#: it closed the file.
 _MAPPED_WITHIN_S = 0.25
 #: Largest share of one CPU core for scans of /dev/shm. If there are many files, the scans become
 #: less frequent.

@@ -157,7 +157,9 @@ class Capacity:
         return Cluster(nodes=tuple(nodes))
 
     async def show_demand(self, address: str, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Request nodes from the autoscaler of a Ray cluster that was read before.
+        """Request nodes from the autoscaler of a Ray cluster.
+
+        The nodes of the cluster must have been read once before this call.
 
         Args:
             address: Address of the cluster.

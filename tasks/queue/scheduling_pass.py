@@ -107,9 +107,10 @@ class QueueReader:
         """Run one scheduling pass. It reads from the server and the clusters, and writes nothing.
 
         Args:
-            earlier_pass: The last pass of this process if no other scheduler has decided since. In
-                that case only some waiting runs are read: new runs, the runs that the earlier pass
-                admitted or found cancelled, and the runs in `changed`.
+            earlier_pass: The last pass of this process, or None if another scheduler was active
+                since that pass. With an earlier pass, only some waiting runs are read: new runs,
+                the runs that the earlier pass admitted or found cancelled, and the runs in
+                `changed`.
             changed: Ids of waiting runs that must be read again.
             in_flight: Ids of runs that this process is submitting. The time since their GPU grant
                 is not checked.

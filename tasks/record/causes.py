@@ -251,9 +251,9 @@ class _TracebackParser:
             message: The line without the times, log levels and process names at its beginning.
 
         Returns:
-            Two values. The first is the number of the traceback if the line is its first line or
-            its exception, otherwise 0. The second is the message, or an empty string if the line
-            is source code in a traceback.
+            Two values. The first is the number of a traceback if the line begins the traceback or
+            is its last line, the exception. The first value is 0 for other lines. The second value
+            is the message, or an empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:
             if not self._is_chained:

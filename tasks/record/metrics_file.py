@@ -164,8 +164,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the content that was already read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # Do not count a replacement that is found by the first read. It replaced only content
-            # that an earlier attempt wrote.
+            # If the first read of this attempt finds new content, the file was replaced before the
+            # attempt. So the attempt itself did not restart the file, and nothing is counted.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

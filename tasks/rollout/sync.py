@@ -91,7 +91,7 @@ class _Target:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _OpenSync:
-    """State of the weight sync that is open now."""
+    """State of the weight sync that the trainer has begun and not ended yet."""
 
     #: Random hexadecimal id that the trainer uses in its requests.
     id: str

@@ -240,10 +240,10 @@ class ForwardedRequests:
             correct_state(self._flow_run_id, observed, cancelling)
 
     def _leave_unless_ended(self) -> None:
-        """Hand the run or pipeline over to its next process, unless its flow run has ended.
+        """End this process so that a later process can continue the run or pipeline.
 
-        If the flow run was cancelled, deleted or set to another final state, end the run or
-        pipeline.
+        If the flow run was cancelled, deleted or set to another final state, nothing may continue.
+        In that case, the run or pipeline is ended.
         """
         observed = observe_flow_run(self._flow_run_id)
         if observed.change is Change.DELETED:

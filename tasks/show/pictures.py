@@ -251,15 +251,16 @@ def _draw_curve(points: Sequence[Point], color: str = _CURVE_COLOR) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCurve:
-    """Curve of one point of a matrix, in the picture that compares the points of the matrix."""
+    """Curve of one run or step of a matrix, in the picture that compares all of them."""
 
-    #: Number of the point, from 1.
+    #: Number of the run or step in the matrix, from 1.
     number: int
-    #: Pairs of x and y. All values are finite, and the pairs are sorted by x. At least one pair.
+    #: The curve as pairs of x and y, at least one. All values are finite, and the pairs are sorted
+    #: by x.
     points: Sequence[Point]
-    #: True if the point is the best point of the matrix so far.
+    #: True if this run or step is the best of the matrix so far.
     is_best: bool = False
-    #: True if the point was stopped early.
+    #: True if the run was stopped early.
     is_stopped: bool = False
 
 

@@ -55,8 +55,8 @@ _SECRET_LAST = _split_words("KEY KEYS PASS")
 _SECRET_KEY_PREFIXES = _split_words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
 #: If one of these words precedes KEY at the end of a name, the value is not secret: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = _split_words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
-#: If one of these words precedes TOKEN, the name means a token of a language model. The value is
-#: not secret: EOS_TOKEN.
+#: If one of these words precedes TOKEN in the name of a variable, such as EOS_TOKEN, the variable
+#: contains a token of a language model. So its value is not secret.
 _MODEL_TOKEN_PREFIXES = _split_words(
     "EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM"
 )

@@ -103,7 +103,9 @@ class RunAnnouncements:
         return failure.with_changes(log_tail=last_lines[-_MAX_TAIL_CHARACTERS:]).as_json()
 
     def _make_server_event(self, name: str, event: Event, **payload: Any) -> Event:
-        """Return a server event with the payload keys that the definition of the event lists.
+        """Return the event that Prefect's server gets for an event of the run.
+
+        The payload contains only the keys that the catalogue of events lists for this name.
 
         Args:
             name: Name of the server event.

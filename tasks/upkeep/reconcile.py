@@ -182,12 +182,12 @@ def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
 def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
     """End the leftover processes of a lost run, and write the run's final state into its record.
 
-    If another process will resume the run, its Ray jobs keep running instead.
+    If another process will resume the run, its Ray jobs are not ended.
 
     Args:
         lost: The lost run, whose flow process has died.
-        deadline_s: End of the wait for the guardian processes that own the run's components, in
-            CLOCK_MONOTONIC seconds.
+        deadline_s: Time of CLOCK_MONOTONIC in seconds. Until this time, the function waits for the
+            guardian processes that own the run's components.
 
     Returns:
         The report about the run. None if the run's Ray jobs keep running and nothing was changed.

@@ -441,9 +441,9 @@ class Script:
     expected: Message | None
     #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
-    #: Offset in `raw` from which all bytes are sent in one piece. Then the invalid bytes after an
-    #: answer arrive together with the end of the answer, and the gateway cannot mistake them for
-    #: the next answer. None if all pieces are random.
+    #: Offset in `raw` from which all bytes are sent in one piece, or None if all pieces are random.
+    #: It is used for answers that are followed by invalid bytes. If these bytes came later than the
+    #: end of the answer, the gateway would take them for the next answer.
     whole_from: int | None = None
 
 

@@ -122,7 +122,7 @@ class Stage:
         return self.pool.host_env
 
     def prepare(self) -> None:
-        """Write the project, create the deployment of steps, and start the worker."""
+        """Write the project, create the deployment of pipelines and steps, and start the worker."""
         self.project.mkdir()
         (self.project / "pyproject.toml").write_text("")
         (self.project / "steps.py").write_text(_STEPS)

@@ -90,9 +90,10 @@ class Trial:
     host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: "adopt" or "stop" if a worker starts the run, "direct" if the run is started without a
-    #: worker. With "adopt", the run's next flow process adopts the running Ray job. Otherwise
-    #: `muster reconcile` stops the job.
+    #: How the run is started, and what happens to its Ray job after the kill. "adopt": a worker
+    #: starts the run, and the run's next flow process adopts the running job. "stop": a worker
+    #: starts the run, and `muster reconcile` stops the job. "direct": the run is started without a
+    #: worker, and `muster reconcile` stops the job.
     way: str
     #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str

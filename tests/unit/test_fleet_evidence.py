@@ -76,11 +76,11 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("ssx", 3, "suspect"),
         # a bad answer to a probe is a failure even if a request gets tokens during the probe (`b`)
         ("bbb", 3, "sick"),
-        # a token (`t`) resets the count of failures if all were missing answers (`s`) or failed
-        # requests (`r`)
+        # a generated token (`t`) resets the count of failures if no answer was bad: each failure
+        # was a missing answer (`s`) or a failed request (`r`)
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # a token (`t`) does not reset the count of failures if one of them was a bad answer (`n`)
+        # a generated token (`t`) does not reset the count if one failure was a bad answer (`n`)
         ("nntn", 3, "sick"),
     ],
 )

@@ -368,7 +368,7 @@ def cancel_flow_run(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: 
         grace_s: Grace periods of the run, in seconds.
 
     Returns:
-        The pids of the processes whose grace periods the worker has read.
+        The pids of the processes for which the worker has looked up the grace period.
     """
     read_pids: list[int] = []
 

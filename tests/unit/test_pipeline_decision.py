@@ -255,7 +255,7 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),
-        # the last state is final, so its own time counts
+        # the last state is final: no later state exists, so the time of the final state counts
         ([(0, False), (9, True)], 9),
     ],
 )
