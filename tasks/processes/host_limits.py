@@ -68,8 +68,13 @@ class HostLimit:
 
 
 def measure_process_limits() -> tuple[HostLimit, ...]:
-    """Return the limits of processes and threads for this process, with their current use."""
-    threads_by_pid = dict(_count_threads())
+    """Return the limits of processes and threads for this process, with their current use.
+
+    The use is incomplete if this process has no free file descriptor to read /proc.
+    """
+    threads_by_pid: dict[int, int] = {}
+    with suppress(OSError):
+        threads_by_pid = dict(_count_threads())
     limits = [*_measure_cgroups(threads_by_pid)]
 
     # The kernel does not apply RLIMIT_NPROC to root.
@@ -99,37 +104,76 @@ def measure_process_limits() -> tuple[HostLimit, ...]:
     return tuple(limits)
 
 
-def measure_file_limits() -> tuple[HostLimit, ...]:
-    """Return the limit of open files, RLIMIT_NOFILE, of the process that has most open files."""
-    counts: dict[int, int] = {}
-    for pid in tree.all_pids():
-        with suppress(OSError):
-            counts[pid] = len(os.listdir(f"/proc/{pid}/fd"))
-    # If this process has no free file descriptor, it cannot list `/proc/PID/fd` of any process, and
-    # `counts` is empty. In that case, report the limit of this process.
+def describe_file_limits() -> str:
+    """Return a text about the limits of open files, RLIMIT_NOFILE, after an error of a component.
+
+    The text names the processes that have reached their limit now. Usually the process with the
+    error has ended, and there is no such process. Then the text names the limit with which the
+    components of the run start: they inherit the limit of this process.
+    """
+    limits: list[HostLimit] = []
+    with suppress(OSError):
+        for pid in tree.all_pids():
+            with suppress(OSError, ValueError):
+                limits.append(_measure_files_of(pid))
+    if reached := [limit for limit in limits if limit.is_reached]:
+        return _join(reached)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    pid = max(counts, key=lambda pid: counts[pid], default=os.getpid())
-    with suppress(OSError, ValueError):
-        soft = _read_file_limit(pid)
-    largest = HostLimit(
-        name=f"RLIMIT_NOFILE (ulimit -n) of pid {pid} ({_read_name(pid)}), which has most open",
+    return f"components start with RLIMIT_NOFILE (ulimit -n) {soft}"
+
+
+def _measure_files_of(pid: int) -> HostLimit:
+    """Return the limit of open files of a process.
+
+    Raises:
+        OSError: The process has ended, or belongs to another user.
+        ValueError: The process has no limit.
+    """
+    return HostLimit(
+        name=f"RLIMIT_NOFILE (ulimit -n) of pid {pid} ({_read_name(pid)})",
         unit="files",
-        used=counts.get(pid, soft),
-        limit=soft,
+        used=len(os.listdir(f"/proc/{pid}/fd")),
+        limit=_read_file_limit(pid),
     )
-    return (largest,)
+
+
+def _describe_own_files() -> str:
+    """Return a text about the limit of open files of this process, which has reached the limit.
+
+    The open files are not counted, because that needs a free file descriptor.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"Muster's process {os.getpid()} has reached its RLIMIT_NOFILE (ulimit -n) of {soft} files"
+    )
+
+
+def _describe_files_of_machine() -> str:
+    """Return a text about the limit of open files of the whole machine.
+
+    Raises:
+        OSError: The file `/proc/sys/fs/file-nr` cannot be read.
+    """
+    used, _, limit = Path("/proc/sys/fs/file-nr").read_text().split()
+    return f"/proc/sys/fs/file-max of this machine: {used} of {limit} files in use"
 
 
 def describe_shortage(error: BaseException) -> str:
-    """Return a text with the limits that explain an error, or an empty string.
+    """Return a text with the limits that explain an error of this process, or an empty string.
+
+    This function raises no error. If this process has no free file descriptor, it cannot read
+    /proc, and the text may be empty.
 
     Args:
         error: An error which may mean that no process, thread or file could be created.
     """
-    if is_process_shortage(error):
-        return _join(measure_process_limits())
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return _join(measure_file_limits())
+    with suppress(OSError):
+        if is_process_shortage(error):
+            return _join(measure_process_limits())
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            return _describe_own_files()
+        if isinstance(error, OSError) and error.errno == errno.ENFILE:
+            return _describe_files_of_machine()
     return ""
 
 
@@ -153,14 +197,14 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
     """
     text = "\n".join((failure.message, failure.line, failure.log_tail))
     if _NO_PROCESS.search(text):
-        limits = (*limits_at_exit,) or measure_process_limits()
+        description = _join(limits_at_exit or measure_process_limits())
         rule = PROCESS_RULE
         hint = (
             "No process or thread could be started. Use fewer worker processes and threads (for "
             "example OMP_NUM_THREADS), or raise the limit that the message names."
         )
     elif _NO_FILE.search(text):
-        limits = measure_file_limits()
+        description = describe_file_limits()
         rule = FILE_RULE
         hint = (
             "No further file or connection could be opened. Close unused files, use fewer "
@@ -168,11 +212,13 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
         )
     else:
         return failure
-    if not limits:
+    if not description:
         return failure
-    return failure.with_changes(
-        rule=rule, message=f"{failure.message}; {_join(limits)}", hint=failure.hint or hint
-    )
+    message = failure.message
+    # If Muster's own process could not start the component, the message names the limit already.
+    if failure.rule != "spawn":
+        message = f"{message}; {description}"
+    return failure.with_changes(rule=rule, message=message, hint=failure.hint or hint)
 
 
 def _join(limits: Iterable[HostLimit]) -> str:
