@@ -13,13 +13,13 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
@@ -39,7 +39,8 @@ from deployments.stack.env import (
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
 from tasks.queue.nodes import NoCapacity, read_local_devices
-from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
+from tasks.queue.pool_copies import PoolCopy, is_empty, parse_copy, variable_name
+from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
 from tasks.show.output import guard_output
@@ -65,26 +66,19 @@ class WrongPool(Exception):
 def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, and register this machine in it.
 
-    The settings of the pool then contain this machine with its GPUs, and the stack's Ray cluster.
-    Runs without Ray use the machine, the other runs use the cluster. If the work pool exists, its
-    other settings stay unchanged, unless a user deleted the pool and a worker created it again with
-    default settings. In that case, the description and the concurrency limit are restored, too.
+    This machine's GPUs are for runs without Ray, and the stack's Ray cluster is for the other runs.
+    If the work pool exists, its other settings stay unchanged. If the work pool was deleted, it
+    gets back the settings that it had before.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.
     """
-    pool = WorkPoolCreate(
-        name=POOL,
-        type=TYPE,
-        # The description is plain text, because the Prefect UI renders no links here.
-        description="Runs of the flow train. Each starts in order when all GPUs of its gang are "
-        "free. The concurrency limit is the largest number of runs at once. The queue is on the "
-        f"page {QUEUE_PAGE} of this server (artifact gang-queue), the nodes on {NODES_PAGE}.",
-        base_job_template=GangWorker.get_default_base_job_template(),
-        concurrency_limit=POOL_LIMIT,
-    )
+    copy = parse_copy(client.read_variable_by_name(variable_name(POOL)))
+    template = GangWorker.get_default_base_job_template()
+    contents = _make_contents(copy, template).model_dump(exclude_unset=True)
     try:
-        client.create_work_pool(pool)
+        client.create_work_pool(WorkPoolCreate(name=POOL, type=TYPE, **contents))
+        is_restored = copy is not None
     except ObjectAlreadyExists:
         existing_pool = client.read_work_pool(POOL)
         if existing_pool.type != TYPE:
@@ -92,14 +86,14 @@ def ensure_pool(client: SyncPrefectClient) -> None:
                 f"The work pool {POOL} is of the type {existing_pool.type}, whose workers ignore "
                 f"the queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
-        if _was_created_by_worker(existing_pool):
-            print(f"The work pool {POOL} was deleted. It is set up again.", flush=True)
-            update = WorkPoolUpdate(
-                description=pool.description, concurrency_limit=pool.concurrency_limit
-            )
+        is_restored = is_empty(existing_pool)
+        if is_restored:
+            update = _make_contents(copy, existing_pool.base_job_template)
             client.update_work_pool(POOL, update)
         else:
             print(f"The work pool {POOL} exists already and was not changed.", flush=True)
+    if is_restored:
+        print(f"The work pool {POOL} was deleted. It is set up again.", flush=True)
 
     _update_settings(client, _read_local_node())
 
@@ -109,13 +103,23 @@ def ensure_pool(client: SyncPrefectClient) -> None:
             client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
 
 
-def _was_created_by_worker(pool: WorkPool) -> bool:
-    """Return True if a worker has created the work pool: all settings have their default values.
+def _make_contents(copy: PoolCopy | None, template: Mapping[str, Any]) -> WorkPoolUpdate:
+    """Return the settings of a new work pool `gang`.
 
-    If a user deletes the work pool, a running worker creates it again within a minute.
+    Args:
+        copy: Copy of the settings of a deleted pool with this name. None for the default settings.
+        template: Base job template of the work pool, without settings of the queue.
     """
-    has_defaults = settings_of(pool.base_job_template) == PoolSettings()
-    return has_defaults and not pool.description and pool.concurrency_limit is None
+    if copy is not None:
+        return copy.fill_in(template)
+    return WorkPoolUpdate(
+        # The description is plain text, because the Prefect UI renders no links here.
+        description="Runs of the flow train. Each starts in order when all GPUs of its gang are "
+        "free. The concurrency limit is the largest number of runs at once. The queue is on the "
+        f"page {QUEUE_PAGE} of this server (artifact gang-queue), the nodes on {NODES_PAGE}.",
+        concurrency_limit=POOL_LIMIT,
+        base_job_template=dict(template),
+    )
 
 
 def _read_local_node() -> TableNode | None:

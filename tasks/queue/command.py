@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -18,8 +19,9 @@ from prefect.settings import PREFECT_API_URL
 from tasks.processes import registry
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
+from tasks.queue.pool_copies import read_copy
 from tasks.queue.reasons import one_line
-from tasks.queue.scheduling_pass import read_queue_view
+from tasks.queue.scheduling_pass import QueueView, read_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueTables, as_json, explain
 from tasks.server.events import override_client_settings
@@ -84,8 +86,7 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
     """Show the waiting runs and the nodes of a work pool."""
 
     async def show(client: PrefectClient) -> None:
-        await settings.read_pool(client, pool)
-        view = await read_queue_view(client, pool)
+        view = await _read_view(client, pool)
         console = console_of(sys.stdout)
         if not is_on_terminal():
             console.width = _PIPE_WIDTH
@@ -98,6 +99,26 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
             print(line, file=sys.stderr)
 
     return _run_with_client(show)
+
+
+async def _read_view(client: PrefectClient, pool: str) -> QueueView:
+    """Return the queue and the nodes of a work pool, also if the pool was deleted.
+
+    Raises:
+        MissingFromServer: The server has no such work pool, and never had one with settings.
+    """
+    problems: tuple[str, ...] = ()
+    try:
+        await settings.read_pool(client, pool)
+    except settings.MissingFromServer:
+        if await read_copy(client, pool) is None:
+            raise
+        problems = (
+            f"the work pool {pool} was deleted, so none of its waiting runs starts. A running "
+            "worker of the pool creates it again within a minute, and so does `muster up`",
+        )
+    view = await read_queue_view(client, pool)
+    return replace(view, troubles=(*problems, *view.troubles))
 
 
 def why(flow_run_id: str, *, pool: str = _POOL) -> int:

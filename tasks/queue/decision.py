@@ -316,6 +316,46 @@ class SchedulingPass:
         )
         return len(self.queue) - not_startable
 
+    def list_missing_nodes(self, machine: ClusterNode | None = None) -> list[ClusterNode]:
+        """Return the nodes on which programs hold GPUs, but which are not in `nodes`.
+
+        Examples are the nodes of a Ray cluster that does not answer, and the nodes of a work pool
+        that was deleted.
+
+        Args:
+            machine: This machine with the leases of its GPU devices, if no work pool lists it. The
+                holders of leases without a grant are added to the result.
+        """
+        listed = {(key, node.name) for key, nodes in self.nodes.items() for node in nodes}
+        held: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        for entry in self.holding:
+            for name, gpus in self.held.get(entry.id, entry.granted).items():
+                node_key = (entry.request.cluster, name)
+                if gpus and node_key not in listed:
+                    held[node_key][entry.request.name] = gpus
+
+        others: dict[tuple[str, str], dict[str, float]] = {}
+        if machine is not None and ("", machine.name) not in listed:
+            others["", machine.name] = self._name_other_holders("", machine)
+
+        missing_nodes = []
+        for key, name in sorted({*held, *(node_key for node_key in others if others[node_key])}):
+            held_here = held.get((key, name), {})
+            others_here = others.get((key, name), {})
+            others_gpus = sum(others_here.values())
+            missing_nodes.append(
+                ClusterNode(
+                    name=name,
+                    gpus=sum(held_here.values()) + math.ceil(others_gpus),
+                    others_gpus=others_gpus,
+                    cluster=key,
+                    held=held_here,
+                    other_holders=others_here,
+                    is_missing=True,
+                )
+            )
+        return missing_nodes
+
     def count_gpus_of_tag(self, tag: str) -> int:
         """Return the number of GPUs of all runs with a tag, including runs that start now."""
         return self._count_gpus_by_tag((tag,), self.admitted)[tag]
@@ -651,7 +691,8 @@ class SchedulingPass:
             if owner not in granted_ids:
                 holders[names.get(owner, owner) or "an unknown program"] += 1
         others: dict[str, float] = dict(holders)
-        for run_id, gpus_on in self.clusters[key].used.items():
+        used = self.clusters[key].used if key in self.clusters else {}
+        for run_id, gpus_on in used.items():
             if run_id not in granted_names and gpus_on.get(node.name, 0.0) > _SLACK:
                 others[run_id] = gpus_on[node.name]
         return others

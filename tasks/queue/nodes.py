@@ -151,7 +151,7 @@ class Capacity:
         nodes = [await self._read_table_node(node) for node in all_settings.nodes]
         if self.includes_this_machine and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
             other_nodes = (node for node in nodes if node.name != host_name())
-            nodes = [*other_nodes, await self._read_this_machine()]
+            nodes = [*other_nodes, await self.read_this_machine()]
         if not nodes:
             raise NoCapacity(NO_TABLE)
         return Cluster(nodes=tuple(nodes))
@@ -180,7 +180,7 @@ class Capacity:
         if node.name != host_name():
             return listed_node
         try:
-            machine = await self._read_this_machine()
+            machine = await self.read_this_machine()
         except NoCapacity as error:
             # If the error were raised, the other nodes in the settings could not be used either. So
             # all GPUs of this machine are shown as in use.
@@ -197,7 +197,7 @@ class Capacity:
             run_ids=machine.run_ids,
         )
 
-    async def _read_this_machine(self) -> ClusterNode:
+    async def read_this_machine(self) -> ClusterNode:
         """Return the GPUs of this machine and their leases.
 
         Raises:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -19,6 +20,7 @@ from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
 from tasks.processes.ending import find_holders
+from tasks.processes.identity import host_name
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass, find_overgranted, own_settings, pool_of
 from tasks.queue.grants import SchedulerProcess
@@ -556,11 +558,13 @@ class QueueView:
     is_paused: bool
     #: Largest number of runs that may run at once, or None without a limit.
     limit: int | None
-    #: Number of runs of the work pool that are pending or running.
+    #: Number of runs of the work pool that are pending or running. If the server has no such pool,
+    #: the number of all such runs without a pool.
     running: int
     #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]
-    #: The nodes of all clusters.
+    #: The nodes of all clusters. At the end, the missing nodes: nodes that no readable cluster or
+    #: pool lists, but on which programs hold GPUs.
     nodes: tuple[ClusterNode, ...]
     #: For each tag with a limit of GPUs: the number of GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -572,8 +576,17 @@ class QueueView:
     troubles: tuple[str, ...] = ()
 
 
-def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
-    """Return the results of a scheduling pass for the work pool with the given name."""
+def make_queue_view(
+    scheduling_pass: SchedulingPass, name: str, machine: ClusterNode | None = None
+) -> QueueView:
+    """Return the results of a scheduling pass for a work pool.
+
+    Args:
+        scheduling_pass: The scheduling pass.
+        name: Name of the work pool.
+        machine: This machine with the leases of its GPU devices, or None if unknown. The holders of
+            these leases are shown even if no work pool lists the machine.
+    """
     pool = scheduling_pass.ledger.pools.get(name)
     settings = scheduling_pass.settings.get(name, PoolSettings())
     queues = pool.queues.values() if pool else ()
@@ -585,13 +598,14 @@ def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
         if entry.pool == name or entry.pool not in scheduling_pass.ledger.pools
     ]
     nodes = [node for _key, nodes in sorted(scheduling_pass.nodes.items()) for node in nodes]
+    nodes += scheduling_pass.list_missing_nodes(machine)
     return QueueView(
         at=scheduling_pass.at,
         pool=name if pool else "",
         policy=settings.policy,
         is_paused=bool(pool and pool.work_pool.is_paused),
         limit=pool.work_pool.concurrency_limit if pool else None,
-        running=scheduling_pass.ledger.count_active_runs()[name, None],
+        running=scheduling_pass.ledger.count_active_runs()[name if pool else "", None],
         line=tuple(_make_queued_run(scheduling_pass, entry, number) for number, entry in waiting),
         nodes=tuple(nodes),
         tags={
@@ -647,5 +661,11 @@ async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     Raises:
         httpx.HTTPError, PrefectException: The server did not answer.
     """
-    reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
-    return make_queue_view(await reader.run_pass(), pool)
+    capacity = Capacity()
+    reader = QueueReader(client, capacity, SchedulerProcess.current(), LedgerReader(client))
+    scheduling_pass = await reader.run_pass()
+    machine = None
+    if all(node.name != host_name() for node in scheduling_pass.nodes.get("", ())):
+        with suppress(NoCapacity):
+            machine = await capacity.read_this_machine()
+    return make_queue_view(scheduling_pass, pool, machine)

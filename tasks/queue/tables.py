@@ -65,11 +65,12 @@ _REASON_INDENT = 10
 def summarize(view: QueueView) -> tuple[str, ...]:
     """Return some lines about a work pool: running runs, free GPUs, limits, drains and problems."""
     limit = "" if view.limit is None else f" of at most {view.limit}"
-    free_gpus = sum(node.free_gpus for node in view.nodes)
-    gpus = sum(node.gpus for node in view.nodes)
+    listed_nodes = [node for node in view.nodes if not node.is_missing]
+    free_gpus = sum(node.free_gpus for node in listed_nodes)
+    gpus = sum(node.gpus for node in listed_nodes)
     node_text = "no nodes are known"
-    if view.nodes:
-        nodes = format_count(len(view.nodes), "node")
+    if listed_nodes:
+        nodes = format_count(len(listed_nodes), "node")
         node_text = f"{free_gpus} of {gpus} GPUs are free on {nodes}"
     name = f"work pool {view.pool}" if view.pool else "no work pool"
     lines = [
@@ -194,9 +195,14 @@ def _make_queue_row(run: QueuedRun) -> Row:
 def _make_node_row(node: ClusterNode) -> Row:
     """Return the table row of a node."""
     holders = [*sorted(node.held.items()), *sorted(node.other_holders.items())]
+    name = node.name
+    if node.is_drained:
+        name += " (drained)"
+    if node.is_missing:
+        name += " (missing)"
     return {
         "cluster": node.cluster or "-",
-        "node": f"{node.name} (drained)" if node.is_drained else node.name,
+        "node": name,
         "GPUs": node.gpus,
         "free": node.free_gpus,
         "others": f"{node.others_gpus:g}",

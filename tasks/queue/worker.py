@@ -55,6 +55,7 @@ from tasks.queue.grants import requeue_unstarted, state_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry, parse_request
 from tasks.queue.nodes import Capacity
+from tasks.queue.pool_copies import PoolCopies
 from tasks.queue.reasons import offered_message
 from tasks.queue.scheduler import Scheduler
 from tasks.queue.scheduling_pass import make_queue_view
@@ -584,6 +585,7 @@ class GangWorker(ProcessWorker):
         #: before the first scheduling pass.
         self._publishing: asyncio.Task[None] | None = None
         self._artifacts = QueueArtifacts(str(self.client.api_url))
+        self._pool_copies = PoolCopies(self.client)
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
@@ -761,14 +763,16 @@ class GangWorker(ProcessWorker):
             self._publishing = asyncio.create_task(self._write_queue(scheduling_pass))
 
     async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
-        """Write the state messages of the waiting runs and the artifacts to the server."""
+        """Write the messages of the waiting runs, the artifacts and copies of the work pools."""
+        pools = scheduling_pass.ledger.pools
         try:
+            await self._pool_copies.update(pool.work_pool for pool in pools.values())
             if await self._scheduler.publish_reasons(scheduling_pass):
                 self._wake_within(0.1)
-            for pool in scheduling_pass.ledger.pools:
+            for pool in pools:
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
-            self._logger.debug("The messages and artifacts could not be written: %r", error)
+            self._logger.debug("The results of a scheduling pass were not written: %r", error)
 
     async def _stop_publishing(self) -> None:
         """Cancel the task that writes to the server in the background, and wait for its end."""

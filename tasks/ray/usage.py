@@ -123,6 +123,9 @@ class ClusterNode:
     #: True if Muster's queue must not grant GPUs on the node, because Ray is about to remove the
     #: node or an operator has drained the node.
     is_drained: bool = False
+    #: True if neither a readable Ray cluster nor the settings of a work pool list the node. The
+    #: node is only known because programs hold GPUs on it, and `gpus` is the number of these GPUs.
+    is_missing: bool = False
     #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
     #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.

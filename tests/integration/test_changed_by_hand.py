@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tasks.queue.grants import GRANT
+from tasks.queue.pool_copies import variable_name
+from tasks.queue.settings import settings_of
 from tests.support.gang_pool import GangPool, Host, gang_pool
 from tests.support.host_environment import ROOT, Run, wait_for
 from tests.support.prefect_api import send_request
@@ -124,6 +126,36 @@ def test_run_of_a_deleted_work_queue_starts_and_delays_no_other_run(pool: GangPo
         wait_for(lambda run=run: run.state()[0] == "COMPLETED", "the run completes", 120)
 
 
+def test_deleted_pool_gets_back_its_settings_and_its_holders_stay_named(pool: GangPool) -> None:
+    [working] = start_runs(pool, 1)
+    name = working.name
+    pool.patch(concurrency_limit=5)
+    pool.change(limits={"team": 4}, drained=("n9",))
+    before = settings_of(pool.host_env.get("/work_pools/gang")["base_job_template"])
+
+    def copy_is_written() -> bool:
+        variables = pool.host_env.post("/variables/filter")
+        copies = [row["value"] for row in variables if row["name"] == variable_name("gang")]
+        return bool(copies) and copies[0]["settings"].get("limits") == {"team": 4}
+
+    wait_for(copy_is_written, "the server has a copy of the settings")
+
+    send_request("DELETE", f"{pool.host_env.api}/work_pools/gang")
+
+    def is_restored() -> bool:
+        assert read_queue(pool) == {name: 1}
+        pools = {row["name"]: row for row in pool.host_env.post("/work_pools/filter")}
+        if "gang" not in pools or pools["gang"]["concurrency_limit"] != 5:
+            return False
+        assert settings_of(pools["gang"]["base_job_template"]) == before
+        return True
+
+    wait_for(is_restored, "the settings are restored", 120)
+    assert read_queue(pool) == {name: 1}
+    pool.cancel_all()
+    pool.create_deployment(pool.name)
+
+
 def test_runs_of_a_deleted_pool_continue_and_start_after_a_new_set_up(pool: GangPool) -> None:
     [working] = start_runs(pool, 1)
     pids = working.pids()
@@ -135,8 +167,6 @@ def test_runs_of_a_deleted_pool_continue_and_start_after_a_new_set_up(pool: Gang
     code = set_up.wait(300)
 
     assert code == 0, pool.host_env.log("set-up")
-    new_pool = pool.host_env.get("/work_pools/gang")
-    assert new_pool["concurrency_limit"] == 8
     assert working.pids() == pids
     pool.cancel(working)
     wait_for(lambda: waiting.state()[0] == "COMPLETED", "the waiting run completes", 180)

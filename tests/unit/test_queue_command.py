@@ -14,12 +14,13 @@ import httpx
 import pytest
 from cyclopts import App
 from prefect.client.schemas.actions import WorkPoolUpdate
-from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
+from prefect.client.schemas.objects import FlowRun, State, StateType, Variable, WorkPool
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command as queue_command
 from tasks.queue.packing import Demand
+from tasks.queue.pool_copies import variable_name
 from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.ray.dashboard import ListedCluster
@@ -108,6 +109,11 @@ class Server:
     async def read_work_pools(self) -> list[WorkPool]:
         return [self.pool]
 
+    async def read_variable_by_name(self, name: str) -> Variable | None:
+        value = {"pool_id": str(self.pool.id)}
+        is_copy_of_deleted_pool = name == variable_name("deleted-pool")
+        return Variable(id=uuid4(), name=name, value=value) if is_copy_of_deleted_pool else None
+
     async def update_work_pool(self, name: str, update: WorkPoolUpdate) -> None:
         assert name == self.pool.name
         self.pool = self.pool.model_copy(update=update.model_dump(exclude_unset=True))
@@ -176,6 +182,14 @@ def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None
 
     assert code == 0
     assert json.loads(output)["line"][0]["name"] == "waiting-run"
+
+
+def test_holders_of_a_deleted_pool_are_named(command: Command) -> None:
+    code, output = command("--pool", "deleted-pool")
+
+    assert code == 0
+    assert "problem: the work pool deleted-pool was deleted" in output
+    assert "running-run: 8" in output
 
 
 def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:

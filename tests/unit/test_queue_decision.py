@@ -510,6 +510,58 @@ def test_drained_node_gets_no_new_runs_and_keeps_running_runs() -> None:
     assert list(scheduling_pass.held.values()) == [{"n1": 4}]
 
 
+def held_on_missing_nodes(scheduling_pass: SchedulingPass) -> dict[str, dict[str, int]]:
+    """Return the numbers of GPUs that runs hold on each missing node, by node name and run name."""
+    return {
+        node.name: {run_id.split("-")[0]: gpus for run_id, gpus in node.held.items()}
+        for node in scheduling_pass.list_missing_nodes()
+    }
+
+
+def test_holders_are_named_if_the_nodes_of_their_cluster_are_unknown() -> None:
+    cluster = {"ray": {"address": "http://away:8265"}}
+    holding = [
+        holder({"n1": 2}, 0),
+        holder({"n1": 1}, 1),
+        holder({"a": 8, "b": 8}, 2, spec=cluster),
+    ]
+
+    scheduling_pass = run_pass([], holding, clusters={"http://other:8265": Cluster(nodes=())})
+
+    assert held_on_missing_nodes(scheduling_pass) == {
+        "n1": {"run0": 2, "run1": 1},
+        "a": {"run2": 8},
+        "b": {"run2": 8},
+    }
+    [_, missing] = [node for node in scheduling_pass.list_missing_nodes() if node.name in "ab"]
+    assert (missing.cluster, missing.gpus, missing.free_gpus) == ("http://away:8265", 8, 0)
+
+
+def test_holder_on_a_node_that_the_pool_no_longer_lists_is_named() -> None:
+    scheduling_pass = run_pass([], [holder({"n1": 2}, 0), holder({"gone": 4}, 1)])
+
+    assert held_on_missing_nodes(scheduling_pass) == {"gone": {"run1": 4}}
+
+
+def test_holder_without_a_flow_run_is_named_on_a_machine_that_no_pool_lists() -> None:
+    known = holder({"here": 1}, 0)
+    machine = ClusterNode(
+        name="here",
+        gpus=8,
+        devices=tuple(range(8)),
+        leased={0: str(known.id), 3: "flow-run-of-nobody"},
+        run_ids={"flow-run-of-nobody": "deleted-run"},
+    )
+
+    scheduling_pass = run_pass([], [known])
+
+    [node] = scheduling_pass.list_missing_nodes(machine)
+    assert node.held == {known.request.name: 1}
+    assert node.other_holders == {"deleted-run": 1}
+    listed = replace(machine, name="n1")
+    assert [node.name for node in scheduling_pass.list_missing_nodes(listed)] == ["here"]
+
+
 def test_starts_of_a_pass_count_for_tag_limits() -> None:
     waiting = [entry(flow_run(6, number=number, tags=["team"])) for number in (1, 2)]
 

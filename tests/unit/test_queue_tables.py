@@ -179,6 +179,18 @@ def test_columns_with_equal_values_are_left_out() -> None:
     assert not {"cluster", "CPUs"} & node_rows(alike)[0].keys()
 
 
+def test_missing_node_is_listed_with_its_holders_and_is_not_counted() -> None:
+    missing = node("gone", gpus=2, held={"run-0": 2}, is_missing=True)
+    both = view(nodes=(node("a"), missing))
+
+    assert summarize(both)[0].endswith("; 8 of 8 GPUs are free on 1 node")
+    assert [(row["node"], row["held by"]) for row in node_rows(both)] == [
+        ("a", "-"),
+        ("gone (missing)", "run-0: 2"),
+    ]
+    assert summarize(view(nodes=(missing,)))[0].endswith("no nodes are known")
+
+
 def test_nodes_of_several_clusters_name_their_cluster() -> None:
     both = view(nodes=(node("a"), node("a", cluster="http://ray:8265")))
 

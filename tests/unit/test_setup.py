@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import Variable
 from prefect.exceptions import ObjectAlreadyExists
 
 from deployments.stack import part_checks, setup
 from deployments.stack.env import POOL, RAY_VARIABLE
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
+from tasks.queue.pool_copies import PoolCopy, variable_name
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
+from tasks.ray.dashboard import ListedCluster
 from tests.support.web import serving
 
 HERE = host_name()
@@ -32,12 +36,18 @@ class PoolServer:
         self.template = with_settings(template, PoolSettings(nodes=nodes or ()))
         self.description: str | None = None
         self.limit: int | None = None
+        self.variables: dict[str, Variable] = {}
         #: Deployments of the flow `train`.
         self.deployments: list[SimpleNamespace] = []
 
     def create_work_pool(self, pool: Any) -> None:
         if self._exists:
             raise ObjectAlreadyExists(http_exc=Exception("409"))
+        self._exists = True
+        self.update_work_pool(pool.name, pool)
+
+    def read_variable_by_name(self, name: str) -> Variable | None:
+        return self.variables.get(name)
 
     def read_work_pool(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(
@@ -111,6 +121,31 @@ def test_pool_that_a_worker_created_again_gets_limit_nodes_and_clusters(
     assert server.description
     assert [(node.name, node.gpus) for node in settings.nodes] == [(HERE, 4)]
     assert [cluster.address for cluster in settings.clusters] == ["http://127.0.0.1:8265"]
+
+
+@pytest.mark.parametrize("nodes", [None, ()], ids=["deleted", "created again by a worker"])
+def test_deleted_pool_gets_back_the_settings_of_its_copy(
+    nodes: tuple[TableNode, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", "0-3")
+    monkeypatch.setenv(RAY_VARIABLE, "http://127.0.0.1:9999")
+    server = PoolServer(nodes)
+    old_settings = PoolSettings(
+        nodes=(TableNode(name=HERE, gpus=2), TableNode(name="other", gpus=8)),
+        clusters=(ListedCluster(address="http://ray:8265"),),
+        limits={"team": 8},
+    )
+    copy = PoolCopy(pool_id=uuid4(), description="Ours", concurrency_limit=3, settings=old_settings)
+    name = variable_name(POOL)
+    server.variables[name] = Variable(id=uuid4(), name=name, value=copy.model_dump(mode="json"))
+
+    setup.ensure_pool(server)  # type: ignore[arg-type]
+
+    settings = settings_of(server.template)
+    assert (server.limit, server.description) == (3, "Ours")
+    assert (settings.nodes, settings.limits) == (old_settings.nodes, {"team": 8})
+    addresses = [cluster.address for cluster in settings.clusters]
+    assert addresses == ["http://ray:8265", "http://127.0.0.1:9999"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""Copies of the settings of work pools, from which a deleted work pool is restored.
+
+If a user deletes a work pool of type `gang`, a running worker creates an empty pool with the same
+name within a minute. The leader, the worker that decides for all workers which runs start, then
+restores the limit, the nodes, the clusters and the other settings of the pool. For this purpose,
+the leader keeps a copy of the settings of each pool in a Prefect variable. The program
+`deployments.stack.setup` restores a pool from the same copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import VariableCreate, VariableUpdate, WorkPoolUpdate
+from prefect.client.schemas.objects import Variable, WorkPool
+from prefect.types import MAX_VARIABLE_VALUE_LENGTH
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.queue.settings import PoolSettings, settings_of, with_settings
+
+_log = logging.getLogger(__name__)
+
+
+class PoolCopy(BaseModel):
+    """A copy of a work pool's settings."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    #: Id of the work pool. A pool that was created again has a new id.
+    pool_id: UUID
+    #: Description of the work pool.
+    description: str | None = None
+    #: Largest number of runs that may run at the same time, or None without a limit.
+    concurrency_limit: int | None = None
+    #: True if the work pool is paused, so that no run starts.
+    is_paused: bool = False
+    #: Settings of the queue: nodes, clusters, limits of tags, drained nodes and policy.
+    settings: PoolSettings = Field(default_factory=PoolSettings)
+
+    def fill_in(self, base_job_template: Mapping[str, Any]) -> WorkPoolUpdate:
+        """Return the update that restores an empty work pool from this copy.
+
+        Args:
+            base_job_template: Base job template of the empty work pool.
+        """
+        return WorkPoolUpdate(
+            description=self.description,
+            concurrency_limit=self.concurrency_limit,
+            is_paused=self.is_paused,
+            base_job_template=with_settings(base_job_template, self.settings),
+        )
+
+
+def is_empty(pool: WorkPool) -> bool:
+    """Return True if a work pool has only the defaults with which a running worker creates it.
+
+    Raises:
+        pydantic.ValidationError: The settings of the pool are invalid.
+    """
+    has_defaults = settings_of(pool.base_job_template) == PoolSettings()
+    return has_defaults and not pool.description and pool.concurrency_limit is None
+
+
+def variable_name(pool_name: str) -> str:
+    """Return the name of the Prefect variable with the copy of a work pool.
+
+    A variable's name may contain only lower-case letters, digits, hyphens and underscores. The
+    digest gives different names to pools such as `a b` and `a/b`.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", pool_name.lower()).strip("-")
+    if slug != pool_name:
+        slug = f"{slug[:100]}-{hashlib.sha256(pool_name.encode()).hexdigest()[:6]}"
+    return f"muster_pool_{slug}"
+
+
+def parse_copy(variable: Variable | None) -> PoolCopy | None:
+    """Return the copy in a Prefect variable. None without a variable or with an invalid copy."""
+    if variable is None:
+        return None
+    try:
+        return PoolCopy.model_validate(variable.value)
+    except ValidationError as error:
+        _log.warning("the Prefect variable %s cannot be used: %s", variable.name, error)
+        return None
+
+
+async def read_copy(client: PrefectClient, pool_name: str) -> PoolCopy | None:
+    """Return the copy of a work pool's settings from the server, or None without a copy.
+
+    Raises:
+        httpx.HTTPError: The server did not answer.
+    """
+    return parse_copy(await client.read_variable_by_name(variable_name(pool_name)))
+
+
+class PoolCopies:
+    """Writes the copies of all work pools, and restores pools that were created again."""
+
+    def __init__(self, client: PrefectClient) -> None:
+        """
+        Args:
+            client: Client of the Prefect server.
+        """
+        self._client = client
+        #: The last copy of each work pool that needs no further request, by pool name.
+        self._done: dict[str, PoolCopy] = {}
+
+    async def update(self, pools: Iterable[WorkPool]) -> None:
+        """Write the copies of the work pools that have changed, and restore empty new pools.
+
+        An empty pool is restored only if its id differs from the id in the copy. So a user can
+        still remove all settings of a pool.
+
+        Args:
+            pools: The work pools of type `gang`, as they were read from the server.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+        """
+        for pool in pools:
+            try:
+                copy = PoolCopy(
+                    pool_id=pool.id,
+                    description=pool.description,
+                    concurrency_limit=pool.concurrency_limit,
+                    is_paused=pool.is_paused,
+                    settings=settings_of(pool.base_job_template),
+                )
+            except ValidationError:
+                # The scheduling pass reports invalid settings, and uses the last valid ones.
+                continue
+            if copy != self._done.get(pool.name):
+                await self._update_pool(pool, copy)
+
+    async def _update_pool(self, pool: WorkPool, copy: PoolCopy) -> None:
+        """Restore one work pool, or write its copy to the server."""
+        stored_copy = await read_copy(self._client, pool.name)
+        if is_empty(pool) and stored_copy is not None and stored_copy.pool_id != pool.id:
+            await self._restore(pool, stored_copy)
+            return
+        if stored_copy != copy and not (is_empty(pool) and stored_copy is None):
+            await self._write(pool.name, copy)
+        self._done[pool.name] = copy
+
+    async def _restore(self, pool: WorkPool, copy: PoolCopy) -> None:
+        """Write the settings in a copy to an empty work pool."""
+        current_pool = await self._client.read_work_pool(pool.name)
+        if current_pool.id != pool.id or not is_empty(current_pool):
+            return
+        if not current_pool.base_job_template.get("job_configuration"):
+            # A worker adds the template at its next heartbeat, but only if the template is empty.
+            return
+        update = copy.fill_in(current_pool.base_job_template)
+        await self._client.update_work_pool(pool.name, update)
+        _log.warning("the work pool %s was deleted; its settings were restored", pool.name)
+
+    async def _write(self, pool_name: str, copy: PoolCopy) -> None:
+        """Write a copy to its Prefect variable."""
+        value = copy.model_dump(mode="json", exclude_defaults=True)
+        length = len(json.dumps(value))
+        if length > MAX_VARIABLE_VALUE_LENGTH:
+            _log.warning(
+                "The settings of the work pool %s have %d characters as JSON. A copy for the case "
+                "that the pool is deleted may have at most %d, so no copy was written.",
+                pool_name,
+                length,
+                MAX_VARIABLE_VALUE_LENGTH,
+            )
+            return
+        name = variable_name(pool_name)
+        try:
+            await self._client.update_variable(VariableUpdate(name=name, value=value))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            creation = VariableCreate(name=name, value=value, tags=["muster"])
+            await self._client.create_variable(creation)
