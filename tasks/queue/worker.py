@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -62,10 +63,12 @@ from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.queue.worker_names import WorkerName
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tasks.server.concurrency_lease import has_lost_lease, set_state_and_release_lease_async
 from tasks.server.events import Announcer
 from tasks.server.flow_process import share_ssl_contexts
-from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
+from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway, get_recorded_result
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 
 _log = logging.getLogger(__name__)
@@ -366,6 +369,25 @@ async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) ->
                 await _end_process(process)
 
 
+def _read_result(flow_run: FlowRun, began_at: float) -> State[Any] | None:
+    """Return the Prefect state of a run that has completed or failed, from its `run.json`.
+
+    Args:
+        flow_run: The flow run.
+        began_at: Earliest time of the result, in UTC epoch seconds.
+
+    Returns:
+        The state. None if there is no such result.
+    """
+    try:
+        run = RunJson.read_for_flow_run(RunPlace.of(flow_run.name).record, str(flow_run.id))
+    except (OSError, ValueError) as error:
+        _log.debug("the record of %s cannot be read: %r", flow_run.name, error)
+        return None
+    is_new = run is not None and run.ended_at is not None and run.ended_at >= began_at
+    return get_recorded_result(run) if is_new else None
+
+
 class GangWorker(ProcessWorker):
     """Prefect worker that starts each run of a work pool as soon as all of its GPUs are free."""
 
@@ -421,6 +443,7 @@ class GangWorker(ProcessWorker):
         When the worker stops, Prefect cancels this method. The process then gets SIGTERM and may
         use the grace periods of its run. Prefect's own worker would kill the process.
         """
+        began_at = time.time()
         assert isinstance(configuration, GangJobConfiguration)
         deployment = configuration._deployment
         assert deployment is not None
@@ -473,22 +496,32 @@ class GangWorker(ProcessWorker):
             raise RuntimeError("the process of the flow run was not started")
 
         with contextlib.suppress(httpx.HTTPError, PrefectException):
-            await self._complete_end(flow_run.id)
+            await self._complete_end(flow_run.id, began_at)
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
-    async def _complete_end(self, flow_run_id: UUID) -> None:
-        """Correct the state of a flow run whose process has ended.
+    async def _complete_end(self, flow_run_id: UUID, began_at: float) -> None:
+        """Set the state of a flow run whose process has ended, if its state does not show the end.
 
-        Most flow runs already have a final state. In two cases the state must be corrected. A flow
-        run with the state Cancelling becomes Cancelled. A flow run that has lost its concurrency
-        lease before it started returns to the queue.
+        A flow run that is being cancelled becomes Cancelled. If the run had completed or failed
+        before the cancel, the flow run gets this result instead. A flow run that has lost its
+        concurrency lease before it started returns to the queue.
+
+        Args:
+            flow_run_id: Id of the flow run.
+            began_at: Time before the start of the process, in UTC epoch seconds. An older result of
+                the run does not count.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
         """
         flow_run = await self.client.read_flow_run(flow_run_id)
         state = state_of(flow_run)
-        if state.is_cancelling():
+        result = None
+        if state.is_cancelling() or state.is_cancelled():
+            result = await asyncio.to_thread(_read_result, flow_run, began_at)
+        if result is not None:
+            await set_state_and_release_lease_async(self.client, flow_run_id, result, force=True)
+        elif state.is_cancelling():
             # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end
             # the process. The flow run would stay in the state Cancelling, so set Cancelled now.
             final_state: State[Any] = Cancelled(message="cancelled; its process has ended")

@@ -178,7 +178,7 @@ def exit_if_lease_was_lost(flow_run_id: str) -> None:
 
 
 def set_state_and_release_lease(
-    client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]
+    client: SyncPrefectClient, flow_run_id: UUID, state: State[Any], *, force: bool = False
 ) -> OrchestrationResult[Any]:
     """Set a state in which a flow run has no process, even if its lease cannot be released.
 
@@ -190,6 +190,7 @@ def set_state_and_release_lease(
         client: client of the Prefect server.
         flow_run_id: id of the flow run.
         state: new state.
+        force: True if the server must accept the state even if its rules forbid the change.
 
     Raises:
         httpx.HTTPError: The server did not answer, or refused the state for another reason.
@@ -197,7 +198,7 @@ def set_state_and_release_lease(
     Source: prefect/server/orchestration/core_policy.py, _release_concurrency_lease.
     """
     try:
-        return client.set_flow_run_state(flow_run_id, state)
+        return client.set_flow_run_state(flow_run_id, state, force=force)
     except httpx.HTTPStatusError as error:
         if error.response.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
@@ -205,15 +206,15 @@ def set_state_and_release_lease(
         if lease_id is None:
             raise
         client.release_concurrency_slots_with_lease(lease_id)
-        return client.set_flow_run_state(flow_run_id, state)
+        return client.set_flow_run_state(flow_run_id, state, force=force)
 
 
 async def set_state_and_release_lease_async(
-    client: PrefectClient, flow_run_id: UUID, state: State[Any]
+    client: PrefectClient, flow_run_id: UUID, state: State[Any], *, force: bool = False
 ) -> OrchestrationResult[Any]:
     """Do the same as `set_state_and_release_lease`, with an asynchronous client."""
     try:
-        return await client.set_flow_run_state(flow_run_id, state)
+        return await client.set_flow_run_state(flow_run_id, state, force=force)
     except httpx.HTTPStatusError as error:
         if error.response.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
@@ -221,7 +222,7 @@ async def set_state_and_release_lease_async(
         if lease_id is None:
             raise
         await client.release_concurrency_slots_with_lease(lease_id)
-        return await client.set_flow_run_state(flow_run_id, state)
+        return await client.set_flow_run_state(flow_run_id, state, force=force)
 
 
 def _get_lease_id(state: State[Any] | None) -> UUID | None:

@@ -500,12 +500,30 @@ def decide_closed_state(
     """
     if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None
+    result = get_recorded_result(run)
+    if result is not None:
+        # The run had its result before the cancel, if it was cancelled at all.
+        return result
     if state.is_cancelling():
-        # After the state Cancelling, the server's rules allow only the state Cancelled.
         return Cancelled(message=f"cancelled; {cause}")
-    if run is None or has_failed_by_loss(run) or not run.state.is_final:
-        advice = f". To continue the run: muster retry {run.run_id}" if run is not None else ""
-        return Crashed(message=f"{cause}{advice}")
+    if run is not None and run.state is RunState.CANCELLED:
+        return Cancelled(message=run.message)
+    advice = f". To continue the run: muster retry {run.run_id}" if run is not None else ""
+    return Crashed(message=f"{cause}{advice}")
+
+
+def get_recorded_result(run: RunJson | None) -> State[Any] | None:
+    """Return the Prefect state of a run that has completed or failed, according to its record.
+
+    Args:
+        run: record of the run. None if there is no record.
+
+    Returns: None if the run has no record, has not ended, was cancelled, or was lost.
+    """
+    if run is None or run.state not in (RunState.COMPLETED, RunState.FAILED):
+        return None
+    if has_failed_by_loss(run):
+        return None
     return STATE_OF.get(run.state, Failed)(message=run.message)
 
 
@@ -550,6 +568,9 @@ def propose_state(
 ) -> bool:
     """Set the state of a flow run, unless its state has changed. Return True on success.
 
+    After the state Cancelling, the server's rules allow only the state Cancelled. Any other new
+    state is then forced.
+
     Args:
         client: client of the Prefect server.
         flow_run_id: id of the flow run.
@@ -559,7 +580,8 @@ def propose_state(
     now = read_state(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
-    answer = set_state_and_release_lease(client, UUID(flow_run_id), after)
+    is_forced = before.is_cancelling() and not after.is_cancelled()
+    answer = set_state_and_release_lease(client, UUID(flow_run_id), after, force=is_forced)
     return answer.status == SetStateStatus.ACCEPT
 
 

@@ -94,6 +94,12 @@ class ObservedFlowRun:
     #: State of the flow run. None if it is unknown, or if the flow run does not exist any more.
     state: State[Any] | None = None
 
+    @property
+    def cancel_reason(self) -> str:
+        """Reason of the cancellation, for the run's record."""
+        message = self.state.message if self.state is not None else ""
+        return f"{_CANCELLED}: {message}" if message else _CANCELLED
+
 
 def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
     """Ask the Prefect server for a flow run, and return the change that the answer shows.
@@ -215,8 +221,7 @@ class ForwardedRequests:
 
         match observed.change:
             case Change.CANCELLED | Change.CANCELLED_NOW:
-                message = state.message if state is not None else ""
-                self._session.interrupt(f"{_CANCELLED}: {message}" if message else _CANCELLED)
+                self._session.interrupt(observed.cancel_reason)
                 if observed.change is Change.CANCELLED_NOW:
                     self._session.hurry()
                 if state is not None and state.is_final():

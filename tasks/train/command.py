@@ -16,6 +16,7 @@ import httpx
 from prefect import tags
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect.utilities.urls import url_for
 
@@ -30,7 +31,13 @@ from tasks.server.flow_process import (
     get_exit_code,
     share_ssl_contexts,
 )
-from tasks.server.flow_runs import STATE_OF, make_process_tag
+from tasks.server.flow_runs import (
+    STATE_OF,
+    ServerAway,
+    connect_to_server,
+    make_process_tag,
+    propose_state,
+)
 from tasks.server.server import (
     find_lasting_api_url,
     hide_prefect_logs,
@@ -162,7 +169,16 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
             raise
         _log.debug("the server did not accept the final state: %r", error)
         return recorded_state
-    return _read_final_state(terminal.record) or flow_state
+    recorded_state = _read_final_state(terminal.record)
+    if recorded_state is None:
+        return flow_state
+    flow_run_id = recorded_state.state_details.flow_run_id
+    if flow_state.is_cancelling() and flow_run_id is not None:
+        # A user has cancelled the run after its result was recorded. The server then rejects the
+        # result, and the flow run would stay Cancelling for ever.
+        with suppress(ServerAway), connect_to_server(PREFECT_API_URL.value() or "") as client:
+            propose_state(client, str(flow_run_id), flow_state, recorded_state)
+    return recorded_state
 
 
 def _read_final_state(record: Path | None) -> State[Any] | None:

@@ -393,13 +393,21 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 def _was_cancelled_while_stopping(run: RunSession) -> bool:
     """Return True if a user has cancelled a run on the Prefect server after its last attempt.
 
-    If the server does not answer, the result is False.
+    The thread that watches the server may not have noticed the cancel yet, so the server is asked
+    once more. If the server does not answer, the result is False.
     """
-    if not run.interrupt_reason or run.verdict.state is RunState.CANCELLED:
+    if run.is_handing_over or run.verdict.state is RunState.CANCELLED:
         return False
     with override_client_settings(retries=0):
-        change = observe_flow_run(run.flow_run_id).change
-    return change in (Change.CANCELLED, Change.CANCELLED_NOW, Change.ENDED)
+        observed = observe_flow_run(run.flow_run_id)
+    match observed.change:
+        case Change.CANCELLED | Change.CANCELLED_NOW:
+            run.interrupt(observed.cancel_reason)
+            return True
+        case Change.ENDED:
+            # If the run was not interrupted before, its result replaces the state that a user set.
+            return bool(run.interrupt_reason)
+    return False
 
 
 def conclude(run: RunSession) -> State[Any]:

@@ -192,8 +192,8 @@ def test_handover_succeeds_if_the_response_of_the_server_is_lost(
         def __init__(self, client: Any) -> None:
             self._client = client
 
-        def set_flow_run_state(self, *arguments: Any) -> None:
-            self._client.set_flow_run_state(*arguments)
+        def set_flow_run_state(self, *arguments: Any, **options: Any) -> None:
+            self._client.set_flow_run_state(*arguments, **options)
             raise waiting.ServerAway("the answer was lost")
 
     talking_to = waiting.connect_to_server

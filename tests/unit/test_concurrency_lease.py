@@ -207,7 +207,9 @@ class ServerWithLease:
     is_released: bool = False
     states: list[str] = field(default_factory=list)
 
-    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> str:
+    def set_flow_run_state(
+        self, flow_run_id: UUID, state: State[Any], *, force: bool = False
+    ) -> str:
         if not self.is_released:
             raise answer(self.status)
         self.states.append(state.type.value)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Crashed, Failed
+from prefect.states import Cancelling, Completed, Crashed, Failed
 
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.flow_process import get_exit_code
+from tasks.train import command
 from tasks.train.command import _run_to_end
 
 
-def terminal_with_record(place: Path, state: RunState, message: str) -> Any:
+def terminal_with_record(
+    place: Path, state: RunState, message: str, *, flow_run_id: str = ""
+) -> Any:
     """Return a fake terminal whose run has a record with this state and message."""
-    record = RunJson(run_id="r", flow_run_id="", state=state, message=message, started_at=1.0)
+    record = RunJson(
+        run_id="r", flow_run_id=flow_run_id, state=state, message=message, started_at=1.0
+    )
     path = place / "run.json"
     path.write_text(record.model_dump_json())
     return SimpleNamespace(record=path)
@@ -71,6 +78,24 @@ def test_state_of_the_flow_is_returned_if_the_record_has_no_final_state(tmp_path
 
     assert _run_to_end(returning(state), without_final_state) is state
     assert _run_to_end(returning(state), without_record) is state
+
+
+def test_late_cancel_of_a_completed_run_is_replaced_by_the_result_on_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow_run_id = uuid4()
+    cancelling: State[Any] = Cancelling()
+    terminal = terminal_with_record(
+        tmp_path, RunState.COMPLETED, "step 60 of 60", flow_run_id=str(flow_run_id)
+    )
+    proposals: list[tuple[object, ...]] = []
+    monkeypatch.setattr(command, "propose_state", lambda _client, *call: proposals.append(call))
+    monkeypatch.setattr(command, "connect_to_server", lambda _url: nullcontext())
+
+    final_state = _run_to_end(returning(cancelling), terminal)
+
+    assert final_state.is_completed()
+    assert proposals == [(str(flow_run_id), cancelling, final_state)]
 
 
 def test_error_of_the_flow_is_raised_if_there_is_no_record() -> None:

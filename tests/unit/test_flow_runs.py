@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled
 
 from tasks.processes import tree
 from tasks.processes.ending import Holders
@@ -268,9 +268,11 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
         # the run has no record, so its state becomes Crashed
         (RUNNING, None, "Crashed", "the cause"),
-        # the server allows only Cancelled after Cancelling
+        # the run had its result before the cancel, so the server gets the result
+        (CANCELLING, closed(RunState.COMPLETED), "Completed", "the run's own"),
+        (CANCELLING, closed(RunState.FAILED), "Failed", "the run's own"),
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
-        (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
+        (CANCELLING, closed(RunState.FAILED, by_loss=True), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
         # if the flow run is scheduled, pending or finished, or does not exist on the server, the
         # server's state is not changed
@@ -300,6 +302,7 @@ class FakeServer:
     date: str | None = "Thu, 01 Jan 2026 00:00:00 GMT"
     held: int = 0
     proposed_states: list[State[Any]] = field(default_factory=list)
+    forced_states: list[State[Any]] = field(default_factory=list)
 
     def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
         return FlowRun(id=flow_run_id, name="a-run", flow_id=uuid4(), state=self.states.pop(0))
@@ -307,8 +310,11 @@ class FakeServer:
     def read_flow_runs(self, *, limit: int, offset: int, **filters: Any) -> list[FlowRun]:
         return [flow_run(RUNNING, 60) for _ in range(min(limit, self.held - offset))]
 
-    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> Any:
+    def set_flow_run_state(
+        self, flow_run_id: UUID, state: State[Any], *, force: bool = False
+    ) -> Any:
         self.proposed_states.append(state)
+        self.forced_states += [state] if force else []
         status = SetStateStatus.ACCEPT if self.accepts else SetStateStatus.ABORT
         return type("Answer", (), {"status": status})()
 
@@ -325,6 +331,26 @@ def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
 
     assert is_accepted
     assert [state.name for state in server.proposed_states] == ["Crashed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_forced"),
+    [
+        # After Cancelling, the server accepts another state than Cancelled only if it is forced.
+        (Cancelling(), Completed(), True),
+        (Cancelling(), Cancelled(), False),
+        (Running(), Completed(), False),
+    ],
+)
+def test_result_of_a_run_replaces_a_late_cancel(
+    before: State[Any], after: State[Any], is_forced: bool
+) -> None:
+    server = FakeServer(states=[before])
+
+    assert propose_state(server, str(FLOW_RUN), before, after)  # type: ignore[arg-type]
+
+    assert server.proposed_states == [after]
+    assert bool(server.forced_states) is is_forced
 
 
 @pytest.mark.parametrize("current_state", [Running(), Completed(), Cancelled(), Scheduled()])

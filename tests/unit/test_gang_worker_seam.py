@@ -12,6 +12,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
@@ -30,6 +31,9 @@ from prefect.workers.process import ProcessWorker
 
 from tasks.queue import worker as gang
 from tasks.queue.worker import GangWorker
+from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.states import RunState
 from tests.support.scripted_prefect import ScriptedPrefect
 
 #: Method of Prefect's worker that the gang worker overrides to decide which runs start.
@@ -206,10 +210,56 @@ def test_run_whose_lease_was_lost_waits_again_after_its_process_has_ended(
     announced: list[str] = []
     worker._announce = lambda name, *_, **__: announced.append(name)
 
-    asyncio.run(worker._complete_end(flow_run_id))
+    asyncio.run(worker._complete_end(flow_run_id, 0.0))
 
     assert server.history(flow_run_id) == states
     assert announced == events
+
+
+@pytest.mark.parametrize("cancel", [StateType.CANCELLING, StateType.CANCELLED])
+@pytest.mark.parametrize(
+    ("record_state", "age_s", "expected"),
+    [
+        ("completed", 0.0, "Completed"),
+        ("failed", 0.0, "Failed"),
+        ("cancelled", 0.0, "Cancelled"),
+        ("running", 0.0, "Cancelled"),
+        # The record is of an earlier process of the flow run.
+        ("completed", 60.0, "Cancelled"),
+    ],
+)
+def test_server_gets_the_result_of_a_run_that_ended_before_its_cancel(
+    muster_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cancel: StateType,
+    record_state: str,
+    age_s: float,
+    expected: str,
+) -> None:
+    server = ScriptedPrefect({})
+    flow_run_id = server.submit({"name": "trial", "workload": "sft"})
+    server.set(flow_run_id, State(type=StateType.RUNNING))
+    server.set(flow_run_id, State(type=cancel))
+    monkeypatch.setattr(GangWorker, "client", server)
+    began_at = 1000.0
+    place = RunPlace.of(server.run(flow_run_id).name)
+    place.directory.mkdir(parents=True)
+    record = RunJson(
+        run_id=place.run_id,
+        flow_run_id=str(flow_run_id),
+        state=RunState(record_state),
+        message="the result",
+        attempts=(AttemptRecord(number=1, state=RunState(record_state)),),
+        ended_at=began_at + 5.0 - age_s,
+    )
+    place.record.write_text(record.model_dump_json())
+
+    asyncio.run(GangWorker("gang", "a")._complete_end(flow_run_id, began_at))
+
+    state = server.run(flow_run_id).state
+    assert state is not None
+    assert state.name == expected
+    assert (state.message == "the result") is (expected != "Cancelled")
 
 
 def test_worker_type_is_found_by_name() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelling
 
 from tasks.processes.component import AttemptPlan
 from tasks.processes.supervisor import Supervisor
@@ -208,6 +210,35 @@ def test_failed_run_that_was_cancelled_on_the_server_while_it_stopped_is_cancell
     assert run.record.state is state
     assert final_state.type.value == state.value.upper()
     assert "the data is broken" in (final_state.message or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (Change.CANCELLED, RunState.CANCELLED),
+        (Change.CANCELLED_NOW, RunState.CANCELLED),
+        # A final state that a user has set is replaced by the result of the run.
+        (Change.ENDED, RunState.FAILED),
+        (Change.DELETED, RunState.FAILED),
+    ],
+)
+def test_cancel_that_no_other_thread_has_noticed_counts_at_the_end(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch, change: Change, state: RunState
+) -> None:
+    cancelling: State[Any] = Cancelling(message="by ada")
+    observed = ObservedFlowRun(change=change, state=cancelling)
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: observed)
+    run = make_run()
+    run.crash(RuntimeError("the data is broken"))
+
+    final_state = conclude(run)
+
+    assert run.record.state is state
+    assert final_state.type.value == state.value.upper()
+    message = run.record.content.message
+    assert "the data is broken" in message
+    is_cancelled = state is RunState.CANCELLED
+    assert message.startswith("cancelled from Prefect: by ada, after") is is_cancelled
 
 
 @pytest.mark.parametrize("is_early", [True, False])
