@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from tasks.show.early_check import report_spec_faults
 from tasks.spec.formatting import suggest_name
 from tasks.spec.own_settings import InvalidVariable
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
+from tasks.spec.prefect_address import find_configured_server
 from tasks.spec.service_links import describe_invalid_setting, drop_service_variables
 
 
@@ -454,7 +454,7 @@ def wait_for_stack() -> None:
             from deployments.stack.state import wait_while_starting
 
             wait_while_starting(
-                _configured_server(), lambda text: print(text, file=sys.stderr, flush=True)
+                find_configured_server(), lambda text: print(text, file=sys.stderr, flush=True)
             )
             find_server()
 
@@ -469,26 +469,7 @@ def find_server() -> None:
         if (muster_home() / "stack" / "stack.json").exists():
             from deployments.stack.state import to_reach_stack
 
-            os.environ.update(to_reach_stack(_configured_server()))
-
-
-def _configured_server() -> str | None:
-    """Return the server address from the environment or from Prefect's active profile.
-
-    The function reads the profile without Prefect. Prefect would keep the settings that it reads
-    when it is imported, but `find_server` changes these settings later.
-
-    Returns:
-        The address, or None if no address is configured.
-    """
-    if "PREFECT_API_URL" in os.environ:
-        return os.environ["PREFECT_API_URL"]
-    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
-        active = os.environ.get("PREFECT_PROFILE") or profiles["active"]
-        return str(profiles["profiles"][active]["PREFECT_API_URL"])
-    return None
+            os.environ.update(to_reach_stack(find_configured_server()))
 
 
 if __name__ == "__main__":

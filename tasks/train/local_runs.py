@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
+from tasks.spec.prefect_address import may_have_server
 
 #: Matches the time in a run id, and the first character of the random part behind the time. A text
 #: with this much of a run id is hardly the beginning of another run's id.
@@ -17,13 +19,17 @@ _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 def find_local_run(name: str) -> RunPlace | None:
     """Return the directory of a run that has an attempt on this machine, or None.
 
-    The Prefect server is not asked, although it may know runs of other machines. So names that may
-    also mean such a run are not accepted: `latest`, and a beginning of a run id that is too short.
+    The Prefect server is not asked, although it may know runs of other machines. So a beginning of
+    a run id that is too short is not accepted, because it may also mean such a run. `latest` is
+    accepted only if no server is configured.
 
     Args:
-        name: Id of the run, or a beginning of the run id that contains the time of the run.
+        name: Id of the run, or a beginning of the run id that contains the time of the run, or
+            `latest`.
     """
     run_ids = list_local_run_ids()
+    if name == "latest":
+        name = "" if may_have_server() else _find_latest(run_ids)
     if name not in run_ids:
         if not _TIME_OF_RUN_ID.search(name):
             return None
@@ -33,6 +39,12 @@ def find_local_run(name: str) -> RunPlace | None:
         name = run_ids[0]
     place = RunPlace.of(name)
     return place if list_attempts(place) else None
+
+
+def _find_latest(run_ids: Iterable[str]) -> str:
+    """Return the run id of the run that began last, or an empty string if no run has a record."""
+    records = [record for record in map(read_local_record, run_ids) if record is not None]
+    return max(records, key=lambda record: record.started_at).run_id if records else ""
 
 
 def list_local_run_ids() -> list[str]:

@@ -12,6 +12,8 @@ import pytest
 from tasks.record import tail
 from tasks.record.log_file import LogFile
 from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.train.local_runs import find_local_run
 from tasks.train.logs_command import logs
@@ -28,6 +30,14 @@ def log(muster_home: Path) -> Path:
     place = RunPlace.of(RUN).attempt(1)
     place.directory.mkdir(parents=True)
     return place.log("trainer")
+
+
+def write_record(run_id: str, *, started_at: float) -> None:
+    """Write the `run.json` of a run that began at `started_at`, in UTC epoch seconds."""
+    place = RunPlace.of(run_id)
+    place.directory.mkdir(parents=True, exist_ok=True)
+    record = RunJson(run_id=run_id, state=RunState.RUNNING, started_at=started_at)
+    place.record.write_text(record.model_dump_json())
 
 
 class CountedReads:
@@ -50,12 +60,15 @@ class CountedReads:
         (RUN, []),
         (RUN[:-5], ["trainer"]),
         (RUN, ["--tail", "2"]),
+        ("latest", ["trainer"]),
     ],
 )
 def test_log_of_a_local_run_is_printed_without_slow_imports_and_without_server(
     log: Path, name: str, options: list[str]
 ) -> None:
     log.write_text("step 1\nstep 2\n")
+    write_record(RUN, started_at=2.0)
+    write_record("older-sft-20260103-000000-cccccccc", started_at=1.0)
     program = (
         "import sys\n"
         "from tasks.command import main\n"
@@ -64,7 +77,7 @@ def test_log_of_a_local_run_is_printed_without_slow_imports_and_without_server(
         "sys.exit(code)"
     )
     # Nothing listens at this address, so any request to the Prefect server would print a warning.
-    server = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    server = {"PREFECT_API_URL": "http://127.0.0.1:9/api" if name != "latest" else ""}
 
     done = subprocess.run(
         [sys.executable, "-c", program, "logs", name, *options],
@@ -151,6 +164,43 @@ def test_local_run_is_found_by_its_id(log: Path, name: str, is_found: bool) -> N
     place = find_local_run(name)
 
     assert (place is not None) == is_found
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "is_local"),
+    [
+        ({}, {}, True),
+        ({}, {"pyproject.toml": "[project]\ndependencies = ['prefect']", ".env": "A=b"}, True),
+        # A server may know a newer run of another machine.
+        ({"PREFECT_API_URL": "http://server/api"}, {}, False),
+        ({"PREFECT_PROFILES_PATH": "profiles.toml"}, {}, False),
+        ({}, {"prefect.toml": '[api]\nurl = "http://server/api"'}, False),
+        ({}, {"pyproject.toml": "[tool.prefect.api]"}, False),
+        ({}, {".env": "PREFECT_API_URL=http://server/api"}, False),
+    ],
+)
+def test_latest_run_is_local_if_no_server_is_configured(
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    files: dict[str, str],
+    is_local: bool,
+) -> None:
+    write_record(RUN, started_at=1.0)
+    project = tmp_path / "project"
+    project.mkdir()
+    for name, text in files.items():
+        (project / name).write_text(text)
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "no-prefect"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    place = find_local_run("latest")
+
+    assert (place is not None) is is_local
 
 
 def test_two_local_runs_with_the_same_beginning_are_ambiguous(log: Path) -> None:
