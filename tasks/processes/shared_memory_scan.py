@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tasks.processes.directory_watch import DirectoryWatch
 from tasks.processes.shared_memory import DIRECTORY, find_used_files
 
 _log = logging.getLogger(__name__)
 
 #: Longest time in seconds between two scans of /dev/shm.
 _SCAN_EVERY_S = 1.0
-#: Seconds between two checks whether /dev/shm has changed. A change causes a scan at once, so
-#: that the files of a process that ends soon are found. A check reads only the time of the last
-#: change, so it is much cheaper than a scan.
+#: Seconds between two checks whether /dev/shm has changed. A change causes a scan. A check reads
+#: only the time of the last change, so it is much cheaper than a scan. Usually the kernel reports a
+#: new file earlier, so that the files of a process that ends within milliseconds are found.
 _CHECK_EVERY_S = 0.1
 #: Time, in seconds, in which the scans check a new file in /dev/shm again and again: does a process
 #: of the run use the file? One check is not enough, because a process may map a file a moment after
@@ -77,7 +78,10 @@ class SharedMemoryScan:
         #: Time of the last change of the directory before the last scan, in nanoseconds.
         self._changed_at_ns = 0
         self._is_closing = False
+        #: Earliest time of the next scan because of a new file, in CLOCK_MONOTONIC seconds.
+        self._next_scan_at = 0.0
         self._wake = threading.Event()
+        self._watch: DirectoryWatch | None = None
         self._thread = threading.Thread(target=self._run, name="shared-memory", daemon=True)
         try:
             self._known = self._list_files()
@@ -85,6 +89,7 @@ class SharedMemoryScan:
             _log.warning("shared memory of the run is not found: %s", error)
             return
         self._thread.start()
+        self._watch = DirectoryWatch(directory, self._scan_for_new_file)
 
     def hurry(self) -> None:
         """Request a scan for new files in shared memory. Does not wait for the scan.
@@ -94,8 +99,15 @@ class SharedMemoryScan:
         """
         self._wake.set()
 
+    def _scan_for_new_file(self) -> None:
+        """Request a scan after a new file, unless a scan may use no more CPU time now."""
+        if time.monotonic() >= self._next_scan_at:
+            self._wake.set()
+
     def close(self) -> None:
         """Scan a last time, and stop the thread. Blocks for at most 5 seconds."""
+        if self._watch is not None:
+            self._watch.close()
         self._is_closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -123,6 +135,7 @@ class SharedMemoryScan:
                     _log.warning("shared memory of the run was not found: %s", error)
                 scanned_at = time.monotonic()
                 pause_s = choose_pause_s(time.thread_time() - began_s)
+                self._next_scan_at = scanned_at + pause_s
 
     def _has_changed(self) -> bool:
         """Return True if a file was made or removed in the directory since the last scan."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasks.processes import shared_memory_scan
+from tasks.processes.directory_watch import DirectoryWatch
 from tasks.processes.shared_memory import find_used_files
 from tasks.processes.shared_memory_scan import SharedMemoryScan, choose_pause_s
 from tests.support.supervised_components import wait_until
@@ -52,10 +56,53 @@ def test_file_of_the_run_is_reported_without_a_request(
     assert notes.made == {tmp_path / "own"}
 
 
+def test_new_file_is_reported_before_the_next_regular_check(
+    tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory_scan, "_CHECK_EVERY_S", 3600.0)
+    monkeypatch.setattr(shared_memory_scan, "_SCAN_EVERY_S", 3600.0)
+    scan = SharedMemoryScan(lambda: {os.getpid()}, notes, directory=tmp_path)
+
+    with (tmp_path / "own").open("w"):
+        wait_until(lambda: bool(notes.made), "the file is reported")
+
+    scan.close()
+    assert notes.made == {tmp_path / "own"}
+
+
+def test_closed_scan_leaves_no_thread_and_no_open_file(tmp_path: Path, notes: Notes) -> None:
+    threads = threading.active_count()
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        scan = SharedMemoryScan(lambda: {os.getpid()}, notes, directory=tmp_path)
+        scan.close()
+
+    wait_until(lambda: threading.active_count() <= threads, "the threads end")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "the files are closed")
+
+
+def test_file_is_reported_without_inotify_instances(
+    tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_watch: DirectoryWatch, _result: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(DirectoryWatch, "_check", fail)
+    scan = SharedMemoryScan(lambda: {os.getpid()}, notes, directory=tmp_path)
+
+    with (tmp_path / "own").open("w"):
+        wait_until(lambda: bool(notes.made), "the file is reported")
+
+    scan.close()
+
+
 def test_files_that_no_process_of_the_run_uses_are_not_reported(
     scan: SharedMemoryScan, notes: Notes, tmp_path: Path
 ) -> None:
-    (tmp_path / "others").touch()
+    # Make the file in another directory, so that no process of the run has it open here.
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.touch()
+    elsewhere.rename(tmp_path / "others")
     (tmp_path / "link").symlink_to(tmp_path / "others")
     (tmp_path / "folder").mkdir()
 

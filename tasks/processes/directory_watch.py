@@ -1,0 +1,85 @@
+"""Call a function as soon as a file is made in a directory, with inotify(7).
+
+The kernel reports a new file within a millisecond, and an idle directory costs no CPU time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+#: Flags of linux/inotify.h: a file was made in the directory, or was moved into it.
+_IN_CREATE = 0x100
+_IN_MOVED_TO = 0x80
+#: Flag of an event after which the kernel reports nothing more about the directory.
+_IN_IGNORED = 0x8000
+#: Number of bytes for one read of events. The largest event has 272 bytes.
+_READ_BYTES = 1 << 16
+#: Number of bytes before the name of the file in an event, and the position of the flags.
+_HEADER_BYTES = 16
+_FLAGS = slice(4, 8)
+_NAME_LENGTH = slice(12, 16)
+
+
+class DirectoryWatch:
+    """Calls a function after new files in a directory, in a thread, until `close`.
+
+    If the kernel has no more inotify instances for this user, the function is never called. So the
+    caller must also look at the directory from time to time.
+    """
+
+    def __init__(self, directory: Path, on_new_file: Callable[[], None]) -> None:
+        """
+        Args:
+            directory: The directory.
+            on_new_file: Function to call. It must return at once.
+        """
+        self._on_new_file = on_new_file
+        self._fd = -1
+        self._watch_id = -1
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            self._fd = self._check(self._libc.inotify_init1(os.O_CLOEXEC))
+            path = os.fsencode(directory)
+            flags = _IN_CREATE | _IN_MOVED_TO
+            self._watch_id = self._check(self._libc.inotify_add_watch(self._fd, path, flags))
+            threading.Thread(target=self._read_events, name="directory-watch", daemon=True).start()
+        except (OSError, RuntimeError) as error:
+            _log.debug("new files in %s are noticed later: %s", directory, error)
+            self._watch_id = -1
+            if self._fd >= 0:
+                os.close(self._fd)
+
+    def close(self) -> None:
+        """Stop the thread. Returns at once."""
+        if self._watch_id >= 0:
+            # The kernel then sends a last event, IN_IGNORED, and the thread ends.
+            self._libc.inotify_rm_watch(self._fd, self._watch_id)
+            self._watch_id = -1
+
+    def _check(self, result: int) -> int:
+        """Return the result of a system call, or raise the OSError that it has reported."""
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+    def _read_events(self) -> None:
+        """Read the events of the directory, and call the function after each read."""
+        is_over = False
+        while not is_over:
+            events = os.read(self._fd, _READ_BYTES)
+            while events:
+                flags = int.from_bytes(events[_FLAGS], "little")
+                is_over = is_over or bool(flags & _IN_IGNORED)
+                name_length = int.from_bytes(events[_NAME_LENGTH], "little")
+                events = events[_HEADER_BYTES + name_length :]
+            if not is_over:
+                self._on_new_file()
+        os.close(self._fd)
