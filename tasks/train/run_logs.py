@@ -196,14 +196,17 @@ def _print_block(block: bytes, prefix: str, color: str) -> None:
             text = line.removesuffix(b"\r").decode("utf-8", errors="replace")
             console.print(line_of(prefix, color) + coloured_line(text), soft_wrap=True)
         return
-    start = prefix.encode()
-    if start:
-        # The block ends with a newline. Omit the prefix that `replace` adds behind this newline.
-        prefixed = memoryview(block.replace(b"\n", b"\n" + start))
-        block = b"".join((start, prefixed[: -len(start)]))
     stream = raw_stdout()
     stream.flush()
-    stream.buffer.write(block)
+    start = prefix.encode()
+    if not start:
+        stream.buffer.write(block)
+        return
+    # The block ends with a newline. Omit the prefix that `replace` adds behind this newline. Two
+    # writes are faster than a copy of the block with the first prefix.
+    stream.buffer.write(start)
+    prefixed = memoryview(block.replace(b"\n", b"\n" + start))
+    stream.buffer.write(prefixed[: -len(start)])
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:
