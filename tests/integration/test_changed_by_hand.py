@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
 #: A working run ends, or its state is corrected, within this time after a change by hand.
 WITHIN_S = 60.0
+#: Delays, in seconds, from the end of a run's program to a cancel of the run.
+CANCEL_DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8)
 #: Types of the states that mean the end of a flow run.
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 #: Types of the Prefect states in which a flow run does no work: it has no process yet, or is
@@ -110,6 +114,33 @@ def test_run_with_a_deleted_flow_run_is_named_until_it_has_ended(pool: GangPool)
     wait_for(lambda: run.record()["state"] == "cancelled", "the record of the run is cancelled")
     assert "deleted" in run.record()["message"]
     wait_for(lambda: name not in read_queue(pool), "its GPUs are free")
+
+
+def test_cancel_in_the_last_moment_has_the_same_result_everywhere(pool: GangPool) -> None:
+    runs = [pool.submit(pool.spec(lasts_s=12.0)) for _ in CANCEL_DELAYS_S]
+
+    def cancel_after_the_end(run: Run, delay_s: float) -> None:
+        run.wait_until_running()
+        wait_for(lambda: "end" in [line["what"] for line in pool.read_lines_of(run)], "the end")
+        time.sleep(delay_s)
+        pool.cancel(run)
+
+    with ThreadPoolExecutor(len(runs)) as threads:
+        list(threads.map(cancel_after_the_end, runs, CANCEL_DELAYS_S))
+
+    for run in runs:
+        wait_for(lambda run=run: not run.pids(), "the processes of the run end", WITHIN_S)
+        wait_for(lambda run=run: run.state()[0] in FINAL, "the flow run ends", WITHIN_S)
+    pool.wait_until_all_end(WITHIN_S)
+    for run in runs:
+        result = run.record()["state"]
+        summaries = run.host_env.post(
+            "/artifacts/filter",
+            artifacts={"key": {"any_": ["summary"]}, "flow_run_id": {"any_": [run.flow_run_id]}},
+        )
+        assert result in ("completed", "cancelled")
+        assert run.state()[0].lower() == result
+        assert [f"### {result.capitalize()}" in row["description"] for row in summaries] == [True]
 
 
 def test_run_of_a_deleted_work_queue_starts_and_delays_no_other_run(pool: GangPool) -> None:
