@@ -180,7 +180,7 @@ prune: install  ## what may go of what ended runs have left here [ARGS=--yes]
 	@exec $(VENV)/bin/muster prune $(ARGS)
 
 bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='crash --quick']
-	@if ! $(PY) -c 'import circus, honcho, supervisor' 2>/dev/null; then
+	@if ! $(PY) -c 'import circus, honcho, pandas, pyarrow, supervisor, tensorboardX' 2>/dev/null; then
 		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[bench]'
 	fi
 	exec $(PY) -m tests.benchmarks $(ARGS)

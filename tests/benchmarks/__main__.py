@@ -40,6 +40,7 @@ NAMES = (
     "queue",
     "capacity",
     "release",
+    "sweep",
     "waiting",
     "gateway",
     "fleet",
