@@ -42,6 +42,9 @@ class StageRun:
     is_cancelling: bool = False
     #: Reason why the pipeline has stopped the run early, or an empty string.
     stop_reason: str = ""
+    #: True if the run has completed, but evaluations of its checkpoints have not ended, and the
+    #: stage needs the results of these evaluations to choose the best point.
+    awaits_evaluations: bool = False
 
     @property
     def is_stopped_early(self) -> bool:
@@ -85,7 +88,8 @@ class StageState(Enum):
 
     #: A stage that this stage needs has not ended, or the pipeline stops before this stage.
     WAITING = "waiting"
-    #: The stage has begun and has not ended.
+    #: The stage has begun and has not ended. A stage whose runs have ended is also active while the
+    #: pipeline awaits the evaluations of a run.
     ACTIVE = "active"
     #: All runs of the stage have completed or were stopped early. A stage with a matrix has one run
     #: for each point of the matrix.
@@ -108,6 +112,8 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
+    #: Completed runs whose evaluations the pipeline awaits, in the order of the stages.
+    evaluated: tuple[StageRun, ...]
     #: State of each stage, by name, before the runs in `begins` are created.
     states: Mapping[str, StageState]
     #: The skipped stages. The key is the name of a stage, and the value is the reason.
@@ -117,8 +123,8 @@ class PipelineDecision:
 
     @property
     def is_over(self) -> bool:
-        """True if the pipeline has ended: no run is active, and no further run must be created."""
-        return not self.begins and not self.active
+        """True if the pipeline has ended: it awaits no run, and must create no further run."""
+        return not self.begins and not self.active and not self.evaluated
 
 
 def decide(
@@ -153,6 +159,7 @@ def decide(
     skipped: dict[str, str] = {}
     failures: list[StageRun] = []
     active: list[StageRun] = []
+    evaluated: list[StageRun] = []
     begins: list[Begin] = []
     for plan in sort_by_needs(stages):
         tries = [tries_of_unit.get(unit, []) for unit in plan.units]
@@ -165,6 +172,7 @@ def decide(
                 continue
 
         stage_active = [*filter(None, map(_find_active, tries))]
+        stage_evaluated = [run for unit in tries for run in unit if run.awaits_evaluations]
         stage_failures = [*filter(None, (_find_failure(unit, requested_at) for unit in tries))]
         missing = [
             Begin(stage=unit, number=_next_number(unit_tries))
@@ -172,13 +180,15 @@ def decide(
             if _must_begin(unit_tries, requested_at)
         ]
         active += stage_active
+        evaluated += stage_evaluated
         if stage_failures and not plan.continues:
             failures += stage_failures
         elif may_begin:
             free = len(missing) if plan.at_most is None else plan.at_most - len(stage_active)
             begins += missing[: max(0, free)]
 
-        if stage_active or (missing and not (stage_failures and not plan.continues)):
+        is_unfinished = missing and not (stage_failures and not plan.continues)
+        if stage_active or stage_evaluated or is_unfinished:
             states[plan.name] = StageState.ACTIVE
         else:
             states[plan.name] = StageState.FAILED if stage_failures else StageState.COMPLETED
@@ -187,6 +197,7 @@ def decide(
     return PipelineDecision(
         begins=tuple(begins) if first_failure is None else (),
         active=tuple(active),
+        evaluated=tuple(evaluated) if first_failure is None else (),
         states={plan.name: states[plan.name] for plan in stages},
         skipped=skipped,
         ended_by=first_failure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,11 +14,15 @@ from tasks.pipeline.point_histories import PointHistories
 from tasks.pipeline.results import format_points
 from tasks.pipeline.server_requests import ServerRequests
 from tasks.pipeline.stage_values import StageValues
+from tasks.record.evaluations import read_evaluation_curve
+from tasks.record.places import RunPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show.markdown import escape_markdown
 from tasks.show.pictures import MatrixCurve, draw_matrix
 from tasks.show.run_view import Shown
 from tasks.spec.pipeline import Stage
+
+_log = logging.getLogger(__name__)
 
 #: Shortest time in seconds between two updates of a matrix's artifact, if only numbers change. If
 #: the state of a run has changed, the artifact is updated at once.
@@ -152,9 +157,9 @@ class MatrixPage:
     ) -> dict[str, MatrixCurve]:
         """Return the curve of each matrix point that has a value, by the point's name `STAGE.N`.
 
-        If the stage is a training, a curve shows the metric by training step. If the stage is a
-        function or a command, a curve is a single dot. Its x value is the number of the point, and
-        its y value is the number in the result.
+        If the stage is a training, a curve shows the metric, or the figure of an evaluation, by
+        training step. If the stage is a function or a command, a curve is a single dot. Its x value
+        is the number of the point, and its y value is the number in the result.
 
         Args:
             stage: The stage with the matrix.
@@ -171,7 +176,9 @@ class MatrixPage:
             number = int(unit.partition(".")[2])
             figure = results.get(unit)
             points = [(float(number), figure)] if figure is not None else []
-            if not stage.is_step:
+            if stage.best_evaluation:
+                points = [*_read_evaluations(run, key).items()]
+            elif not stage.is_step:
                 points = [*self._histories.read(run, key).figures.items()]
             if points:
                 curves[unit] = MatrixCurve(
@@ -181,6 +188,15 @@ class MatrixPage:
                     is_stopped=run.is_stopped_early,
                 )
         return curves
+
+
+def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
+    """Return a figure of a run's evaluations by training step. Empty if it cannot be read."""
+    try:
+        return read_evaluation_curve(RunPlace.of(run.name), key)
+    except (OSError, ValueError) as error:
+        _log.warning("The evaluations of the run %s cannot be read: %s", run.name, error)
+        return {}
 
 
 def _find_figure_key(stage: Stage) -> str:

@@ -85,14 +85,15 @@ class ProgressReport:
                         reason=reason,
                     )
                 )
-        if decision.active:
+        if decision.active or decision.evaluated:
             self._report_active_runs(decision)
 
     def _report_active_runs(self, decision: PipelineDecision) -> None:
         """Set the state message of the pipeline's flow run, if the message has changed."""
-        message = "; ".join(map(self._describe_active_run, decision.active[:_MAX_SHOWN_RUNS]))
-        if len(decision.active) > _MAX_SHOWN_RUNS:
-            message += f"; and {len(decision.active) - _MAX_SHOWN_RUNS} more runs"
+        runs = (*decision.active, *decision.evaluated)
+        message = "; ".join(map(self._describe_active_run, runs[:_MAX_SHOWN_RUNS]))
+        if len(runs) > _MAX_SHOWN_RUNS:
+            message += f"; and {len(runs) - _MAX_SHOWN_RUNS} more runs"
         if decision.ended_by is not None:
             message += f"; stage {decision.ended_by.stage} failed, so no further stage begins"
         if message == self._last_message:
@@ -109,6 +110,8 @@ class ProgressReport:
         """Return a text about an active run, such as `stage eval (2 of 3): Running`."""
         name = run.stage_name
         state_text = f"{run.state}: {run.message}" if run.message else run.state
+        if run.awaits_evaluations:
+            state_text = f"{run.state}, its evaluations have not ended"
         if name not in self._stage_names:
             return f"stage {run.stage}: {state_text}"
         position = self._stage_names.index(name) + 1

@@ -21,9 +21,17 @@ from tasks.pipeline.server_requests import ServerRequests
 from tasks.pipeline.stage_specs import CannotBegin
 from tasks.record.checkpoint_paths import CheckpointPath
 from tasks.record.checkpoints import find_stage_checkpoint
+from tasks.record.evaluation_rules import find_best_checkpoint
+from tasks.record.evaluations import (
+    EvaluatedCheckpoint,
+    EvaluationsJson,
+    read_evaluated_checkpoints,
+)
 from tasks.record.places import RunPlace
 from tasks.record.result_file import InvalidResult
 from tasks.record.states import RunState
+from tasks.server.flow_runs import read_flow_runs
+from tasks.spec.matrix import Best
 from tasks.spec.pipeline import Stage
 from tasks.spec.probes import get_number
 from tasks.spec.run import RunSpec
@@ -50,6 +58,9 @@ class RunResults:
         #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
         #: flow run ids of the completed points. None if a point has no such number.
         self._figures: dict[str, float | None] = {}
+        #: Flow run ids of the completed runs whose evaluations have ended. The evaluations of these
+        #: runs do not change any more.
+        self._evaluated: set[str] = set()
 
     def add_secrets(self, secrets: Collection[str]) -> None:
         """Mask further secret values in the results that are read from now on."""
@@ -60,10 +71,15 @@ class RunResults:
 
         A step is a stage that runs a function or a command. Any other run is returned unchanged.
 
+        If `best` of the stage compares evaluations, the result also says whether the evaluations of
+        a completed run have ended. Any other run is returned unchanged.
+
         Args:
             stage: The stage of the run.
             run: The run.
         """
+        if run.ending is RunState.COMPLETED and stage.best_evaluation:
+            return replace(run, awaits_evaluations=self._awaits_evaluations(stage, run))
         if run.ending is not RunState.COMPLETED or not stage.is_step:
             return run
         if run.flow_run_id not in self._results:
@@ -85,27 +101,62 @@ class RunResults:
         """Return the result of a completed step, which `check_result` has read."""
         return self._results[run.flow_run_id]
 
-    def figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
-        """Return the number of a run that the key `best` compares, or None if it is unknown.
+    def _awaits_evaluations(self, stage: Stage, run: StageRun) -> bool:
+        """Return True if evaluations that the key `best` of a stage compares have not ended.
 
-        For a step (a function or a command), the number is in the step's result. For a training, it
-        is the last value of a metric.
+        The record of a run's evaluations may be out of date after the end of the run, so the
+        Prefect server is asked, too.
 
         Args:
             stage: The stage of the run.
             run: The completed run.
-            key: Key of the number in the result, or name of the metric. Each call for the same run
-                must pass the same key, because the number is read only once.
         """
+        if run.flow_run_id in self._evaluated:
+            return False
+        try:
+            notes = EvaluationsJson.read(RunPlace.of(run.name)).evaluations
+        except (OSError, ValueError) as error:
+            _log.warning("The evaluations of the run %s cannot be read: %s", run.name, error)
+            return False
+        active_ids = [
+            note.flow_run_id
+            for note in notes
+            if note.name == stage.best_evaluation and note.state.is_active and note.flow_run_id
+        ]
+        if active_ids:
+            flow_runs = self._requests.ask(
+                lambda client: [*read_flow_runs(client, {"id": {"any_": active_ids}})]
+            )
+            if any(one.state is None or not one.state.is_final() for one in flow_runs):
+                return True
+        self._evaluated.add(run.flow_run_id)
+        return False
+
+    def figure(self, stage: Stage, run: StageRun, best: Best) -> float | None:
+        """Return the number of a run that the key `best` compares, or None if it is unknown.
+
+        For a step (a function or a command), the number is in the step's result. For a training, it
+        is the last value of a metric, or the best value of an evaluation's figure.
+
+        Args:
+            stage: The stage of the run.
+            run: A run that has completed or was stopped early.
+            best: The key `best` of the stage. It must be the same at each call for the run.
+        """
+        if run.awaits_evaluations:
+            return self._read_figure(stage, run, best)
         if run.flow_run_id not in self._figures:
-            self._figures[run.flow_run_id] = self._read_figure(stage, run, key)
+            self._figures[run.flow_run_id] = self._read_figure(stage, run, best)
         return self._figures[run.flow_run_id]
 
-    def _read_figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
+    def _read_figure(self, stage: Stage, run: StageRun, best: Best) -> float | None:
         if stage.is_step:
-            return get_number(self.result(run), key)
+            return get_number(self.result(run), best.by)
+        if stage.best_evaluation:
+            evaluated = _find_best_evaluated(run, best)
+            return evaluated.figure(best.by) if evaluated is not None else None
         try:
-            return read_last_metric(RunPlace.of(run.name), key)
+            return read_last_metric(RunPlace.of(run.name), best.by)
         except (OSError, ValueError) as error:
             _log.warning("The metrics of the run %s cannot be read: %s", run.name, error)
             return None
@@ -113,10 +164,17 @@ class RunResults:
     def checkpoint(self, stage: Stage, run: StageRun) -> str:
         """Return the path of the checkpoint of a completed run.
 
+        If `best` of the stage compares evaluations, and the stage has no key `checkpoint`, the
+        result is the checkpoint with the best evaluation.
+
         Raises:
             CannotBegin: No checkpoint was found on this host, or the folder of the checkpoints
                 cannot be read.
         """
+        if stage.best is not None and stage.best_evaluation and stage.checkpoint is None:
+            evaluated = _find_best_evaluated(run, stage.best)
+            if evaluated is not None:
+                return evaluated.checkpoint.path
         try:
             checkpoint = self._requests.ask(lambda client: _find_checkpoint(client, stage, run))
         except OSError as error:
@@ -131,6 +189,20 @@ class RunResults:
             "directory, and that `checkpoints` or `checkpoint` in the spec names the place of the "
             "checkpoints."
         )
+
+
+def _find_best_evaluated(run: StageRun, best: Best) -> EvaluatedCheckpoint | None:
+    """Return the best checkpoint of a run by the figure of an evaluation.
+
+    Returns:
+        The evaluation of the checkpoint. None if no evaluation has the figure, or if the record of
+        the evaluations cannot be read.
+    """
+    try:
+        return find_best_checkpoint(best, read_evaluated_checkpoints(RunPlace.of(run.name)))
+    except (OSError, ValueError) as error:
+        _log.warning("The evaluations of the run %s cannot be read: %s", run.name, error)
+        return None
 
 
 def _find_checkpoint(

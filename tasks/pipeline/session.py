@@ -304,7 +304,7 @@ class PipelineSession:
                 self.failure = str(error)
         if decision is None:
             decision = decide(plans, self._runs, requested_at, lambda *_: self.failure)
-            decision = replace(decision, begins=(), skipped={})
+            decision = replace(decision, begins=(), evaluated=(), skipped={})
         self._states = decision.states
         self._skipped = decision.skipped
         self.final_run = decision.ended_by
@@ -363,7 +363,10 @@ class PipelineSession:
         return False
 
     def _check_result(self, run: StageRun) -> StageRun:
-        """Return a run. A completed step without a valid result is returned as Failed."""
+        """Return a run as `RunResults.check_result` describes it.
+
+        A run whose stage is no longer in the pipeline is returned unchanged.
+        """
         if run.stage_name not in self.spec.stage_names:
             return run
         return self._results.check_result(self.spec.unit_stage(run.stage), run)
@@ -435,8 +438,9 @@ class PipelineSession:
 
 def _describe_handover(decision: PipelineDecision) -> str:
     """Return a clause about the stages that the next flow process will continue or begin."""
-    if decision.active:
-        names = join_commas([run.stage for run in decision.active])
+    runs = (*decision.active, *decision.evaluated)
+    if runs:
+        names = join_commas([run.stage for run in runs])
         return f"stage {names} continues, and the pipeline's next process attaches to it"
     return f"stage {join_commas([step.stage for step in decision.begins])} is next"
 

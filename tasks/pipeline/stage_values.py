@@ -119,7 +119,7 @@ class StageValues:
         stage = self.spec.stage(name)
         assert stage.best is not None
         return {
-            unit: self.results.figure(stage, run, stage.best.by)
+            unit: self.results.figure(stage, run, stage.best)
             for unit, run in self._usable_points(name).items()
         }
 

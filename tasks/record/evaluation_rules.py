@@ -16,6 +16,7 @@ from tasks.record.evaluations import (
     EvaluationState,
 )
 from tasks.spec.evaluations import Evaluation, KeepBest
+from tasks.spec.matrix import Best
 
 
 def add_checkpoints(
@@ -113,25 +114,26 @@ def _is_active(name: str, content: EvaluationsJson) -> bool:
 
 
 def find_best_checkpoint(
-    keep_best: KeepBest, evaluated: Sequence[EvaluatedCheckpoint]
+    rule: Best, evaluated: Sequence[EvaluatedCheckpoint]
 ) -> EvaluatedCheckpoint | None:
-    """Return the evaluation of the best checkpoint by the run spec's key `keep_best`.
+    """Return the evaluation of the best checkpoint of a run.
 
     If several checkpoints have the best value, the oldest of them is the best.
 
     Args:
-        keep_best: The key `keep_best` of the run spec.
+        rule: The key `keep_best` of the run spec, or the key `best` of a pipeline's stage. It names
+            the compared number, such as `math.accuracy`.
         evaluated: The evaluations of the run with the numbers in their results, oldest first.
 
     Returns:
-        The evaluation. None if no result contains the number that `keep_best` names.
+        The evaluation. None if no result contains the number that the rule names.
     """
     figures = [
         (figure, one)
         for one in evaluated
-        if one.is_current and (figure := one.figure(keep_best.by)) is not None
+        if one.is_current and (figure := one.figure(rule.by)) is not None
     ]
-    choose = max if keep_best.mode == "max" else min
+    choose = max if rule.mode == "max" else min
     return choose(figures, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 

@@ -273,3 +273,17 @@ def list_evaluation_rows(place: RunPlace) -> list[dict[str, Any]]:
         {"step": step, **{key: value for key, value in row.items() if key != "checkpoint"}}
         for step, row in sorted(rows.items())
     ]
+
+
+def read_evaluation_curve(place: RunPlace, by: str) -> dict[float, float]:
+    """Return a figure of a run's evaluations by training step, in the order of the steps.
+
+    Args:
+        place: Directory of the training's run.
+        by: Name of the figure, such as `math.accuracy`.
+
+    Raises:
+        OSError: The record of the evaluations cannot be read.
+        ValueError: The record of the evaluations is not valid.
+    """
+    return {float(row["step"]): row[by] for row in list_evaluation_rows(place) if by in row}

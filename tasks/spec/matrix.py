@@ -91,7 +91,8 @@ class Best(Model):
     """Number by which the best point of a matrix is chosen."""
 
     by: Text = Field(
-        description="Key of the number: the metric of a run, or the key in a step's result.",
+        description="Key of the number: the metric of a run, EVALUATION.KEY for the figure of an "
+        "evaluation in `evals` of the run, or the key in a step's result.",
         examples=["reward"],
     )
     mode: Literal["max", "min"] = Field(

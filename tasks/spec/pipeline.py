@@ -297,6 +297,15 @@ class Stage(Model):
         return self.call is not None or self.command is not None
 
     @property
+    def best_evaluation(self) -> str:
+        """Name of the evaluation by whose figure the key `best` chooses a point.
+
+        An empty string if `best` names a metric of the training or a number in a step's result.
+        """
+        name = self.best.by.partition(".")[0] if self.best is not None else ""
+        return name if name in mapping_or_empty((self.spec or {}).get("evals")) else ""
+
+    @property
     def points(self) -> list[dict[str, Any]]:
         """Values of each point of the matrix, by key. Empty if the stage has no matrix."""
         return list_points(self.name, self.matrix, self.sample) if self.matrix is not None else []
@@ -640,6 +649,7 @@ def parse_pipeline(
         elif isinstance(stage.get("spec"), dict):
             _check_stage(stage, path, known_names, stage_faults)
             _check_metrics_file(stage, path, stage_faults)
+            _check_best_evaluation(stage, path, stage_faults)
         with collect_faults(stage_faults):
             _check_condition_names(stage, path, known_names)
         if not any(fault.path.startswith(f"{path}.matrix") for fault in faults):
@@ -780,6 +790,37 @@ def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]
                 remedy="write progress: {jsonl: FILE, step: KEY} in the run spec",
             )
         )
+
+
+def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
+    """Check that evaluations can choose the best point, if the stage compares evaluations.
+
+    Args:
+        stage: The stage as plain data, with the changes in `set` applied to its run spec.
+        path: Dotted path of the stage in the pipeline spec, for the faults.
+        faults: List to which the faults are added.
+    """
+    spec = stage["spec"]
+    evaluations = mapping_or_empty(spec.get("evals"))
+    stop_by = mapping_or_empty(stage.get("stop_early")).get("by")
+    if isinstance(stop_by, str) and stop_by.partition(".")[0] in evaluations:
+        problem = f"{stop_by} is a figure of an evaluation, but only metrics can be compared"
+        remedy = "write the name of a metric from the run's metrics file"
+        faults.append(Fault(path=f"{path}.stop_early.by", problem=problem, remedy=remedy))
+
+    best = mapping_or_empty(stage.get("best"))
+    by = best.get("by")
+    if not isinstance(by, str) or by.partition(".")[0] not in evaluations:
+        return
+    components = mapping_or_empty(spec.get("components")).values()
+    removes_checkpoints = any(mapping_or_empty(component).get("keep") for component in components)
+    rule = {"by": by, "mode": best.get("mode") or "max"}
+    kept = mapping_or_empty(spec.get("keep_best"))
+    kept_rule = {"by": kept.get("by"), "mode": kept.get("mode") or "max"}
+    if removes_checkpoints and kept_rule != rule and stage.get("checkpoint") is None:
+        problem = f"the key `keep` of the run spec may remove the checkpoint with the best {by}"
+        remedy = f"write keep_best: {{by: {by}, mode: {rule['mode']}}} in the run spec"
+        faults.append(Fault(path=f"{path}.best", problem=problem, remedy=remedy))
 
 
 def _check_step(

@@ -22,6 +22,13 @@ from tasks.pipeline.matrix_page import Artifacts
 from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.session import PipelineSession
 from tasks.pipeline.stage_runs import describe_stage_run
+from tasks.record.evaluations import (
+    CheckpointNote,
+    EvaluationNote,
+    EvaluationsJson,
+    EvaluationState,
+    locate_evaluation_result,
+)
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.spec.pipeline import Stage, parse_pipeline
@@ -48,6 +55,8 @@ class FakeRuns:
     artifacts: dict[str, Any] = field(default_factory=dict)
     #: Completed flow runs by the tag that marks steps with the same inputs.
     cache: dict[str, FlowRun] = field(default_factory=dict)
+    #: State type of each flow run of an evaluation, by the id of the flow run.
+    evaluations: dict[UUID, StateType] = field(default_factory=dict)
 
     def create(
         self,
@@ -104,6 +113,27 @@ class FakeRuns:
             for step, value in values.items():
                 file.write(json.dumps({"step": step, "reward": value}) + "\n")
 
+    def evaluate(self, unit: str, name: str, accuracies: Mapping[int, float | None]) -> None:
+        """Record one evaluation for each step of a run. An evaluation without figure runs."""
+        run = next(run for run in self.runs if run.stage == unit)
+        place = RunPlace.of(run.name)
+        place.directory.mkdir(parents=True, exist_ok=True)
+        notes = []
+        checkpoints = []
+        for number, (step_number, accuracy) in enumerate(accuracies.items(), start=1):
+            path = f"/checkpoints/{unit}/{step_number}"
+            checkpoints.append(CheckpointNote(number=number, path=path, step=step_number))
+            flow_run_id = uuid4()
+            state_type = StateType.RUNNING if accuracy is None else StateType.COMPLETED
+            self.evaluations[flow_run_id] = state_type
+            note = EvaluationNote(name=name, checkpoint=number, state=EvaluationState.RUNNING)
+            notes.append(note.with_changes(flow_run_id=str(flow_run_id)))
+            if accuracy is not None:
+                result = locate_evaluation_result(place, name, number)
+                result.parent.mkdir(exist_ok=True)
+                result.write_text(json.dumps({"accuracy": accuracy}))
+        EvaluationsJson(checkpoints=tuple(checkpoints), evaluations=tuple(notes)).write(place)
+
     def cancel(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
         """Cancel a run that has these labels, as the Prefect server and the worker do."""
         [index] = [i for i, run in enumerate(self.runs) if run.flow_run_id == str(flow_run_id)]
@@ -129,6 +159,12 @@ class FakeClient:
 
     def read_flow_run_states(self, _flow_run_id: UUID) -> list[State[Any]]:
         return [State(type=StateType.RUNNING, timestamp=START)]
+
+    def read_flow_runs(self, *, flow_run_filter: Any, **_: Any) -> list[FlowRun]:
+        return [
+            FlowRun(id=id_, flow_id=uuid4(), state=State(type=self.server.evaluations[id_]))
+            for id_ in flow_run_filter.id.any_
+        ]
 
     def update_flow_run_labels(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
         self.labels[flow_run_id] = labels
@@ -459,6 +495,73 @@ def test_stopped_point_is_the_best_if_no_point_has_completed(server: FakeRuns) -
     assert arguments(server, "use") == {"lr": "2"}
     rows = json.loads(server.artifacts["points-grid"].data)
     assert [row["best"] for row in rows] == ["", "best", "", "", ""]
+
+
+def evaluated_grid(**keys: Any) -> dict[str, Any]:
+    """Return a stage with a matrix of two trainings, which an evaluation compares."""
+    spec = {
+        "name": "rewards",
+        "workload": "sft",
+        "env": {"LR": "1"},
+        "components": {"trainer": {"command": ["true"], "checkpoints": "saved"}},
+        "evals": {"math": {"command": ["true"]}},
+    }
+    best = {"by": "math.accuracy"}
+    return {"name": "grid", "spec": spec, "matrix": {"env.LR": ["1", "2"]}, "best": best, **keys}
+
+
+def test_evaluations_choose_the_best_point_and_its_best_checkpoint(server: FakeRuns) -> None:
+    args = {
+        "lr": "${stage.grid.best.point.env.LR}",
+        "checkpoint": "${stage.grid.best.checkpoint}",
+    }
+    session = start(evaluated_grid(), step("use", args=args))
+    session.advance()
+    server.evaluate("grid.1", "math", {10: 0.4, 20: 0.5})
+    server.evaluate("grid.2", "math", {10: 0.9, 20: 0.2})
+    server.end("grid.1")
+    server.end("grid.2")
+
+    session.advance()
+
+    assert arguments(server, "use") == {"lr": "2", "checkpoint": "/checkpoints/grid.2/10"}
+    shown = server.artifacts["points-grid"]
+    assert shown.headline == "grid: 2 of 2 points ended, best math.accuracy 0.9 at point 2"
+    assert shown.picture.count("<polyline") == 2
+
+
+def test_stage_waits_for_the_evaluations_that_choose_its_best_point(server: FakeRuns) -> None:
+    use = step("use", args={"lr": "${stage.grid.best.point.env.LR}"})
+    session = start(evaluated_grid(), use)
+    session.advance()
+    server.evaluate("grid.1", "math", {10: 0.4})
+    server.evaluate("grid.2", "math", {10: None})
+    server.end("grid.1")
+    server.end("grid.2")
+
+    is_waiting = session.advance()
+    active_before = server.active
+    server.evaluate("grid.2", "math", {10: 0.9})
+    session.advance()
+
+    assert (is_waiting, active_before) == (True, [])
+    assert server.active == ["use"]
+    assert arguments(server, "use") == {"lr": "2"}
+
+
+def test_failed_evaluation_does_not_delay_the_next_stage(server: FakeRuns) -> None:
+    use = step("use", args={"lr": "${stage.grid.best.point.env.LR}"})
+    session = start(evaluated_grid(), use)
+    session.advance()
+    server.evaluate("grid.1", "math", {10: 0.4})
+    server.evaluate("grid.2", "math", {10: None})
+    server.evaluations = dict.fromkeys(server.evaluations, StateType.CRASHED)
+    server.end("grid.1")
+    server.end("grid.2")
+
+    session.advance()
+
+    assert arguments(server, "use") == {"lr": "1"}
 
 
 def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:

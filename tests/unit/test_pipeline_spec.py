@@ -309,3 +309,47 @@ def test_inserted_value_is_literal() -> None:
     assert trainer.command[1] == "/data/$${x}/a+b"
     assert trainer.ready is not None
     assert trainer.ready.log == "from /data/\\$\\{x\\}/a\\+b$"
+
+
+@pytest.mark.parametrize(
+    ("stage_keys", "trainer_keys", "path"),
+    [
+        # The key `keep` may remove the best checkpoint, and `keep_best` does not protect it.
+        ({}, {"keep": 2}, "stages.0.best"),
+        # A point cannot be stopped early by the figure of an evaluation.
+        ({"stop_early": {"by": "math.accuracy", "after_step": 5}}, {}, "stages.0.stop_early.by"),
+    ],
+)
+def test_unusable_evaluation_of_a_matrix_is_rejected(
+    stage_keys: dict[str, Any], trainer_keys: dict[str, Any], path: str
+) -> None:
+    stage = make_evaluated_stage(trainer_keys) | stage_keys
+
+    with pytest.raises(InvalidSpec) as error:
+        parse_pipeline({"name": "p", "stages": [stage]})
+
+    assert path in [fault.path for fault in error.value.faults]
+
+
+def test_matrix_may_compare_an_evaluation_whose_best_checkpoint_is_kept() -> None:
+    stage = make_evaluated_stage({"keep": 2})
+    stage["spec"]["keep_best"] = {"by": "math.accuracy"}
+
+    pipeline = parse_pipeline({"name": "p", "stages": [stage]})
+
+    assert pipeline.stages[0].best_evaluation == "math"
+
+
+def make_evaluated_stage(trainer_keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage with a matrix whose best point an evaluation chooses."""
+    trainer = {"command": ["true"], "checkpoints": "saved", **trainer_keys}
+    spec = {
+        "name": "a",
+        "workload": "sft",
+        "env": {"LR": "1"},
+        "components": {"trainer": trainer},
+        "progress": {"jsonl": "metrics.jsonl", "step": "step"},
+        "evals": {"math": {"command": ["true"]}},
+    }
+    matrix = {"env.LR": ["1", "2", "3", "4"]}
+    return {"name": "grid", "spec": spec, "matrix": matrix, "best": {"by": "math.accuracy"}}
