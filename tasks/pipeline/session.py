@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -34,6 +35,7 @@ from tasks.pipeline.decision import (
 )
 from tasks.pipeline.early_stopping import require_optuna
 from tasks.pipeline.early_stops import EarlyStops
+from tasks.pipeline.function_check import check_functions
 from tasks.pipeline.matrix_page import MatrixPage
 from tasks.pipeline.point_histories import PointHistories
 from tasks.pipeline.progress_report import ProgressReport
@@ -52,6 +54,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
 from tasks.pipeline.stage_values import StageValues
+from tasks.record.code_store import NoCode
 from tasks.record.result_file import InvalidResult
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
@@ -131,13 +134,14 @@ class PipelineSession:
         self._requests.end_soon()
 
     def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
-        """Check spec, deployment, secrets and resources of every stage before the first begins.
+        """Check all stages before the first begins, and store a fault in `failure`.
 
-        If a stage cannot begin, the reason is stored in `failure`.
+        The specs, the deployments and the secrets of the stages are checked. The functions and the
+        resources are checked only if no stage has begun.
 
         Args:
             find_unfit_stages: Function that returns a fault for each stage that needs resources
-                that no node has. It is called only if no stage has begun.
+                that no node has.
         """
         self._requests.try_once(self._update_tags)
         try:
@@ -153,8 +157,13 @@ class PipelineSession:
                     )
             require_optuna(self.spec)
             runs, _ = self._requests.ask(self._read_progress)
-            unfit = () if runs else find_unfit_stages(self.spec)
-        except (InvalidSpec, CannotBegin) as error:
+            unfit: Sequence[Fault] = ()
+            if not runs:
+                self._requests.ask(
+                    partial(check_functions, pipeline=self.spec, directory=Path.cwd())
+                )
+                unfit = find_unfit_stages(self.spec)
+        except (InvalidSpec, CannotBegin, NoCode) as error:
             self.failure = f"USER_ERROR: {error}"
             return
         except (ServerAway, NoServer) as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -22,6 +23,7 @@ from tasks.pipeline.matrix_page import Artifacts
 from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.session import PipelineSession
 from tasks.pipeline.stage_runs import describe_stage_run
+from tasks.record.code_store import store_project
 from tasks.record.evaluations import (
     CheckpointNote,
     EvaluationNote,
@@ -593,3 +595,70 @@ def test_missing_optuna_is_reported_before_anything_starts(
     assert server.runs == []
     message = str(session.conclude().message)
     assert message.startswith("USER_ERROR: ") and "stages.0.stop_early: needs the Python" in message
+
+
+@pytest.fixture
+def project(server: FakeRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a project with the function `steps:run`, which has the required argument `n`."""
+    monkeypatch.setattr(session_module, "read_specs_of_deployments", lambda *_: {})
+    monkeypatch.setattr(session_module, "read_secrets", lambda *_, **__: {})
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("")
+    (folder / "steps.py").write_text("def run(n):\n    return n\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("empty", "stages.1.call: other:run belongs to no project, because the pipeline has no"),
+        ("project", "stages.1.call: the project has no module 'other'"),
+    ],
+)
+def test_missing_function_of_a_spec_from_the_form_fails_before_any_stage(
+    server: FakeRuns,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    directory: str,
+    message: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / directory)
+    command = {"name": "first", "command": ["true"], "on": "host"}
+    session = start(command, {**step("other", args={"n": 1}), "call": "other:run"})
+
+    session.prepare()
+
+    assert not session.advance()
+    assert server.runs == []
+    final_message = str(session.conclude().message)
+    assert final_message.startswith("USER_ERROR: ") and message in final_message
+
+
+def test_function_of_stored_code_is_checked_with_its_arguments(
+    server: FakeRuns, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = store_project(project)
+    monkeypatch.chdir(tmp_path)
+    session = start(step("a", code=code, args={"m": 1}))
+
+    session.prepare()
+
+    assert not session.advance()
+    assert server.runs == []
+    assert "stages.0.args.m: run has no argument 'm'" in str(session.conclude().message)
+
+
+def test_pipeline_with_valid_stored_code_begins_outside_of_a_project(
+    server: FakeRuns, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = store_project(project)
+    monkeypatch.chdir(tmp_path)
+    session = start(step("a", code=code, args={"n": 1}))
+
+    session.prepare()
+
+    assert session.advance()
+    assert server.active == ["a"]

@@ -1,0 +1,86 @@
+"""Check the functions of a pipeline's `call` steps in the code that the steps will use.
+
+A pipeline file is checked when it is loaded, because its project is then known. A spec from the
+form of the Prefect UI has no file, so its functions are checked when the pipeline starts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from prefect.client.orchestration import SyncPrefectClient
+
+from tasks.pipeline.stage_specs import CannotBegin
+from tasks.record.code_store import check_out, read_code
+from tasks.server.artifacts import download_code
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import is_project_root
+from tasks.spec.pipeline import PipelineSpec, Stage
+from tasks.spec.run import LIVE_CODE
+from tasks.spec.step import find_call_faults
+
+
+def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory: Path) -> None:
+    """Check that the function of each `call` step exists and accepts the arguments of the step.
+
+    Args:
+        client: Client of the Prefect server, which may have the stored code of the steps.
+        pipeline: The pipeline.
+        directory: Working directory of the pipeline's process. Steps without stored code use its
+            files.
+
+    Raises:
+        InvalidSpec: A function is missing or rejects its arguments. The error has all faults.
+        NoCode: The stored code of a step is not available.
+        CannotBegin: The stored code of a step cannot be unpacked, for example on a full disk.
+    """
+    faults: list[Fault] = []
+    indexes_by_code: dict[str, list[int]] = {}
+    for index, stage in enumerate(pipeline.stages):
+        if stage.call is None:
+            continue
+        if stage.code in (None, LIVE_CODE):
+            faults += _check_directory(stage, index, directory)
+        else:
+            indexes_by_code.setdefault(str(stage.code), []).append(index)
+
+    for name, indexes in indexes_by_code.items():
+        with tempfile.TemporaryDirectory(prefix="muster-code-") as place:
+            root = Path(place) / "project"
+            try:
+                fetch = partial(download_code, client)
+                check_out(read_code(name, fetch), root, fetch)
+            except OSError as error:
+                raise CannotBegin(f"the code {name} cannot be unpacked: {error}") from error
+            for index in indexes:
+                faults += _check_stage(pipeline.stages[index], index, root)
+    if faults:
+        raise InvalidSpec(tuple(faults), f"pipeline {pipeline.name!r}")
+
+
+def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
+    """Yield the faults of a step's function, which is looked up in a folder."""
+    written = stage.model_dump(mode="json", exclude_unset=True)
+    yield from find_call_faults(written, f"stages.{index}", root)
+
+
+def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
+    """Yield the faults of a function in the working directory of the pipeline's process.
+
+    If this directory is no project, a missing function is reported with another remedy. The user
+    cannot write the function into that directory, which Prefect may have created for this process.
+    """
+    faults = [*_check_stage(stage, index, directory)]
+    if not faults or is_project_root(directory):
+        yield from faults
+        return
+    yield Fault(
+        path=f"stages.{index}.call",
+        problem=f"{stage.call} belongs to no project, because the pipeline has no file and the "
+        "step names no stored code",
+        remedy="write the pipeline into a file of the project, and start it with `muster pipeline "
+        "FILE`. Or write code: NAME in the step, as in the spec of an earlier run of the project",
+    )
