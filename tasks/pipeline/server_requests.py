@@ -26,7 +26,7 @@ class ServerRequests:
     """Sends requests to the Prefect server, and repeats them while the server does not answer.
 
     Once the pipeline must end, the waits become short, and a request is repeated for at most 30
-    seconds. `end_soon` and `hurry` may be called by any thread.
+    seconds. `end_soon`, `hurry` and `wake` may be called by any thread.
     """
 
     def __init__(self, api_url: str) -> None:
@@ -38,12 +38,19 @@ class ServerRequests:
         #: Event that is set when the pipeline must end, or when the next flow process of the
         #: pipeline must continue it.
         self.ending = threading.Event()
+        #: Event that is set to end the present wait, or the next wait.
+        self._woken = threading.Event()
         #: True if the active runs must be cancelled without their grace periods.
         self.is_hurried = False
 
     def end_soon(self) -> None:
         """Shorten all waits, because this process of the pipeline must end."""
         self.ending.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """End the present wait, because a run has ended. Without a wait, end the next wait."""
+        self._woken.set()
 
     def hurry(self) -> None:
         """Stop waiting for a server that does not answer. Call `end_soon` first."""
@@ -89,12 +96,17 @@ class ServerRequests:
             return False
         return True
 
-    def wait(self, delay_s: float) -> None:
-        """Wait `delay_s` seconds, or less if the pipeline must end.
+    def wait(self, delay_s: float) -> bool:
+        """Wait `delay_s` seconds, or less if a run ends or the pipeline must end.
 
         If the pipeline must already end at the call, the wait lasts a quarter of `delay_s`.
+
+        Returns:
+            True if a call of `wake` has ended the wait.
         """
         if self.ending.is_set():
             time.sleep(delay_s / 4)
-        else:
-            self.ending.wait(delay_s)
+            return False
+        was_woken = self._woken.wait(delay_s)
+        self._woken.clear()
+        return was_woken

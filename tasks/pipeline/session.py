@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ from tasks.pipeline.matrix_page import MatrixPage
 from tasks.pipeline.point_histories import PointHistories
 from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.run_cancellation import cancel_and_wait
+from tasks.pipeline.run_ends import listen_for_run_ends
 from tasks.pipeline.run_results import RunResults
 from tasks.pipeline.server_requests import POLL_INTERVAL_S, ServerRequests
 from tasks.pipeline.stage_runs import (
@@ -112,6 +114,8 @@ class PipelineSession:
         #: Earlier runs whose results are used instead of new runs. The keys are the names of the
         #: stages, or `STAGE.N` for the point N of a matrix.
         self._reused: dict[str, StageRun] = {}
+        #: Duration of the last call of `advance`, in seconds.
+        self._advance_s = 0.0
         #: True after this process has begun to leave the pipeline to the next flow process.
         self.is_handing_over = False
 
@@ -183,6 +187,7 @@ class PipelineSession:
         """
         if self.cancel_reason:
             return False
+        began_s = time.monotonic()
         decision = self._decide()
         self._report.report(decision, self._runs)
         self._matrix_page.show(self._values(decision.states))
@@ -202,11 +207,25 @@ class PipelineSession:
             if self.failure or self._requests.ending.is_set():
                 break
             self._begin(step)
+        self._advance_s = time.monotonic() - began_s
         return True
 
     def wait(self) -> None:
-        """Wait until the next read of the runs' states is due, or until the pipeline ends."""
-        self._requests.wait(POLL_INTERVAL_S)
+        """Wait until a run ends, the next read of the runs' states is due, or the pipeline ends.
+
+        After an end of a run, the wait continues for twice the duration of the last `advance`. So
+        the many ends of a large matrix do not occupy this process and the Prefect server.
+        """
+        if self._requests.wait(POLL_INTERVAL_S):
+            self._requests.ending.wait(min(POLL_INTERVAL_S, 2 * self._advance_s))
+
+    def owns_run(self, flow_run_id: str) -> bool:
+        """Return True if a flow run belongs to a stage. Any thread may call it."""
+        return any(run.flow_run_id == flow_run_id for run in self._runs)
+
+    def wake(self) -> None:
+        """End the present wait of this session. Any thread may call it."""
+        self._requests.wake()
 
     def cancel_runs(self) -> None:
         """Cancel all runs of a cancelled pipeline that have not ended, and wait for their ends.
@@ -482,4 +501,5 @@ def open_pipeline(
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
     with end_on_request(session, flow_run_id, may_be_left=True):
         session.prepare(find_unfit_stages)
-        yield session
+        with listen_for_run_ends(session.owns_run, session.wake):
+            yield session

@@ -196,8 +196,7 @@ def _run_muster(stage: _Stage, trace: Path) -> None:
         stack.callback(_stop, worker)
         pipeline = host_env.start("-m", "flows.pipeline", str(spec), log="pipeline")
         stack.callback(_stop, pipeline)
-        code = pipeline.wait(stage.limit_s)
-        assert code == 0, host_env.log("pipeline")[-3000:]
+        _wait_for_success(stage, pipeline, "pipeline")
 
 
 def _run_plain_loop(stage: _Stage, trace: Path) -> None:
@@ -247,10 +246,30 @@ def _run_tune(stage: _Stage, trace: Path) -> None:
     arguments = (stage.cluster.gcs_address, str(trace), str(storage), *stage.points)
     program = stage.pool.host_env.start("-m", "tests.benchmarks.sweep_tune", *arguments, log="tune")
     try:
-        code = program.wait(stage.limit_s)
-        assert code == 0, stage.pool.host_env.log("tune")[-3000:]
+        _wait_for_success(stage, program, "tune")
     finally:
         _stop(program)
+
+
+def _wait_for_success(stage: _Stage, program: Popen[bytes], log: str) -> None:
+    """Wait until a program has ended with exit code 0.
+
+    Args:
+        stage: The points, which determine the time limit.
+        program: The program.
+        log: Name of the program's log file.
+
+    Raises:
+        RuntimeError: The program failed, or did not end within the time limit of the sweep. The
+            message has the end of the log.
+    """
+    try:
+        code: int | None = program.wait(stage.limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    if code != 0:
+        end = "still runs" if code is None else f"exit code {code}"
+        raise RuntimeError(f"{log}: {end}\n{stage.pool.host_env.log(log)[-3000:]}")
 
 
 def _wait_for_all(stage: _Stage, trace: Path) -> None:

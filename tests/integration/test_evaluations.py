@@ -17,6 +17,7 @@ from tests.support.gang_pool import GangPool, gang_pool, list_leftovers
 from tests.support.host_environment import Run
 from tests.support.host_environment import wait_for as until_within
 from tests.support.prefect_api import send_request
+from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 
@@ -54,16 +55,21 @@ pathlib.Path(os.environ["MUSTER_RESULT"]).write_text(json.dumps({"accuracy": int
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
     """Yield a pool with a worker, and with the deployment that creates the runs of steps."""
     with gang_pool(tmp_path_factory.mktemp("pool"), nodes={"n1": 2}) as pool:
-        step_deployment = {
-            "name": "any",
-            "flow_id": pool.host_env.post("/flows/", name="train")["id"],
-            "work_pool_name": "gang",
-            "entrypoint": "flows.train.train",
-            "pull_steps": [],
-        }
-        send_request("POST", f"{pool.host_env.api}/deployments/", step_deployment)
+        create_step_deployment(pool)
         pool.start_worker()
         yield pool
+
+
+def create_step_deployment(pool: GangPool) -> None:
+    """Create the deployment with which a training creates the runs of its evaluations."""
+    step_deployment = {
+        "name": "any",
+        "flow_id": pool.host_env.post("/flows/", name="train")["id"],
+        "work_pool_name": "gang",
+        "entrypoint": "flows.train.train",
+        "pull_steps": [],
+    }
+    send_request("POST", f"{pool.host_env.api}/deployments/", step_deployment)
 
 
 @pytest.fixture
@@ -219,3 +225,32 @@ def test_cancelled_training_cancels_its_evaluations(pool: GangPool, tmp_path: Pa
 
     until(lambda: not list_leftovers(pool), "no process of the evaluation remains")
     assert len(list_evaluations(pool, training)) == 1
+
+
+def test_evaluations_of_a_ray_job_run_on_the_cluster_with_their_own_gpus(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    spec = make_spec(tmp_path, 10, 20, late="all")
+    spec["ray"] = {"entrypoint_gpus": 1}
+    spec["components"]["trainer"]["launcher"] = "ray_job"
+    clusters = [{"address": ray_cluster.address}]
+    with gang_pool(tmp_path / "pool", nodes={}, clusters=clusters) as pool:
+        create_step_deployment(pool)
+        pool.start_worker()
+
+        training = pool.submit(spec)
+        until(lambda: len(read_trace(tmp_path)) == 2, "both checkpoints are evaluated")
+        (tmp_path / "go").touch()
+        message = training.wait_for_state("COMPLETED", "FAILED", "CRASHED")
+        until(lambda: all_completed(pool, training, 2), "all evaluations have completed")
+
+        assert training.state()[0] == "COMPLETED", message
+        specs = [one["parameters"]["spec"] for one in list_evaluations(pool, training)]
+        trace = read_trace(tmp_path)
+        output = pool.host_env.run_module("tasks.command", "metrics", training.name)
+    assert [one["components"]["step"]["launcher"] for one in specs] == ["ray_job"] * 2
+    assert sorted(line["step"] for line in trace) == [10, 20]
+    # Each evaluation sees a single GPU of its node.
+    assert all(re.fullmatch("[0-7]", line["devices"]) for line in trace)
+    rows = [json.loads(line) for line in output.splitlines()]
+    assert {row["step"]: row["math.accuracy"] for row in rows} == {10: 0.1, 20: 0.2}
