@@ -16,6 +16,7 @@ Every call ends by its deadline, even if a node or the cluster does not answer.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import logging
@@ -52,6 +53,12 @@ _REPLY_MARGIN_S = 5.0
 _GREETING_TIMEOUT_S = 3.0
 #: Longest line of a reply, in bytes. A reply grows with the number of nodes.
 _MAX_LINE_BYTES = 1 << 26
+#: Name of the lock file in MUSTER_HOME. A process holds the lock while it starts agents.
+_START_LOCK = "agents.lock"
+#: Seconds between two tries to take the lock.
+_LOCK_EVERY_S = 0.1
+#: Longest share of an order's time limit that is spent on the wait for the lock.
+_LOCK_SHARE = 0.5
 #: Environment variables that the child process for requests through Ray must not inherit. With the
 #: MUSTER variables, it would look like a leftover process of the run and would be killed.
 _NOT_INHERITED = frozenset(
@@ -266,16 +273,22 @@ class NodeClient:
         """
         deadline = time.monotonic() + within_s
         replies = await self._ask_agents(what, each, deadline)
-        unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
-
-        # Ray may send a request to an agent that has just died, and the request is then lost. So
-        # try twice.
-        for _ in range(2):
-            remaining = {node: each[node] for node in each.keys() - replies}
-            if remaining and time.monotonic() < deadline:
-                by_ray = await self._ask_driver(what, remaining, deadline)
-                replies |= by_ray.answers
-                unreached = dict(by_ray.unreached)
+        has_missing_agents = bool(each.keys() - replies.keys() - self._agents.keys())
+        async with _lock_agent_start(within_s * _LOCK_SHARE if has_missing_agents else 0.0):
+            if has_missing_agents:
+                # Another process may have started the agents during the wait for the lock.
+                self._agents |= await _read_agents(self._gcs_address, self._key, self.nodes)
+                remaining = {node: each[node] for node in each.keys() - replies}
+                replies |= await self._ask_agents(what, remaining, deadline)
+            unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
+            # Ray may send a request to an agent that has just died, and the request is then lost.
+            # So try twice.
+            for _ in range(2):
+                remaining = {node: each[node] for node in each.keys() - replies}
+                if remaining and time.monotonic() < deadline:
+                    by_ray = await self._ask_driver(what, remaining, deadline)
+                    replies |= by_ray.answers
+                    unreached = dict(by_ray.unreached)
 
         for node, reply in replies.items():
             if clock := reply.get("clock"):
@@ -439,28 +452,66 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
         OSError, ValueError: The key pair of the agents cannot be read or created.
     """
     key = await asyncio.to_thread(AgentKey.of, muster_home())
-    node_infos, addresses = await asyncio.gather(
-        control_store.list_living_nodes(gcs_address),
-        control_store.read_entries(gcs_address, NAMESPACE, key.prefix),
-    )
-    nodes = _parse_nodes(node_infos)
+    nodes = _parse_nodes(await control_store.list_living_nodes(gcs_address))
     if not nodes:
         raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no living node")
-
-    # Any job of the cluster can write to the key-value table with the agents' addresses. So use an
-    # address from the table only if its host is the host of the node.
-    hosts = {node.node_id: node.host for node in nodes}
-    agents = {
-        node_id: address
-        for node_id, address in addresses.items()
-        if address.rpartition(":")[0] == hosts.get(node_id)
-    }
+    agents = await _read_agents(gcs_address, key, nodes)
     with tempfile.TemporaryFile() as errors:
         client = NodeClient(nodes, gcs_address, key, agents, errors)
         try:
             yield client
         finally:
             await client.end()
+
+
+async def _read_agents(gcs_address: str, key: AgentKey, nodes: Iterable[Node]) -> dict[str, str]:
+    """Return the addresses that the agents of nodes have published, by the id of the node.
+
+    Any job of the cluster can write to the key-value table with the addresses. So an address is
+    used only if its host is the host of the node.
+
+    Raises:
+        NoAnswer, Denied: The control store did not answer.
+    """
+    addresses = await control_store.read_entries(gcs_address, NAMESPACE, key.prefix)
+    hosts = {node.node_id: node.host for node in nodes}
+    return {
+        node_id: address
+        for node_id, address in addresses.items()
+        if address.rpartition(":")[0] == hosts.get(node_id)
+    }
+
+
+@asynccontextmanager
+async def _lock_agent_start(within_s: float) -> AsyncIterator[None]:
+    """Hold this host's lock for the start of agents while the context is open.
+
+    Many runs may end at the same moment. Without the lock, each of them would start a driver
+    process for the same missing agents, which occupies all cores for a minute.
+
+    Args:
+        within_s: Longest wait for the lock in seconds. After that, the context opens without the
+            lock. 0 to take no lock.
+    """
+    if within_s <= 0:
+        yield
+        return
+    deadline = time.monotonic() + within_s
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(muster_home() / _START_LOCK, flags, 0o600)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(_LOCK_EVERY_S)
+            except OSError:
+                # The file system of MUSTER_HOME has no file locks.
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:

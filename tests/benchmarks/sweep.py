@@ -191,6 +191,10 @@ def _run_muster(stage: _Stage, trace: Path) -> None:
         "pull_steps": [],
     }
     send_request("POST", f"{host_env.api}/deployments/", deployment)
+    # Start Muster's agents on the Ray node, as the upkeep process of a stack does.
+    host_env.run_module(
+        "tasks.command", "cleanup", "--address", stage.cluster.address, "--run-id", "none"
+    )
     with ExitStack() as stack:
         worker = stage.pool.start_worker()
         stack.callback(_stop, worker)
@@ -207,6 +211,8 @@ def _run_plain_loop(stage: _Stage, trace: Path) -> None:
         host_env=host_env, server=stage.pool.server, type="process", name=_PLAIN_POOL, nodes={}
     )
     plain.set_up(limit=_GPUS)
+    names = ("point", "trace", "ray_address")
+    properties = {name: {"title": name, "type": "string"} for name in names}
     deployment = {
         "name": _PLAIN_POOL,
         "flow_id": host_env.post("/flows/", name="point")["id"],
@@ -214,6 +220,8 @@ def _run_plain_loop(stage: _Stage, trace: Path) -> None:
         "entrypoint": "tests/benchmarks/sweep_flow.py:run_point_flow",
         "path": str(ROOT),
         "parameters": {"trace": str(trace), "ray_address": stage.cluster.gcs_address},
+        # `prefect deployment run` accepts only parameters of this schema.
+        "parameter_openapi_schema": {"type": "object", "properties": properties},
         "pull_steps": [
             {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         ],
@@ -225,7 +233,7 @@ def _run_plain_loop(stage: _Stage, trace: Path) -> None:
         stack.callback(_stop, worker)
         wait_until(lambda: "started!" in host_env.log("plain-worker"), "Prefect's worker")
         for point in stage.points:
-            subprocess.run(
+            done = subprocess.run(
                 [
                     *(sys.executable, "-m", "prefect", "deployment", "run"),
                     *(f"point/{_PLAIN_POOL}", "--param", f"point={point}"),
@@ -233,10 +241,12 @@ def _run_plain_loop(stage: _Stage, trace: Path) -> None:
                 cwd=ROOT,
                 env=host_env.env,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                check=True,
+                capture_output=True,
+                text=True,
                 timeout=stage.limit_s,
             )
+            if done.returncode != 0:
+                raise RuntimeError(f"prefect deployment run: {done.stdout}{done.stderr}")
         _wait_for_all(stage, trace)
 
 

@@ -287,3 +287,30 @@ def test_node_lost_during_a_sweep_is_reported(
     assert [one.pid for one in report.killed] == [process.pid]
     [lost] = report.unreached
     assert (lost.node_id, lost.name) == (OTHER, f"127.0.0.1/{OTHER[:8]}")
+
+
+def test_many_sweeps_at_once_start_the_missing_agent_only_once(
+    cluster: Cluster, key: AgentKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many runs on a node without an agent end at the same moment."""
+    starts: list[str] = []
+
+    async def start_agent(_: NodeClient, what: str, each: Any, deadline: float) -> NodeAnswers:
+        starts.append(what)
+        for _ in range(100):
+            # Let the other sweeps continue until they wait for the agent.
+            await asyncio.sleep(0)
+        agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
+        cluster.table["muster", f"{key.prefix}{NODE}"] = agent.address
+        replies = {NODE: await send_order(agent.address, key, what, **each[NODE])}
+        return NodeAnswers(answers=replies, unreached={})
+
+    monkeypatch.setattr(NodeClient, "_ask_driver", start_agent)
+
+    async def sweep_often() -> list[SweepReport]:
+        return await asyncio.gather(*(sweep("127.0.0.1:1", run_id=RUN) for _ in range(5)))
+
+    reports = asyncio.run(sweep_often())
+
+    assert all(report.is_clean for report in reports), reports
+    assert starts == ["sweep"]
