@@ -63,6 +63,9 @@ from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, V
 from tasks.record.ranks import (
     RankFailure,
     find_first_rank,
+    has_error_file,
+    is_consequence,
+    is_victim,
     select_lines_of_rank,
     select_traceback_of_rank,
 )
@@ -169,19 +172,27 @@ def make_failure(
             processes.
     """
     first_rank = _find_first_rank(text, evidence) if exit is not None else None
-    own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
-    cause = find_cause(own_text)
-    if evidence.traceback and (cause is None or cause.rule.role >= Role.CASCADE):
-        cause = find_cause(evidence.traceback) or cause
+    own_text = text
+    traceback = evidence.traceback
+    is_later_error: Callable[[str], bool] | None = None
+    if first_rank is not None:
+        own_text = select_lines_of_rank(text, first_rank)
+        is_later_error = partial(is_consequence, failure=first_rank)
+        has_later_error = any(map(is_later_error, traceback.splitlines()))
+        if has_later_error or not has_error_file(text, first_rank):
+            traceback = ""
+    cause = find_cause(own_text, is_consequence=is_later_error)
+    if traceback and (cause is None or cause.rule.role >= Role.CASCADE):
+        cause = find_cause(traceback) or cause
     exit_signal = exit.signal_name if exit else None
-    if first_rank is not None and first_rank is evidence.first_death and first_rank.signal_name:
-        signal_of_death: str | None = first_rank.signal_name
-        if cause is not None and cause.rule.role >= Role.EXCEPTION:
+    signal_of_death = exit_signal
+    if first_rank is not None and first_rank.signal_name:
+        signal_of_death = first_rank.signal_name
+        is_from_kernel = first_rank is evidence.first_death
+        if is_from_kernel and cause is not None and cause.rule.role >= Role.EXCEPTION:
             # A process that a signal kills writes no message. So other processes have written this
             # message, because they have lost the connection to the killed process.
             cause = None
-    else:
-        signal_of_death = exit_signal
     is_oom_kill = (
         exit is not None and kind is None and _is_oom_kill(exit, first_rank, cause, evidence)
     )
@@ -198,11 +209,13 @@ def make_failure(
             kind = cause.rule.kind
     if kind is None:
         is_fatal = signal_of_death in _FATAL_SIGNALS
-        kind = FailureKind.RUNTIME_ERROR if is_fatal else FailureKind.UNKNOWN
+        has_error_code = first_rank is not None and (first_rank.exit_code or 0) > 0
+        is_error = is_fatal or has_error_code
+        kind = FailureKind.RUNTIME_ERROR if is_error else FailureKind.UNKNOWN
     if exit is not None and not hint:
         hint = _make_exit_hint(exit)
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
-    tail = last_lines(text)
+    tail = last_lines(own_text)
     if first_rank is not None:
         message = f"{message}: {first_rank}"
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
@@ -210,11 +223,13 @@ def make_failure(
             # another rank has lost the connection to it. The message already names this rank.
             cause_line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
+            line = ""
+        if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
             hint = (
                 f"Find the reason in the last lines that {first_rank.name} has written to the log."
             )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
-    tail = last_lines(evidence.traceback) or tail
+    tail = last_lines(traceback) or tail
     has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE
     if is_oom_kill:
         message = f"{message}: {evidence.oom_kill}"
@@ -250,16 +265,30 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     death = evidence.first_death
     if death is None:
         return logged
+    if logged is not None and logged.pid is not None:
+        return logged
+    if logged is not None and logged.rank is not None and logged.rank == death.rank:
+        return death
     is_crash = death.signal_name in _FATAL_SIGNALS
+    if logged is not None and logged.exit_code is not None:
+        # DeepSpeed checks its ranks one after the other, once per second. So it may name a rank
+        # that only lost its connection to the rank that had died first.
+        is_exception = logged.exit_code == 1
+        is_later = is_exception and (
+            death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))
+        )
+        return death if is_later and death.rank is not None else logged
+    cause = find_cause(text, is_consequence=partial(is_consequence, failure=death))
+    is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
-        cause = find_cause(text)
-        is_explained = cause is not None and cause.rule.role < Role.CASCADE
         # A program that fails may kill its own workers before it ends. So if the log explains the
         # failure, a killed worker is not the cause. But a worker that crashed is the cause.
         return death if is_crash or not is_explained else None
-    # If `logged` has no exit code, the log shows only a traceback of that process. The traceback
-    # can be the consequence of another process's crash. So the crash counts as the first failure.
-    return death if logged.exit_code is None and is_crash else logged
+    # The log shows only a traceback of the process `logged`. The traceback can be the consequence
+    # of the death of another process. So a crash counts as the first failure. The death of a
+    # process also counts if the traceback only reports the loss of another process.
+    has_own_traceback = death.exit_code == 1 and not death.others_failed
+    return death if is_crash or not (is_explained or has_own_traceback) else logged
 
 
 def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:

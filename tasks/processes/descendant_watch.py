@@ -367,20 +367,32 @@ class DescendantWatch:
         """Return the descendant whose death explains the exit of the component, or None."""
         if exit.signal is not None or exit.is_zero:
             return None
-        for process, death in self._deaths:
-            is_recent = death.at_monotonic_s >= exit.at_monotonic_s - _CAUSE_WITHIN_S
-            is_kill = death.signal is not None and death.signal_name not in _STOP_SIGNALS
-            is_error = process.is_worker and death.exit_code not in (None, 0)
-            if is_recent and (is_kill or is_error):
-                command = process.command[:_SHOWN_CHARACTERS]
-                is_rank = process.rank is not None
-                return RankFailure(
-                    name=f"rank {process.rank}" if is_rank else f"process `{command}`",
-                    rank=process.rank,
-                    pid=process.id.pid,
-                    exit_code=-death.signal if death.signal is not None else death.exit_code,
-                )
-        return None
+        failures = [
+            (process, death)
+            for process, death in self._deaths
+            if death.at_monotonic_s >= exit.at_monotonic_s - _CAUSE_WITHIN_S
+            and _is_failure(process, death)
+        ]
+        if not failures:
+            return None
+        process, death = failures[0]
+        is_rank = process.rank is not None
+        return RankFailure(
+            name=f"rank {process.rank}"
+            if is_rank
+            else f"process `{process.command[:_SHOWN_CHARACTERS]}`",
+            rank=process.rank,
+            pid=process.id.pid,
+            exit_code=-death.signal if death.signal is not None else death.exit_code,
+            others_failed=any(other.is_worker for other, _ in failures[1:]),
+        )
+
+
+def _is_failure(process: _Process, death: Exit) -> bool:
+    """Return True if the death of a descendant can be the cause of the component's end."""
+    is_kill = death.signal is not None and death.signal_name not in _STOP_SIGNALS
+    is_error = process.is_worker and death.exit_code not in (None, 0)
+    return is_kill or is_error
 
 
 def _describe_processes(pids: list[int]) -> Iterator[_Process]:

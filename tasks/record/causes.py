@@ -14,7 +14,7 @@ import re
 import tomllib
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -364,14 +364,25 @@ class Cause:
         return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
 
-def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
+def find_cause(
+    text: str,
+    rules: Sequence[Rule] = RULES,
+    *,
+    is_consequence: Callable[[str], bool] | None = None,
+) -> Cause | None:
     """Return the log line that best explains why a component failed, or None if no rule matches.
 
     Args:
         text: The end of the component's log.
         rules: Rules in the order of their priority.
+        is_consequence: Returns True for a line, as it was printed, that reports a consequence of
+            the failure. Such lines and their tracebacks are ignored, except matches with the role
+            CAUSE. If None, no line is ignored.
     """
-    matches = [*_drop_survived_errors([*_find_matches(read_lines(text), rules)])]
+    matches = [*_find_matches(read_lines(text), rules)]
+    if is_consequence is not None:
+        matches = _drop_consequences(matches, is_consequence)
+    matches = [*_drop_survived_errors(matches)]
     return min(_drop_wrappers(matches), key=lambda cause: cause.weight, default=None)
 
 
@@ -398,6 +409,23 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
                 continue
             previous_index = index
             yield Cause(rule, order, index, match.start() - starts[index], line)
+
+
+def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], bool]) -> list[Cause]:
+    """Return the matches without the lines, and their tracebacks, that report a consequence."""
+    lines: set[int] = set()
+    tracebacks: set[int] = set()
+    for match in matches:
+        if match.rule.role is not Role.CAUSE and is_consequence(match.log_line.raw):
+            lines.add(match.index)
+            tracebacks.add(match.log_line.traceback)
+    tracebacks.discard(0)
+    return [
+        match
+        for match in matches
+        if match.rule.role is Role.CAUSE
+        or (match.index not in lines and match.log_line.traceback not in tracebacks)
+    ]
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:

@@ -40,14 +40,29 @@ _SPAWNED = re.compile(
 _NAMED_PROCESS = re.compile(
     r"^Process (?P<name>[\w.-]{1,60}(?::\d+)?):$(?=\s+Traceback)", re.MULTILINE
 )
-#: Matches the rank that PyTorch writes before each line of a traceback.
-_RANK_PREFIX = re.compile(r"^(?:\[[^\[\]\n]{1,60}\]:?)?\[rank(\d+)\]:", re.MULTILINE)
-#: Matches errors of a rank that lost its connection to another rank, or waited for it in vain.
-_VICTIM = re.compile(
-    r"Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe|ncclRemoteError"
-    r"|DistBackendError|DistNetworkError|DistStoreError|Timed out waiting \d+ms"
-    r"|[Ww]atchdog|remote process exited|Socket recv failed"
+#: Matches an entry of torchrun's table with the traceback that it may contain.
+_TABLE_BLOCK = re.compile(r"^\[\d+\]:[ \t]*\n(?:[ \t][^\n]*\n?|\n)*", re.MULTILINE)
+#: Matches the line in which torchrun reports the exit code of one rank.
+#: Source: torch/distributed/elastic/multiprocessing/api.py.
+_REPORTED_EXIT = re.compile(
+    r"^[^\n]{0,200}failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (?P<pid>\d+)\)[^\n]*\n?",
+    re.MULTILINE,
 )
+#: Matches the rank that PyTorch writes at the beginning of a line: `[rank1]: ` before a traceback,
+#: `[Rank 1] ` in messages of ProcessGroupNCCL.
+_RANK_PREFIX = re.compile(r"^(?:\[[^\[\]\n]{1,60}\]:? ?){0,2}?\[[Rr]ank ?(\d+)\]", re.MULTILINE)
+#: Matches errors of a rank that lost its connection to another rank. Python's own exceptions are
+#: not matched, because a rank may also lose the connection to a server.
+_LOST_PEER = re.compile(
+    r"(?<!\bErrno 32\] )(?<!\bErrno 104\] )"
+    r"(?:Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe)"
+    r"|ncclRemoteError|DistBackendError|DistNetworkError|DistStoreError|remote process exited"
+    r"|Socket recv failed|recvValue failed|Connection was likely closed|connectFullMesh failed"
+)
+#: Matches errors of a rank that waited in vain for another rank.
+_WAITED_IN_VAIN = re.compile(r"Timed out waiting \d+ms|[Ww]atchdog|NCCL .{0,80}[Tt]imeout")
+#: Exit code of a Python program that ends with an exception.
+_EXCEPTION_EXIT_CODE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +80,8 @@ class RankFailure:
     exit_code: int | None = None
     #: Ranks that this rank waited for in vain, although they were alive.
     alive: tuple[int, ...] = ()
+    #: True if other processes of the training on this machine failed later.
+    others_failed: bool = False
 
     @property
     def signal_name(self) -> str | None:
@@ -110,21 +127,101 @@ def find_first_rank(text: str) -> RankFailure | None:
         if match["signal"] in signal.Signals.__members__:
             exit_code = -signal.Signals[match["signal"]]
         return RankFailure(name=f"process {match['rank']}", exit_code=exit_code)
-    if match := _NAMED_PROCESS.search(text):
-        return RankFailure(name=match["name"])
+    return _find_named_process(text)
+
+
+def _find_named_process(text: str) -> RankFailure | None:
+    """Return the first process of `multiprocessing` whose traceback is in the log, or None.
+
+    A process that only lost its connection to another process did not fail first.
+    """
+    matches = [*_NAMED_PROCESS.finditer(text)]
+    for number, match in enumerate(matches, start=1):
+        end = matches[number].start() if number < len(matches) else len(text)
+        if not _LOST_PEER.search(text, match.end(), end):
+            return RankFailure(name=match["name"])
     return None
 
 
 def select_lines_of_rank(text: str, failure: RankFailure) -> str:
-    """Return the log without the lines that PyTorch marks as those of other ranks."""
+    """Return the log without the lines about other ranks than the failed rank.
+
+    These are the lines that PyTorch marks as those of other ranks, and the exits of other ranks
+    that torchrun reports.
+    """
+
+    def keep_own_exit(match: re.Match[str]) -> str:
+        return match[0] if failure.pid in (None, int(match["pid"])) else ""
+
+    def keep_own_entry(match: re.Match[str]) -> str:
+        entry = _TABLE_ENTRY.search(match[0])
+        return match[0] if entry is None or int(entry["rank"]) == failure.rank else ""
+
+    text = _REPORTED_EXIT.sub(keep_own_exit, text)
     if failure.rank is None:
         return text
+    text = _TABLE_BLOCK.sub(keep_own_entry, text)
     lines = []
     for line in text.splitlines(keepends=True):
         prefix = _RANK_PREFIX.match(line)
         if prefix is None or int(prefix[1]) == failure.rank:
             lines.append(line)
     return "".join(lines)
+
+
+def is_consequence(line: str, failure: RankFailure) -> bool:
+    """Return True if a process that died later wrote a line, because the failed process had died.
+
+    A process that dies first cannot have lost the connection to a process that died before. Such
+    an error is the error of another process. A line that PyTorch marks with the rank of the failed
+    process always counts as written by that process.
+
+    Args:
+        line: A line of the log that `select_lines_of_rank` returned, as it was printed.
+        failure: The process that failed first.
+    """
+    code = failure.exit_code
+    if code is None:
+        return False
+    has_rank = _RANK_PREFIX.match(line) is not None
+    if has_rank and failure.rank is not None:
+        return False
+    may_be_own = code == _EXCEPTION_EXIT_CODE and not failure.others_failed
+    if _LOST_PEER.search(line):
+        return not may_be_own
+    # The watchdog of NCCL ends its process with SIGABRT.
+    is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT)
+    return has_rank and not is_end_of_waiting and _WAITED_IN_VAIN.search(line) is not None
+
+
+def has_error_file(text: str, failure: RankFailure) -> bool:
+    """Return True if the error file of torchrun can be about the failed process.
+
+    torchrun writes the error of the rank whose failure it observed first. This rank is the last
+    entry of its table. If the log contains no table, the rank of the error file is unknown.
+
+    Args:
+        text: The end of the log.
+        failure: The process that failed first.
+    """
+    root_at = text.rfind(_ROOT_CAUSE)
+    root = _TABLE_ENTRY.search(text, root_at) if root_at >= 0 else None
+    return root is None or failure.pid in (None, int(root["pid"]))
+
+
+def is_victim(text: str, rank: int) -> bool:
+    """Return True if a rank failed only because another rank was lost or did not respond.
+
+    This is decided from the lines about the rank in the log: the lines that PyTorch marks with the
+    number of the rank, and the entry of the rank in torchrun's table.
+    """
+    own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
+    for block in _TABLE_BLOCK.finditer(text):
+        entry = _TABLE_ENTRY.search(block[0])
+        if entry is not None and int(entry["rank"]) == rank:
+            own_text += block[0]
+    victim_error = _LOST_PEER.search(own_text) or _WAITED_IN_VAIN.search(own_text)
+    return victim_error is not None
 
 
 def select_traceback_of_rank(text: str, failure: RankFailure) -> str:
@@ -149,16 +246,17 @@ def _read_table(text: str) -> RankFailure | None:
 
     first = root
     alive: Sequence[int] = ()
-    if _is_victim(text, int(root["rank"])):
+    was_stopped = int(root["code"]) == _STOPPED
+    if was_stopped or is_victim(text, int(root["rank"])):
         # torchrun checks its ranks one after the other. If two ranks die in the same moment,
         # torchrun may first see the rank that only lost its connection to the other rank.
         own_deaths = [
             entry
             for entry in others
-            if int(entry["code"]) != _STOPPED and not _is_victim(text, int(entry["rank"]))
+            if int(entry["code"]) != _STOPPED and not is_victim(text, int(entry["rank"]))
         ]
         first = own_deaths[0] if own_deaths else root
-        if not own_deaths:
+        if not own_deaths and not was_stopped:
             alive = [int(entry["rank"]) for entry in others if int(entry["code"]) == _STOPPED]
     rank = int(first["rank"])
     return RankFailure(
@@ -167,16 +265,8 @@ def _read_table(text: str) -> RankFailure | None:
         pid=int(first["pid"]),
         exit_code=int(first["code"]),
         alive=tuple(alive),
+        others_failed=bool(others),
     )
-
-
-def _is_victim(text: str, rank: int) -> bool:
-    """Return True if a rank failed only because another rank was lost or did not respond.
-
-    This is decided from the traceback of the rank in the log.
-    """
-    own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
-    return _VICTIM.search(own_text) is not None
 
 
 def _name_signal(number: int) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tasks.processes.attempt import make_failure
+from tasks.processes.descendant_watch import DeathEvidence
 from tasks.record.outcome import Exit, Failure
-from tasks.record.ranks import find_first_rank
+from tasks.record.ranks import RankFailure, find_first_rank
+
+#: Real logs of launchers. Only the paths of the machine were shortened.
+RECORDED = Path(__file__).parents[1] / "data" / "ranks"
 
 STEPS = "step 0\nstep 0\nstep 1\nstep 1\n"
 #: Traceback of a rank that lost its connection to the other rank. From torchrun 2.13 with gloo.
@@ -80,10 +86,22 @@ Root Cause (first observed failure):
 STOPPED = entry(0, -15, 18581, "(SIGTERM)")
 
 
-def fail(text: str) -> Failure:
-    """Return the failure of a component whose launcher has printed the text and exited with 1."""
-    exit = Exit.from_return_code(1, 0.0)
-    return make_failure("trainer", text, message="trainer ended", rule="exit", exit=exit)
+def fail(
+    text: str, *, first_death: RankFailure | None = None, error_file: str = "", code: int = 1
+) -> Failure:
+    """Return the failure of a component whose launcher has printed the text and exited with 1.
+
+    Args:
+        text: The log of the launcher and its ranks.
+        first_death: The process that died first according to the kernel.
+        error_file: Traceback in the error file of torchrun.
+        code: Exit code of the launcher.
+    """
+    exit = Exit.from_return_code(code, 0.0)
+    evidence = DeathEvidence(first_death=first_death, traceback=error_file)
+    return make_failure(
+        "trainer", text, message="trainer ended", rule="exit", exit=exit, evidence=evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,3 +203,151 @@ def test_only_the_last_table_of_restarted_ranks_counts() -> None:
 
     assert failure is not None
     assert (failure.name, failure.pid) == ("rank 1", 7)
+
+
+#: Error of rank 0 in the forms in which gloo, NCCL and PyTorch report a rank that has died.
+LOST_RANK = [
+    "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:116",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:116",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:547] Broken pipe",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited or "
+    "there was a network error, NCCL version 2.21.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+]
+NCCL_WATCHDOG = (
+    "[E1127 08:21:44.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation "
+    "timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 600007 milliseconds before timing out.\n"
+)
+
+
+def traceback_of(error: str, prefix: str = "") -> str:
+    """Return a traceback that ends with an error, with a prefix before each line."""
+    lines = ["Traceback (most recent call last):", '  File "/t.py", line 9, in <module>']
+    return "".join(f"{prefix}{line}\n" for line in [*lines, *error.splitlines()])
+
+
+def death(code: int, rank: int | None = 1, *, others_failed: bool = True) -> RankFailure:
+    """Return the death of a process as the kernel reports it."""
+    name = f"rank {rank}" if rank is not None else "process `python t.py`"
+    return RankFailure(name=name, rank=rank, pid=7, exit_code=code, others_failed=others_failed)
+
+
+def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None:
+    """Assert that the errors of ranks that died later decide neither kind, log line nor advice."""
+    assert failure.kind == kind
+    assert end in failure.message
+    assert "peer" not in failure.message + failure.line
+    assert "(pid: 554)" not in failure.line
+    assert "A rank stopped responding" not in failure.hint
+    assert "Another process died first" not in failure.hint
+    assert "does not answer" not in failure.hint
+
+
+def test_exit_code_of_first_rank_is_not_a_time_out_of_the_other_rank() -> None:
+    # The other rank has the decorator `record`. So torchrun takes this rank for the root cause, and
+    # its error file has the error of this rank.
+    text = (RECORDED / "torchrun-record-exit-3.txt").read_text()
+    error = traceback_of(LOST_RANK[0])
+
+    failure = fail(text, first_death=death(3), error_file=error)
+
+    assert_blames_only_first_rank(
+        failure, "RUNTIME_ERROR", "rank 1 (pid 556) ended first, with exit code 3"
+    )
+    assert "rank 1" in failure.hint
+    assert "Connection closed" not in failure.log_tail
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "[default0]:[rank0]: "])
+@pytest.mark.parametrize("error", LOST_RANK)
+@pytest.mark.parametrize(
+    ("code", "kind", "end"),
+    [
+        (1, "RUNTIME_ERROR", "exit code 1"),
+        (3, "RUNTIME_ERROR", "exit code 3"),
+        (-9, "UNKNOWN", "SIGKILL"),
+        (-11, "RUNTIME_ERROR", "SIGSEGV"),
+    ],
+)
+def test_lost_connection_of_a_later_rank_decides_nothing(
+    prefix: str, error: str, code: int, kind: str, end: str
+) -> None:
+    lost = STEPS + traceback_of(error, prefix)
+    deepspeed = f"['/bin/python', 't.py', '--local_rank=1'] exits with return code = {code}\n"
+    cases = [
+        fail(lost + table(entry(1, code, 7), entry(0, 1, 6))),
+        fail(lost + deepspeed, first_death=death(code), code=abs(code)),
+        # Processes of `multiprocessing` print the traceback after the name of the process.
+        fail(STEPS + "Process Process-1:\n" + lost, first_death=death(code, None)),
+        fail(lost, first_death=death(code, None)),
+    ]
+
+    for failure in cases:
+        assert_blames_only_first_rank(failure, kind, end)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]:"])
+@pytest.mark.parametrize("code", [3, -9, -11])
+def test_time_out_of_a_later_rank_decides_nothing(prefix: str, code: int) -> None:
+    text = STEPS + prefix + NCCL_WATCHDOG
+
+    for failure in (
+        fail(text + table(entry(1, code, 7), entry(0, -6, 6))),
+        fail(text, first_death=death(code, None)),
+    ):
+        assert failure.kind == ("UNKNOWN" if code == -9 else "RUNTIME_ERROR")
+        assert "Watchdog" not in failure.message + failure.line
+
+
+def test_time_out_of_the_first_rank_itself_stays_a_time_out() -> None:
+    own = table(entry(0, -6, 6, "(SIGABRT)"), entry(1, -15, 7, "(SIGTERM)"))
+
+    for text in (STEPS + "[rank0]:" + NCCL_WATCHDOG + own, STEPS + NCCL_WATCHDOG + own):
+        assert fail(text).kind == "COLLECTIVE_TIMEOUT"
+    waited = (
+        STEPS
+        + "Process Process-1:\n"
+        + traceback_of("RuntimeError: Timed out waiting 8000ms for recv operation")
+    )
+    alone = fail(waited, first_death=death(1, None, others_failed=False))
+    assert alone.kind == "COLLECTIVE_TIMEOUT"
+
+
+def test_lost_connection_to_a_rank_of_another_machine_is_a_collective_error() -> None:
+    lost = traceback_of(LOST_RANK[0], "[rank0]: ")
+
+    failure = fail(STEPS + lost + table(entry(0, 1, 6)))
+
+    assert failure.kind == "COLLECTIVE_TIMEOUT"
+
+
+def test_error_that_the_first_rank_printed_before_its_exit_decides_the_kind() -> None:
+    own = traceback_of("ValueError: bad batch 17")
+    lost = traceback_of(LOST_RANK[0], "[rank0]: ")
+
+    failure = fail(STEPS + own + lost + table(entry(1, 5, 7), STOPPED))
+
+    assert failure.kind == "USER_ERROR"
+    assert failure.message.endswith("ValueError: bad batch 17")
+
+
+def test_rank_that_deepspeed_checked_first_is_not_blamed_for_its_lost_connection() -> None:
+    lost = traceback_of(LOST_RANK[0], "[rank0]: ")
+    report = "['/bin/python', 't.py', '--local_rank=0'] exits with return code = 1\n"
+
+    failure = fail(STEPS + lost + report, first_death=death(1))
+
+    assert_blames_only_first_rank(failure, "RUNTIME_ERROR", "rank 1 (pid 7) ended first")
+
+
+def test_process_of_multiprocessing_that_lost_its_connection_did_not_fail_first() -> None:
+    lost = "Process Process-1:\n" + traceback_of(LOST_RANK[0])
+    raised = "Process Process-2:\n" + traceback_of("ValueError: bad batch 17")
+
+    failure = find_first_rank(lost + raised)
+
+    assert failure is not None
+    assert failure.name == "Process-2"
+    assert find_first_rank(lost) is None
