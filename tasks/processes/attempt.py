@@ -181,7 +181,9 @@ def make_failure(
         has_later_error = any(map(is_later_error, traceback.splitlines()))
         if has_later_error or not has_error_file(text, first_rank):
             traceback = ""
-    cause = find_cause(own_text, is_consequence=is_later_error)
+    # An alarm of the spec explains itself. The log of such a component shows no other failure.
+    is_explained = kind is FailureKind.ALARM
+    cause = None if is_explained else find_cause(own_text, is_consequence=is_later_error)
     if traceback and (cause is None or cause.rule.role >= Role.CASCADE):
         cause = find_cause(traceback) or cause
     exit_signal = exit.signal_name if exit else None
@@ -486,9 +488,10 @@ class SupervisedAttempt:
         )
         #: Readers of files and folders that do not answer and were reported to the user, by path.
         self._reported: dict[str, PlaceReader] = {}
-        #: Size in bytes that the log of a hung component had before the component was examined, by
-        #: the name of the component.
-        self._sizes_before_examination: dict[str, int] = {}
+        #: Size in bytes that the log of a component had before Muster examined or stopped the
+        #: component, by the name of the component. Only components that have failed, but were still
+        #: alive, are listed. Later lines of the log are consequences of the examination or stop.
+        self._sizes_before_stop: dict[str, int] = {}
         #: How the attempt ends. Several events may end an attempt, such as failures of two
         #: components. The earliest event decides.
         self.earliest = EarliestDecision()
@@ -1097,7 +1100,7 @@ class SupervisedAttempt:
             component.is_hung = True
 
         async def make_verdict() -> Verdict:
-            until = self._sizes_before_examination.get(component.name)
+            until = self._sizes_before_stop.get(component.name)
             text, problem = await self._read_log_end(component, since, until)
             evidence = await self._read_evidence(component, exit)
             file_systems: tuple[FileSystem, ...] = ()
@@ -1186,9 +1189,12 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and not self._may_be_saving(last)
         is_warned = decision.warns and any(m.plan.warning is not None for m in self._launched)
-        if last is not None and is_free and not is_warned and not self._hung_components():
+        is_blamed = last is not None and last.name == decision.component
+        is_unexamined = not is_blamed and not self._hung_components()
+        if last is not None and is_free and not is_warned and is_unexamined:
             # The teardown stops the last component first. Send this component its stop signal now,
-            # to save the time in which the teardown first writes events.
+            # to save the time in which the teardown first writes events. If this component has
+            # failed, its log must be measured before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -1207,15 +1213,18 @@ class SupervisedAttempt:
         self._context.hurry()
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         await self._cancel_watchers()
+        # Note the size of the logs before any component is examined or stopped. The examination
+        # appends call stacks to the log, and a launcher reports its stop signal as an error. The
+        # search for the cause skips these lines.
+        for component in self._launched:
+            is_blamed = component.name == decision.component and component.exit is None
+            if is_blamed or component.is_hung:
+                with contextlib.suppress(PlaceTimeout):
+                    size = await self._context.log_reader.ask(component.log.size)
+                    self._sizes_before_stop[component.name] = max(0, size)
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the call stacks of
         # the waiting component would no longer show this.
-        for component in self._hung_components().values():
-            # The examination appends call stacks to the log. Note the size of the log before that,
-            # so that the search for the cause of the hang skips the call stacks.
-            with contextlib.suppress(PlaceTimeout):
-                size = await self._context.log_reader.ask(component.log.size)
-                self._sizes_before_examination[component.name] = max(0, size)
         await self._for_each(
             self._hung_components().values(), lambda component: component.examine()
         )

@@ -26,10 +26,11 @@ FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 #: Reason why Muster starts no further attempt after the loss of the flow process.
 _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
-#: Advice to the user after the loss of the flow process. `{run_id}` stands for the id of the run.
+#: Advice to the user after the loss of the flow process. `{retry}` stands for the possible ways to
+#: retry the run.
 _ADVICE_AFTER_LOSS = (
-    "To continue the run: muster retry {run_id}, or choose Retry on its page in the Prefect UI. If "
-    "the spec has `checkpoints`, the next attempt resumes from the last complete checkpoint."
+    "To continue the run: {retry}. If the spec has `checkpoints`, the next attempt resumes from "
+    "the last complete checkpoint."
 )
 
 
@@ -79,9 +80,14 @@ class FlowLoss:
         pid = f" (pid {self.pid})" if self.pid else ""
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 
-    def make_failure(self, run_id: str) -> Failure:
+    def make_failure(self, record: RunJson) -> Failure:
         """Return the failure of the attempt that ran when the flow process was killed."""
-        hint = _ADVICE_AFTER_LOSS.format(run_id=run_id)
+        retry = f"muster retry {record.run_id}"
+        # Prefect shows the button Retry only for runs of a deployment. A run of `muster train` has
+        # no deployment. Its record has the path of the spec file.
+        if "spec_file" not in (record.provenance or {}):
+            retry += ", or choose Retry on its page in the Prefect UI"
+        hint = _ADVICE_AFTER_LOSS.format(retry=retry)
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST, hint=hint)
 
 
@@ -176,7 +182,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
         if not attempt.state.is_final and loss.is_cancelled:
             attempt = attempt.with_changes(state=RunState.CANCELLED, ended_at=now)
         elif not attempt.state.is_final:
-            attempt = attempt.ended(RunState.FAILED, now, loss.make_failure(record.run_id))
+            attempt = attempt.ended(RunState.FAILED, now, loss.make_failure(record))
         record = record.with_last(attempt)
 
     state, message = _decide_state(record, loss)
@@ -260,7 +266,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
         return RunState.CANCELLED, f"cancelled; {loss.cause}"
 
     failure = attempt.failure if attempt is not None else None
-    return RunState.FAILED, str(failure or loss.make_failure(record.run_id))
+    return RunState.FAILED, str(failure or loss.make_failure(record))
 
 
 def _log_events(

@@ -26,6 +26,7 @@ from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
+from tasks.spec.watch import Watch
 
 pytestmark = pytest.mark.asyncio
 
@@ -636,3 +637,62 @@ async def test_watch_over_a_component_has_ended_before_the_component_is_stopped(
     await verdict_of(attempt)
 
     assert order[:2] == ["watch has ended", "stop"]
+
+
+#: Last lines of torchrun after SIGTERM, from torch 2.13.
+LINES_OF_STOP = """\
+W1127 08:23:06.903000 17254 torch/distributed/elastic/agent/server/api.py:753] Received 15 death \
+signal, shutting down workers
+Traceback (most recent call last):
+  File "/venv/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 17254 got signal: 15
+"""
+
+
+def write_lines_at_stop(tmp_path: Path) -> None:
+    """Let the scripted process `trainer` write the lines of torchrun when Muster stops it."""
+    trainer = process("trainer")
+    log = tmp_path / "trainer.log"
+    stop = trainer.stop
+
+    def write_and_stop() -> None:
+        with log.open("a") as f:
+            f.write(LINES_OF_STOP)
+        stop()
+
+    trainer.stop = write_and_stop  # type: ignore[method-assign]
+
+
+async def test_messages_after_the_stop_of_an_alarm_are_no_evidence(
+    begin: MakeAttempt, tmp_path: Path
+) -> None:
+    rules = Watch.model_validate({"then": "stop"}).choose_rules("sft")
+    attempt = await begin(plan={"alarms": rules}, trainer="complete")
+    (tmp_path / "trainer.log").write_text("step 8 loss nan\n")
+    write_lines_at_stop(tmp_path)
+
+    attempt._check_alarms(8, {"step": 8, "loss": float("nan")})
+    verdict = await verdict_of(attempt)
+
+    failure = verdict.failure
+    assert failure is not None and failure.kind is FailureKind.ALARM
+    assert failure.message == "loss_not_finite: loss is nan (step 8)"
+    assert (failure.line, failure.hint) == ("", "")
+    assert failure.log_tail == "step 8 loss nan"
+
+
+async def test_messages_after_the_stop_of_an_unresponsive_component_are_no_evidence(
+    begin: MakeAttempt, tmp_path: Path
+) -> None:
+    attempt = await begin(trainer="complete")
+    (tmp_path / "trainer.log").write_text("step 8\n")
+    write_lines_at_stop(tmp_path)
+
+    reason = GiveUpReason(kind=None, rule="live", message="no answer")
+    attempt._fail_by_loss(attempt.components["trainer"], reason)
+    verdict = await verdict_of(attempt)
+
+    failure = verdict.failure
+    assert failure is not None and failure.rule == "live"
+    assert "SignalException" not in failure.message + failure.log_tail

@@ -95,6 +95,23 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("provenance", "has_button"),
+    [({"spec_file": "/project/muster.yaml"}, False), ({"tree": "1f0a"}, True), (None, True)],
+)
+def test_button_retry_is_advised_only_for_runs_of_a_deployment(
+    provenance: dict[str, Any] | None, has_button: bool, tmp_path: Path
+) -> None:
+    record = RunJson.read(record_of(tmp_path, "running")).with_changes(provenance=provenance)
+
+    ended = finalize_record(record, FlowLoss(pid=812), NOW)
+
+    assert ended.attempt is not None and ended.attempt.failure is not None
+    hint = ended.attempt.failure.hint
+    assert "muster retry a-run" in hint
+    assert ("Retry on its page" in hint) is has_button
+
+
+@pytest.mark.parametrize(
     ("verdict", "loss", "next_step"),
     [
         (
