@@ -999,11 +999,16 @@ class SupervisedAttempt:
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
         if not_finite:
             warning = f"{warning or message}, but {not_finite}"
+        reason = message
         if warning:
-            self._emit("run.warning", message=warning)
+            is_repeated = bool(problem) and self._progress.has_warned and not not_finite
+            if not is_repeated:
+                self._emit("run.warning", message=warning)
+            reason = f"{component.name} ended with exit code 0"
             message = f"warning: {warning}"
         verdict = Verdict(state=RunState.COMPLETED, message=message)
-        self._decide(Decision.of(verdict, exit.at_monotonic_s))
+        decision = Decision.of(verdict, exit.at_monotonic_s)
+        self._decide(replace(decision, reason=reason))
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
         """Return True if the attempt trained no step, because its checkpoint had the last step."""
@@ -1014,6 +1019,8 @@ class SupervisedAttempt:
     def _describe_missing_steps(self) -> str:
         """Return a text such as ` at step 12 of 60`: the reached step and the run's last step.
 
+        If no step was ever read, the text says that the reached step is unknown.
+
         Returns:
             An empty string if the last step is unknown.
         """
@@ -1021,9 +1028,9 @@ class SupervisedAttempt:
         if last is None:
             return ""
         step = self._progress.highest_step
-        return (
-            f" at step {step:g} of {last:g}" if step is not None else f" before step 1 of {last:g}"
-        )
+        if step is None:
+            return f", but its training step is unknown (the last step is {last:g})"
+        return f" at step {step:g} of {last:g}"
 
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.

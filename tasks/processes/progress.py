@@ -546,7 +546,7 @@ class ProgressWatch:
     #: has added no line.
     _first_line: float | None = None
     #: True if a warning about the missing step was published.
-    _has_warned: bool = False
+    has_warned: bool = False
     #: Time at which the last step of the training was reached, in UTC epoch seconds. None if it was
     #: not reached yet.
     reached_at: float | None = None
@@ -764,13 +764,13 @@ class ProgressWatch:
             return
         problem = await self.source.explain_missing_step(is_over=False)
         if problem:
-            self._has_warned = True
+            self.has_warned = True
             self.emit("run.warning", message=f"no step is known yet: {problem}")
 
     async def _read(self) -> None:
         """Read the step once, and publish an event for a new step or a slow step."""
         step = await self.source.step() if self.source is not None else None
-        if step is None and not self._has_warned:
+        if step is None and not self.has_warned:
             await self._warn_of_missing_step()
         now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:

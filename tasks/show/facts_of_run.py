@@ -67,7 +67,10 @@ def facts_of_run(
         for alarm in attempt.alarms:
             yield Fact("alarm", alarm.message)
         for warning in attempt.warnings:
-            yield Fact("warning", warning)
+            # The message of the run may end with the same explanation as the warning.
+            explanation = warning.partition(": ")[2] or warning
+            if not (record.state.is_final and explanation in record.message):
+                yield Fact("warning", warning)
         for sentence in describe_unanswered(attempt, now):
             yield Fact("no answer", sentence)
         step = attempt.step if step is None else step

@@ -696,3 +696,23 @@ async def test_messages_after_the_stop_of_an_unresponsive_component_are_no_evide
     failure = verdict.failure
     assert failure is not None and failure.rule == "live"
     assert "SignalException" not in failure.message + failure.log_tail
+
+
+async def test_end_of_a_training_without_a_known_step_says_why_the_step_is_unknown(
+    begin: MakeAttempt, events: Events, tmp_path: Path
+) -> None:
+    progress = Progress(jsonl="metrics.jsonl", step="stpe", total=20)
+    attempt = await begin(plan={"progress": progress}, trainer="complete")
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(1, 21))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.message == (
+        "warning: trainer ended with exit code 0, but its training step is unknown (the last step "
+        f"is 20): {tmp_path}/metrics.jsonl has no `stpe`; it has step; did you mean `step`?"
+    )
+    assert [name for name, _ in events].count("run.warning") == 1
+    assert attempt.earliest.decision is not None
+    assert attempt.earliest.decision.reason == "trainer ended with exit code 0"

@@ -231,3 +231,21 @@ def test_complete_record_is_not_called_incomplete(run_record: Path) -> None:
     lines = block(state="failed", message=MESSAGE, record_path=run_record)
 
     assert not any("incomplete" in line for line in lines)
+
+
+def test_warning_that_the_message_of_the_run_contains_is_not_repeated(tmp_path: Path) -> None:
+    problem = "metrics.jsonl has no `stpe`; it has step"
+    last = {
+        "number": 1,
+        "state": "completed",
+        "warnings": [f"no step is known yet: {problem}", "trainer: the disk is nearly full"],
+    }
+    record = written(tmp_path, last)
+    message = f"warning: trainer ended with exit code 0, but its step is unknown: {problem}"
+    content = {**json.loads(record.read_text()), "state": "completed", "message": message}
+    record.write_text(json.dumps(content))
+
+    shown = block(state="completed", message=message, record_path=record)
+
+    assert sum(problem in line for line in shown) == 1
+    assert "  warning            trainer: the disk is nearly full" in shown
