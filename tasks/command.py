@@ -108,7 +108,7 @@ VERBS = {
         Verb(
             name="deploy",
             function="tasks.train.deploying:deploy",
-            summary="let the UI or a schedule start a spec",
+            summary="let the Prefect UI or a schedule start runs of a spec",
             example="muster deploy muster.yaml --cron '0 3 * * *'",
             guide="schedules.md",
             checks=("tasks.spec.loading:load_spec",),
@@ -230,7 +230,7 @@ VERBS = {
         Verb(
             name="cleanup",
             function="tasks.ray.nodes:sweep_run",
-            summary="end leftovers of a run on a Ray cluster",
+            summary="end leftover processes of a run on a Ray cluster",
             example="muster cleanup --address http://10.0.0.1:8265 --run-id RUN",
             guide="ray.md",
             former_names=("sweep",),
@@ -275,7 +275,7 @@ VERBS = {
         Verb(
             name="reconcile",
             function="tasks.upkeep.reconcile:reconcile",
-            summary="clean up after runs that were killed here",
+            summary="end leftover processes of runs that were killed on this host",
             example="muster reconcile",
             guide="supervision.md",
         ),

@@ -289,7 +289,7 @@ The stack is up.
   logs            {place.logs}
 Next, from any directory:
   muster submit SPEC.yaml --watch    queue a run (muster init writes a spec)
-  muster deploy SPEC.yaml            let the UI or a schedule start a spec
+  muster deploy SPEC.yaml            let the Prefect UI or a schedule start runs of a spec
   muster ls                          list the runs
   muster down                        stop the stack and its runs
 For other programs, set the address of the server with

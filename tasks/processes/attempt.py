@@ -122,18 +122,21 @@ _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", 
 
 #: Advice for a signal that ended a component, if the log does not show the cause.
 _SIGNAL_HINTS = {
-    "SIGKILL": "SIGKILL comes from outside: from the kernel's OOM killer (see dmesg) or from a "
-    "person.",
-    "SIGTERM": "SIGTERM comes from outside: from a person, another program or a job manager.",
+    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (see dmesg) "
+    "or by a person.",
+    "SIGTERM": "SIGTERM was sent from outside the run: by a person, another program or a job "
+    "manager.",
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow. Check the free space "
     "with df -h /dev/shm and df -h.",
 }
 #: Advice for SIGKILL that the kernel's OOM killer has not sent.
-_SIGKILL_BY_OTHERS = "SIGKILL comes from outside: from a person, another program or a job manager."
+_SIGKILL_BY_OTHERS = (
+    "SIGKILL was sent from outside the run: by a person, another program or a job manager."
+)
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
-    "Use fewer workers, a smaller batch or less offloading. Or raise the memory limit that the "
-    "message names."
+    "Use fewer workers, a smaller batch or less offloading to CPU memory. Or raise the memory "
+    "limit that the message names."
 )
 #: Evidence if this machine's kernel knows nothing about the deaths of the component's processes.
 _NO_EVIDENCE = DeathEvidence()
@@ -618,7 +621,8 @@ class SupervisedAttempt:
             if self.components[component_plan.name].is_launched
         ]
         if others := [name for name in launched if name != component.name]:
-            reason = f"{message}; {', '.join(others)} was already started with this port"
+            started = f"{', '.join(others)} was already started with this port"
+            reason = f"{message}; {started}, so the run cannot use another port"
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:
@@ -972,10 +976,12 @@ class SupervisedAttempt:
             self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
             return
         if required is not None and not is_finished:
-            reached = "no step is known" if step is None else f"step {step:g} was reached"
+            reached = (
+                "no step of the training is known" if step is None else f"step {step:g} was reached"
+            )
             message = (
                 f"{component} ended with exit code 0, but {reached}: "
-                f"`success` requires step {required:g}"
+                f"`success` in the spec requires step {required:g}"
             )
             if problem:
                 message += f"; {problem}"
@@ -987,13 +993,16 @@ class SupervisedAttempt:
         message = str(self._progress) or f"{component.name} is done"
         warning = ""
         if is_finished and step is None and last is not None:
-            message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
+            message = (
+                f"step {last:g} of {last:g}: the checkpoint from which it started already had the "
+                "last step"
+            )
         elif last is not None and is_short and (step is None or step < last - 1):
             # Warn about a step below `last - 1` only. A trainer that counts its steps from zero
             # reports the last step as `last - 1`.
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
-            warning = f"{component.name} ended, but no step is known"
+            warning = f"{component.name} ended, but no step of its training is known"
         if warning and problem:
             warning += f": {problem}"
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
@@ -1240,7 +1249,9 @@ class SupervisedAttempt:
             try:
                 await time_to_save.warn_now(decision.reason)
             except Exception:
-                _log.exception("the components could not be warned before their end")
+                _log.exception(
+                    "the signal of `stop.warn` could not be sent before the components are stopped"
+                )
         # Wait for the checkpoints before any component is stopped. A trainer may need the other
         # components until it has finished its step and its checkpoint.
         await self._for_each(self._launched, time_to_save.until_saved)

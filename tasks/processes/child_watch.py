@@ -60,7 +60,7 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
     ):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
-    note = "its parent has read the exit status, and this kernel does not keep it"
+    note = "its parent process has already read the exit status, and this kernel does not keep it"
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 

@@ -492,7 +492,9 @@ class RunningComponent(ABC):
         """
         await asyncio.wait([self.exited], timeout=limit_s)
         if not self.exited.done():
-            message = f"has not ended after {self.seconds_alive():.0f} s (ready.within_s)"
+            message = (
+                f"has not ended after {self.seconds_alive():.0f} s, the limit in `ready.within_s`"
+            )
             kind = FailureKind.NOT_READY
             raise ComponentFailed(GiveUpReason(kind=kind, rule="not-ready", message=message))
 
@@ -549,7 +551,7 @@ class RunningComponent(ABC):
             misses += 1
             self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
             if misses >= live.misses:
-                message = f"liveness probe missed {misses} times in a row: {reason}"
+                message = f"liveness probe failed {misses} times in a row: {reason}"
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:

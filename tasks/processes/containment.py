@@ -57,10 +57,11 @@ class Level(Enum):
 
 #: Text for users about each containment level: its mechanisms, and which processes it ends.
 _PROMISES = {
-    Level.L1: "process groups only: processes that leave their session may remain",
-    Level.L2: "guardian processes: a single SIGKILL leaves no process of the run behind",
-    Level.L3: "guardian processes and cgroups: if two SIGKILLs leave processes behind, the "
-    "next `muster reconcile` ends them",
+    Level.L1: "process groups only: processes that leave their session may remain after the run",
+    Level.L2: "guardian processes: no process of the run remains if SIGKILL ends one "
+    "process of Muster",
+    Level.L3: "guardian processes and cgroups: if SIGKILL ends two processes of Muster, "
+    "the next `muster reconcile` ends the processes of the run that remain",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }
 
@@ -221,7 +222,9 @@ class PidNamespace:
             stdout = self._outside.stdout
             has_answered = tree.is_ready(stdout.fileno(), select.POLLIN, _START_WITHIN_S)
             if not (has_answered and stdout.read(64)):
-                raise OSError("a PID namespace could not be started")
+                raise OSError(
+                    "a PID namespace could not be created: its first process gave no answer"
+                )
             #: Pid of the namespace's first process, as seen from the calling process.
             [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)

@@ -132,7 +132,10 @@ class DescendantWatch:
             began = time.monotonic()
             no_process: list[_Process] = []
             processes = await call_with_time_limit(
-                _SEARCH_WITHIN_S, self._search, no_process, "the search for new processes"
+                _SEARCH_WITHIN_S,
+                self._search,
+                no_process,
+                "the search for new processes of a component",
             )
             took_s = time.monotonic() - began
             if not self._is_over:
@@ -287,7 +290,10 @@ class DescendantWatch:
             return _describe_machine_limit()
         if not kill.limiting_group:
             # The log of an old kernel does not name the cgroup.
-            return self._describe_reached_limit(chain) or "its cgroup reached its memory limit"
+            return (
+                self._describe_reached_limit(chain)
+                or "the cgroup of this process reached its memory limit"
+            )
         path = oom_killer.find_directory(kill.limiting_group, _read_mounts())
         if path is None:
             return f"cgroup {kill.limiting_group} reached its memory limit"

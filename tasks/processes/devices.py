@@ -224,7 +224,7 @@ class DeviceLease:
         thread = threading.Thread(target=ask, name="devices", daemon=True)
         thread.start()
         thread.join(_ANSWERS_WITHIN_S)
-        no_answer = f"no answer of the GPU driver of {host_name()} within {_ANSWERS_WITHIN_S:g} s"
+        no_answer = f"the GPU driver of {host_name()} did not answer within {_ANSWERS_WITHIN_S:g} s"
         return answers[0] if answers else no_answer
 
     def close(self) -> None:

@@ -215,7 +215,10 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
             if child not in spared and refuses_signals(child):
                 refusing.add((child, start_ticks(child)))
                 user = read_real_user(child)
-                commands[child] = f"{read_command(child)} (of user {user}, EPERM on signals)"
+                commands[child] = (
+                    f"{read_command(child)} (of user {user}; Muster may not send signals to it: "
+                    "EPERM)"
+                )
 
     def is_carrier(pid: int) -> bool:
         if pid in spared or not was_started_with(pid, wanted):

@@ -221,7 +221,7 @@ class GuardianTemplate:
             self._owes_answer = True
             socket.send_fds(self._channel, [request], fds)
             if not (pid := int(self._channel.recv(32) or b"0")):
-                raise ChildProcessError("no guardian was forked")
+                raise ChildProcessError("no guardian process could be forked")
             self._owes_answer = False
             guardians.add(pid)
         return _Forked(pid)
@@ -610,7 +610,7 @@ class GuardedProcess:
             process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)
 
     def _on_guardian_gone(self) -> None:
-        note = f"its guardian (pid {self.guardian_pid}) was killed"
+        note = f"its guardian process (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
         # A guardian process that was killed inside a PID namespace has become a child of this
         # process. Reap it, because the first process of the namespace cannot end before that.

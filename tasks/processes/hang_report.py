@@ -415,7 +415,7 @@ def _ras_status(host: str, port: int) -> str:
     with socket.create_connection((host, port), 1.0) as s, s.makefile("rb") as answer:
         s.sendall(b"CLIENT PROTOCOL 2\n")
         if not answer.readline().startswith(b"SERVER PROTOCOL"):
-            raise OSError("the program that listens there is not NCCL")
+            raise OSError(f"the program that listens on {host}:{port} is not NCCL's RAS service")
         s.sendall(f"TIMEOUT {_RAS_PEERS_WITHIN_S}\n".encode())
         answer.readline()
         s.settimeout(2.0 * _RAS_PEERS_WITHIN_S)
@@ -498,7 +498,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Noun phrase that names the work of this module in the log.
-_EXAMINATION = "the examination of a component that hangs"
+_EXAMINATION = "the search for the place where a component hangs"
 #: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
 #: this work, so each part of the report has its own time limit.
 _EXAMINED_WITHIN_S = 15.0

@@ -323,4 +323,4 @@ def _read_file_limit(pid: int) -> int:
     for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
         if line.startswith("Max open files"):
             return int(line.split()[3])
-    raise ValueError(f"pid {pid} has no limit of open files")
+    raise ValueError(f"pid {pid} has no limit on open files")

@@ -40,7 +40,7 @@ async def keep_log_bounded(
             with suppress(OSError):
                 place = describe_file_system(log.path.parent)
             warn(
-                f"the log of {name} exceeds log_max_bytes: {place} cannot release a part of a "
-                f"file ({error.strerror}), so the log has no bound"
+                f"the log of {name} exceeds log_max_bytes: {place} cannot free the beginning of a "
+                f"file ({error.strerror}), so the log grows without a limit"
             )
             return

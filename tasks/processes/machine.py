@@ -120,7 +120,7 @@ def _find_gpu_problem(nvml: Any, handle: Any) -> str:
     with suppress(nvml.NVMLError):
         *_, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed or is_pending:
-            return "rows of memory must be remapped: reset the GPU"
+            return "faulty rows of its memory must be remapped: reset the GPU"
     with suppress(nvml.NVMLError):
         [field] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
         if field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal:

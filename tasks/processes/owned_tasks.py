@@ -29,7 +29,11 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
         return
     _, pending = await asyncio.wait(others, timeout=_CANCELLED_WITHIN_S)
     for task in pending:
-        _log.warning("%s has not ended %g s after its cancel", task.get_name(), _CANCELLED_WITHIN_S)
+        _log.warning(
+            "the task %s has not ended %g s after it was cancelled",
+            task.get_name(),
+            _CANCELLED_WITHIN_S,
+        )
 
 
 class OwnedTasks:

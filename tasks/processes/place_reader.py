@@ -257,4 +257,4 @@ class PlaceReaders:
 def _log_unexpected_error(result: Future[Any]) -> None:
     error = None if result.cancelled() else result.exception()
     if error is not None and not isinstance(error, OSError):
-        _log.error("a place could not be read", exc_info=error)
+        _log.error("an error while a file, a folder or an address was read", exc_info=error)

@@ -303,7 +303,7 @@ class RunRegistration(EntryWriter):
                     why = f"{self.directory} belongs to flow run {other.flow_run_id}"
                     raise FileExistsError(errno.EEXIST, f"{why}, not to {owner.flow_run_id}")
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
-                    who = f"another process of this machine runs {owner.run_id}"
+                    who = f"another process of this machine already runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
         _locked_here[self.directory] = _Lock(pid=os.getpid(), register=self)
@@ -404,8 +404,8 @@ class RunRegistration(EntryWriter):
             return
         if not self._flush(_WRITTEN_WITHIN_S):
             _log.warning(
-                "%s stays registered, because its record could not be written. "
-                "A later `muster reconcile` writes it.",
+                "%s stays in the registry of this machine, because its record could not be "
+                "written. A later `muster reconcile` writes it.",
                 self.owner.run_id,
             )
         elif not _entry_files(self.directory):
@@ -512,7 +512,7 @@ class LostRun:
         for file in self.unreadable_entries if self.is_of_this_boot else ():
             if pids := find_carriers(_variables_of(self.owner.run_id, file)):
                 _log.warning(
-                    "%s stays registered: %s, and processes of its component run: %s",
+                    "%s stays in the registry: %s, and processes of its component still run: %s",
                     self.owner.run_id,
                     file,
                     ", ".join(map(str, pids)),
@@ -635,7 +635,7 @@ def find_run_ids() -> dict[str, str]:
     try:
         owners = [owner for owner in map(read_owner, registered_runs()) if owner is not None]
     except OSError as error:
-        _log.warning("the runs of this machine are unknown: %s", error)
+        _log.warning("the registry with the runs of this machine cannot be read: %s", error)
         return {}
     return {owner.flow_run_id: owner.run_id for owner in owners if owner.flow_run_id}
 
@@ -688,7 +688,7 @@ def teardown_s(process: int | None = None) -> float:
             if owner is not None and process in (None, owner.process.pid):
                 longest_s = max(longest_s, _teardown_of_run_s(_registry_directory() / run_id))
     except OSError as error:
-        _log.warning("the grace periods of this machine's runs are unknown: %s", error)
+        _log.warning("the grace periods of the runs on this machine cannot be read: %s", error)
         longest_s = max(longest_s, _UNKNOWN_GRACE_S)
     return longest_s
 

@@ -281,7 +281,7 @@ class _Service:
         except ComponentFailed as error:
             return self._make_death(service_process, str(error), None, kind=error.reason.kind)
         except OSError as error:  # includes TimeoutError
-            why = error.strerror or str(error) or "its guardian does not answer"
+            why = error.strerror or str(error) or "its guardian process does not answer"
             return self._make_death(service_process, f"can't be started: {why}", None)
         self._note(pid=service_process.pid)
         ready_at_s: float | None = None

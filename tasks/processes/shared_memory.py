@@ -65,7 +65,10 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
     try:
         unused = candidates - find_used_files(tree.all_pids(), candidates)
     except OSError as error:
-        _log.warning("shared memory stays, because its users could not be determined: %s", error)
+        _log.warning(
+            "files in shared memory are kept, because it is unknown which processes use them: %s",
+            error,
+        )
         return removed
     for path in sorted(unused):
         with suppress(OSError):

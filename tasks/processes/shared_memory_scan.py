@@ -86,7 +86,7 @@ class SharedMemoryScan:
         try:
             self._known = self._list_files()
         except OSError as error:
-            _log.warning("shared memory of the run is not found: %s", error)
+            _log.warning("files of the run in shared memory are not recorded: %s", error)
             return
         self._thread.start()
         self._watch = DirectoryWatch(directory, self._scan_for_new_file)
@@ -114,7 +114,7 @@ class SharedMemoryScan:
             self._thread.join(_LAST_SCAN_WITHIN_S)
         if self._thread.is_alive():
             limit_s = _LAST_SCAN_WITHIN_S
-            _log.warning("no last scan of %s: it took over %g s", self._directory, limit_s)
+            _log.warning("the last scan of %s did not end within %g s", self._directory, limit_s)
 
     def _run(self) -> None:
         """Scan the directory every second, after each change of it, and after a call of `hurry`."""
@@ -132,7 +132,10 @@ class SharedMemoryScan:
                 try:
                     self._scan(time.monotonic())
                 except OSError as error:  # for example, if this process has too many open files
-                    _log.warning("shared memory of the run was not found: %s", error)
+                    _log.warning(
+                        "files in shared memory could not be listed. Muster tries again: %s",
+                        error,
+                    )
                 scanned_at = time.monotonic()
                 pause_s = choose_pause_s(time.thread_time() - began_s)
                 self._next_scan_at = scanned_at + pause_s

@@ -34,7 +34,7 @@ def describe_start_error(
         interpreter = _read_interpreter(script) if script is not None else ""
         if interpreter and not os.access(interpreter, os.X_OK):
             return _describe_bad_interpreter(argv[0], interpreter)
-    return error.strerror or str(error) or "its guardian does not answer"
+    return error.strerror or str(error) or "its guardian process does not answer"
 
 
 def _describe_bad_interpreter(program: str, interpreter: str) -> str:

@@ -201,7 +201,11 @@ class TimeToSave:
             delaying.cancel()
             await asyncio.wait({delaying})
             if not delaying.cancelled() and (error := delaying.exception()) is not None:
-                _log.error("SIGKILL of %s could not be delayed", component.name, exc_info=error)
+                _log.error(
+                    "SIGKILL of %s could not be delayed until its checkpoint is written",
+                    component.name,
+                    exc_info=error,
+                )
 
     async def _delay_kill(self, component: RunningComponent) -> None:
         """Delay SIGKILL by a few seconds again and again, while a component writes a checkpoint.

@@ -267,9 +267,9 @@ def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPa
         if path.name.endswith(REMOVAL_SUFFIX):
             continue
         if is_partial_name(path.name):
-            yield path, "incomplete by its name"
+            yield path, "its name says that it is incomplete"
         elif path.is_dir() or path.suffix in _STATE_SUFFIXES:
-            yield path, "a result, not a state of the training, by its name"
+            yield path, "its name says that it is a result, not a state of the training"
 
 
 def _read_candidates(
@@ -367,7 +367,7 @@ def _judge(
         key=lambda candidate: candidate.order,
     )
     different = [
-        (candidate.content.path, f"another kind of file than {chosen[-1].name}")
+        (candidate.content.path, f"it is another kind of file than {chosen[-1].name}")
         for candidate in candidates
         if candidate.rank != best_rank
     ]
@@ -418,10 +418,10 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
     own_markers = candidate.content.names & MARKER_NAMES
     for other in others:
         if (markers := other.content.names & MARKER_NAMES) and not own_markers:
-            return f"lacks {min(markers)}, which {other.name} has"
+            return f"lacks the file {min(markers)}, which {other.name} has"
         is_marked = "trainer_state.json" in other.content.names
         if is_marked and "trainer_state.json" not in candidate.content.names:
-            return f"lacks trainer_state.json, which {other.name} has"
+            return f"lacks the file trainer_state.json, which {other.name} has"
     if candidate.verdict.proof:
         others = [other for other in others if other.verdict.proof]
     return _compare(candidate, others) if others else ""
@@ -454,7 +454,10 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
     for name, size_bytes in sorted(_sizes_by_name(content).items()):
         least = min(size.get(name, 0) for size in sizes)
         if size_bytes < _SMALLEST_SHARE * least:
-            return f"{name} has {size_bytes} bytes, and at least {least} in the others"
+            return (
+                f"its file {name} has {size_bytes} bytes, but at least {least} bytes in every "
+                "other complete checkpoint"
+            )
     return ""
 
 
@@ -520,17 +523,20 @@ def _confirm(
         return Completeness.COMPLETE, candidate.verdict.proof
     if pointer is not None:
         if candidate.name == pointer.target:
-            return Completeness.COMPLETE, f"{pointer.name} names it"
+            return Completeness.COMPLETE, f"the pointer file {pointer.name} names it"
         if pointer.step is not None and candidate.step is not None:
             is_named_by_step = candidate.step == pointer.step and pointer.target.isdecimal()
             if is_named_by_step or candidate.step < pointer.step:
-                return Completeness.COMPLETE, f"{pointer.name} names step {pointer.step}"
+                return (
+                    Completeness.COMPLETE,
+                    f"the pointer file {pointer.name} names step {pointer.step}",
+                )
         has_older = any(
             pointer.step is not None and other.step is not None and other.step <= pointer.step
             for other in chosen
         )
         if has_older or newer is None:
-            return Completeness.INCOMPLETE, f"{pointer.name} says {pointer.text!r}"
+            return Completeness.INCOMPLETE, f"the pointer file {pointer.name} says {pointer.text!r}"
         return Completeness.COMPLETE, f"{newer.name} was saved later"
     if newer is not None:
         return Completeness.COMPLETE, f"{newer.name} was saved later"

@@ -240,9 +240,12 @@ def _orbax_gap(content: Content) -> str:
     name = "_CHECKPOINT_METADATA"
     metadata = _read_json(content, name)
     if name in content.names and not metadata:
-        return f"{name} is no JSON"
+        return f"{name} is not JSON"
     if "commit_timestamp_nsecs" in metadata and not metadata["commit_timestamp_nsecs"]:
-        return "_CHECKPOINT_METADATA has no commit_timestamp_nsecs"
+        return (
+            "commit_timestamp_nsecs in _CHECKPOINT_METADATA is empty: Orbax did not complete the "
+            "checkpoint"
+        )
     return ""
 
 
@@ -271,7 +274,7 @@ def _distributed_gap(content: Content) -> str:
             if facts is None:
                 return f"{shard}, which .metadata names, is missing"
             if facts.size_bytes < least_bytes:
-                return f"{shard} has {facts.size_bytes} bytes, .metadata says {least_bytes}"
+                return f"{shard} has {facts.size_bytes} bytes, but needs {least_bytes} by .metadata"
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
                 # The trainer died while it overwrote an older checkpoint, so `.metadata` still
@@ -395,7 +398,7 @@ LAYOUTS: tuple[Layout, ...] = (
         # writes data.pt after the models.
         name="verl FSDP",
         matches=lambda content: _is_verl(content) and "data.pt" in content.names,
-        proof="all ranks and data.pt, which is written last, are there",
+        proof="the files of all ranks and data.pt, which is written last, are there",
     ),
     Layout(name="verl FSDP, models only", matches=_is_verl),
     Layout(
@@ -585,7 +588,9 @@ def _find_missing_shard(content: Content) -> str:
         if _HF_SHARD.fullmatch(name) and not any(
             other.endswith(".index.json") for other in content.names
         ):
-            return f"{name} is one of several shards, and their index is missing"
+            return (
+                f"{name} is one of several shards, and their index file (*.index.json) is missing"
+            )
 
     for pattern, first_numbers in ((_WORLD_RANK, (0,)), (_SHARD, (0, 1))):
         numbers: dict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)

@@ -175,7 +175,7 @@ class LocalStore:
         return open(key, "rb")
 
     def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
-        raise NotImplementedError("remove_path removes local checkpoints")
+        raise NotImplementedError("call remove_path to remove a local checkpoint")
 
 
 class FsspecStore:
@@ -626,7 +626,7 @@ def _find_client_fault(protocol: str) -> tuple[str, str] | None:
     if client is None:
         if protocol in (*EXTRAS, "memory"):
             return None
-        return f"Muster cannot read checkpoints with the protocol {protocol}://", "write s3://"
+        return f"Muster cannot read checkpoints with the protocol {protocol}://", "use s3://"
     try:
         importlib.import_module(client)
     except ImportError as error:

@@ -138,7 +138,7 @@ def plan_resume(
     if start is not None and (named is None or start.attempt == len(attempts) + 1):
         return _plan_start(start)
     if named is None:
-        return ResumePlan(rule="the spec names no checkpoints")
+        return ResumePlan(rule="no component of the spec has the key `checkpoints`")
     name, component = named
     written = component.checkpoints or ""
     if not attempts:
@@ -523,9 +523,9 @@ def judge_checkpoints(
         if not checkpoint.is_complete:
             yield "it is not known to be complete"
         if one.why_foreign:
-            yield "it is not used by this run"
+            yield "it was not saved by this run"
         if one.why_unfit:
-            yield "attempts are not started from it"
+            yield "no attempt is started from it"
         if one.is_fit:
             position = newest_first.index(checkpoint.path)
             if position < _NEVER_REMOVED:
@@ -560,7 +560,7 @@ def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], li
     reasons: dict[str, list[str]] = {one.path: [] for one in content.checkpoints}
     for path, why in list_reasons_to_keep(spec.evals, spec.keep_best, content, evaluated):
         reasons[path].append(why)
-    return lambda path: reasons.get(path, ["its evaluations are not chosen yet"])
+    return lambda path: reasons.get(path, ["it may be chosen for an evaluation"])
 
 
 def find_superfluous_checkpoints(

@@ -104,7 +104,8 @@ def store_project(root: Path) -> str:
         raise _unfit(
             f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files. The limit "
             f"for a project's code is {limit / 2**20:g} MiB. The largest files: {listed}",
-            "list data files in .gitignore, raise MUSTER_CODE_MIB, or write code: live",
+            "list data files in .gitignore, raise MUSTER_CODE_MIB, or write `code: live` in the "
+            "spec",
         )
     code = Code(tree=store_content(_packed(root, sizes)), project=str(root), **_changes(root))
     return store_content(json.dumps(asdict(code)).encode())
@@ -157,7 +158,8 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
         for member in tar:
             if ".." in member.name.split("/") or member.name.startswith("/"):
                 raise NoCode(
-                    f"the tree {code.tree} has a file outside of its folder: {member.name}"
+                    f"the copy {code.tree} of a project has a file outside of its folder: "
+                    f"{member.name}"
                 )
             if member.issym():
                 links[member.name] = member.linkname
@@ -434,7 +436,10 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
     try:
         names, ignored = _listed(root)
     except (GitFailed, OSError) as error:
-        remedy = "repair the repository, move the spec to a separate folder, or write code: live"
+        remedy = (
+            "repair the repository, move the spec to a separate folder, or write `code: live` in "
+            "the spec"
+        )
         raise _unfit(f"git could not list the files of {root}: {error}", remedy) from None
 
     home, real = muster_home().resolve(), root.resolve()

@@ -247,7 +247,7 @@ class DiskThread:
                 )
             return False
         except Exception:
-            _log.exception("%s could not be written, and is not retried", path)
+            _log.exception("%s could not be written, and Muster does not try again", path)
             return True
         with self._changed:
             self._failing_files.pop(path, None)

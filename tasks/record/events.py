@@ -143,7 +143,7 @@ class Event:
             name = str(content.pop("event"))
             component = content.pop("component", None)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not an event: {error!r}") from error
+            raise ValueError(f"the line is not an event of Muster: {error!r}") from error
         return Event(at=at, name=name, component=component, fields=content)
 
     def as_line(self) -> str:
@@ -328,5 +328,5 @@ def build_payload(name: str, **values: Any) -> dict[str, Any]:
         KeyError: `PAYLOADS` has no such event, or the event has no such key.
     """
     if unknown_keys := set(values).difference(PAYLOADS[name]):
-        raise KeyError(f"{name} has no {', '.join(sorted(unknown_keys))}")
+        raise KeyError(f"the event {name} has no key {', '.join(sorted(unknown_keys))}")
     return {key: values.get(key) for key in PAYLOADS[name]}

@@ -76,7 +76,7 @@ class FlowLoss:
         if self.jobs_left:
             cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:
-            cleanup = f"{cleanup}; leftovers may run on unchecked nodes ({self.unseen})"
+            cleanup = f"{cleanup}; leftovers may run on nodes that were not checked ({self.unseen})"
         pid = f" (pid {self.pid})" if self.pid else ""
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 

@@ -231,7 +231,7 @@ class Verdict:
         """
         if not unseen:
             return self
-        note = f"leftovers may run on unchecked nodes ({_by_name(unseen)})"
+        note = f"leftovers may run on nodes that were not checked ({_by_name(unseen)})"
         if self.failure is None:
             return replace(self, message=f"{self.message}; {note}", unseen=unseen)
         failure = self.failure.with_changes(message=f"{self.failure.message}; {note}")

@@ -183,7 +183,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
     if fault := find_marker_fault(listed):
         return fault
     if depth == _ALTERNATES_DEPTH:
-        return f"{listed} begins a chain of more than {_ALTERNATES_DEPTH} object stores"
+        return f"{listed} begins a chain of more than {_ALTERNATES_DEPTH} Git object stores"
     for line in os.fsdecode(listed.read_bytes()).splitlines():
         if not line or line.startswith("#"):
             continue
@@ -291,15 +291,15 @@ class GitView:
             If the file is unchanged, an empty string is returned.
         """
         if position >= _COMPARED_FILES:
-            return f"{name}: not compared, because a filter creates its content\n"
+            return f"{name}: not compared, because a Git filter creates its content\n"
         path = self._work_tree / name
         try:
             pointer = self._ask(self._work_tree, "cat-file", "blob", f"{commit}:{name}")
         except GitFailed:
-            return f"{name}: new, and a filter creates its content\n"
+            return f"{name}: new, and a Git filter creates its content\n"
         match = _LFS_POINTER.fullmatch(os.fsencode(pointer))
         if match is None:
-            return f"{name}: not compared, because a filter creates its content\n"
+            return f"{name}: not compared, because a Git filter creates its content\n"
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):

@@ -53,7 +53,7 @@ def read_result_file(path: Path) -> Any:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"JSON has no number {name}")
 
 
 def list_figures(result: Any) -> dict[str, float]:

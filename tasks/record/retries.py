@@ -83,7 +83,9 @@ def decide_retry(
     if is_unloadable and not verdict.left:
         delay_s = _OLDER_CHECKPOINT_DELAY_S
         next_start = start or "from the beginning"
-        text = f"retried: {kind.value} before its first step, {next_start} in {delay_s:.0f} s"
+        text = (
+            f"retried: {kind.value} before its first step, next try {next_start} in {delay_s:.0f} s"
+        )
         return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:
         return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')

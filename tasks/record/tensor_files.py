@@ -150,17 +150,17 @@ def _check_safetensors(file: BinaryIO, size: int) -> str:
     """Check a safetensors file: compare its size with the offsets in its header."""
     head = file.read(8)
     if len(head) < 8:
-        return f"has {size} bytes, less than a safetensors header"
+        return f"has {size} bytes, fewer than the header of a safetensors file"
     (header_bytes,) = struct.unpack("<Q", head)
     if header_bytes > _SAFETENSORS_HEADER_BYTES:
         return "has no safetensors header"
     if size < 8 + header_bytes:
-        return f"has {size} bytes, its header alone needs {8 + header_bytes}"
+        return f"has {size} bytes, but its header alone needs {8 + header_bytes} bytes"
 
     header: Mapping[str, Any] = json.loads(file.read(header_bytes))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     expected = 8 + header_bytes + max(ends, default=0)
-    return "" if size == expected else f"has {size} bytes, its header says {expected}"
+    return "" if size == expected else f"has {size} bytes, but needs {expected} by its header"
 
 
 def _check_zip(file: BinaryIO, size: int) -> str:
@@ -169,7 +169,7 @@ def _check_zip(file: BinaryIO, size: int) -> str:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.header_offset + entry.compress_size > size:
-                    return f"has {size} bytes, but {entry.filename} ends after that"
+                    return f"has {size} bytes, but its part {entry.filename} would end after that"
     except zipfile.BadZipFile as error:
         return f"is cut short: {str(error).lower()}"
     return ""
@@ -187,7 +187,7 @@ def _check_npy(file: BinaryIO, size: int) -> str:
         return ""  # The size of structured types and of pickled objects cannot be computed.
     item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
     expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
-    return "" if size >= expected else f"has {size} bytes, its header says {expected}"
+    return "" if size >= expected else f"has {size} bytes, but needs {expected} by its header"
 
 
 def _check_hdf5(file: BinaryIO, size: int) -> str:
@@ -201,7 +201,7 @@ def _check_hdf5(file: BinaryIO, size: int) -> str:
         return ""
     offset = 40 if version == 0 else 44 if version == 1 else 28
     (expected,) = struct.unpack("<Q", head[offset : offset + 8])
-    return "" if size >= expected else f"has {size} bytes, its header says {expected}"
+    return "" if size >= expected else f"has {size} bytes, but needs {expected} by its header"
 
 
 def _check_tar(file: BinaryIO, size: int) -> str:
@@ -216,14 +216,18 @@ def _check_tar(file: BinaryIO, size: int) -> str:
     except tarfile.TarError as error:
         return f"is cut short: {error}"
     expected = max(ends, default=0)
-    return "" if size >= expected else f"has {size} bytes, its last member ends at {expected}"
+    return (
+        ""
+        if size >= expected
+        else f"has {size} bytes, but its last member would end at byte {expected}"
+    )
 
 
 def _check_json(file: BinaryIO, size: int) -> str:
     try:
         json.loads(file.read())
     except ValueError as error:
-        return f"is no JSON: {error}"
+        return f"is not JSON: {error}"
     return ""
 
 
@@ -341,7 +345,7 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
         (count,) = struct.unpack("<q", count_field)
         end = file.tell() + count * item_bytes[key]
         if end > size:
-            return f"has {size} bytes, a tensor ends at {end}"
+            return f"has {size} bytes, but a tensor would end at byte {end}"
         file.seek(end)
     return ""
 

@@ -162,7 +162,7 @@ class LocalHost:
             running = self._guards.running(FLEET, f"r{rank}", command)
             await server.running.enter_async_context(running)
         except OSError as error:  # TimeoutError is a subclass of OSError.
-            reason = error.strerror or str(error) or "its guardian does not answer"
+            reason = error.strerror or str(error) or "its guardian process does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
         # Add this callback only after a successful start. A failed start raises StartFailed, and

@@ -522,8 +522,8 @@ class RayHost:
         except OSError as error:
             self._log_bound = None
             _log.warning(
-                "%s exceeds log_max_bytes: its file system cannot release a part of a file (%s). "
-                "The logs of the servers have no bound.",
+                "%s exceeds log_max_bytes: its file system cannot free the beginning of a file "
+                "(%s). The logs of the servers grow without a limit.",
                 target,
                 error.strerror,
             )

@@ -117,7 +117,9 @@ def renew_lease(
         except httpx.HTTPStatusError as error:
             if error.response.status_code == HTTPStatus.GONE:
                 _log.info(
-                    "The server has lost the lease %s of this run. The run continues.", lease_id
+                    "The Prefect server does not know the concurrency lease %s of this run any "
+                    "more. The run continues.",
+                    lease_id,
                 )
                 return
             pause_s = retry_every_s

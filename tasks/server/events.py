@@ -177,7 +177,9 @@ class Announcer:
         self._thread.join(within_s)
         unsent_count = len(self._pending) + self._dropped_count
         if unsent_count:
-            _log.warning("%d events were not sent to %s", unsent_count, self._api_url)
+            _log.warning(
+                "%d events were not sent to the Prefect server at %s", unsent_count, self._api_url
+            )
 
     def _work(self) -> None:
         """Send events until `close` is called. The announcer's thread runs this method."""
@@ -201,13 +203,17 @@ class Announcer:
                 if is_retryable(error):
                     if self._is_closing:
                         return
-                    _log.debug("%s took no events; a retry follows: %r", self._api_url, error)
+                    _log.debug(
+                        "%s accepted no events, and Muster tries again: %r", self._api_url, error
+                    )
                     with self._changed:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
                     pause_s = min(2 * pause_s, _MAX_RETRY_AFTER_S)
                     continue
                 # The server will never accept this batch. Drop it, so that later events are sent.
-                _log.exception("%d events are lost", len(batch))
+                _log.exception(
+                    "the Prefect server rejected %d events, which are not sent again", len(batch)
+                )
             pause_s = self._again_s
             with self._changed:
                 # Some events of the batch may have been removed from `_pending` during the request.
@@ -365,7 +371,7 @@ async def send_events(client: PrefectClient, *events: Event) -> None:
         await client.request("POST", _EVENTS_PATH, json=batch)
     except (httpx.HTTPError, PrefectException) as error:
         names = ", ".join(event.event for event in events)
-        _log.warning("The Prefect server did not take the events %s: %r", names, error)
+        _log.warning("The Prefect server did not accept the events %s: %r", names, error)
 
 
 #: The `Announcer` that sends the events of the current context's run. None if the context belongs

@@ -43,7 +43,7 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_NEXT_ATTACHES = "its next process attaches to its jobs"
+_NEXT_ATTACHES = "its next process attaches to its Ray jobs"
 _NEXT_RESUMES = "its next process resumes at the present stage"
 _REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
 

@@ -231,7 +231,9 @@ class ForwardedRequests:
                 self._session.interrupt(f"cancelled, because {message}")
                 self._set_cancelling(state, f"{message}; its processes are being ended")
             case Change.SET_BACK if state is not None and not self._session.is_handing_over:
-                message = f"set back to Running: a user set {state.name}, but its process works"
+                message = (
+                    f"set back to Running: a user set {state.name}, but its process still works"
+                )
                 remedy = "To end the run, cancel it."
                 running: State[Any] = Running(message=f"{message}. {remedy}")
                 correct_state(self._flow_run_id, state, running)

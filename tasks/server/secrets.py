@@ -42,11 +42,14 @@ def save_secret(
         block_type = client.read_block_type_by_slug(_TYPE)
     except ObjectNotFound as error:
         raise MusterError(
-            f"{client.api_url} has no block type `secret`: restart the Prefect server"
+            f"the Prefect server {client.api_url} has no block type `secret`: restart the server"
         ) from error
     schema = client.get_most_recent_block_schema_for_block_type(block_type.id)
     if schema is None:
-        raise MusterError(f"{client.api_url} has no schema for the block type `secret`")
+        raise MusterError(
+            f"the Prefect server {client.api_url} has no schema for the block type `secret`: "
+            "restart the server"
+        )
     data = {"value": value}
     try:
         client.create_block_document(
@@ -75,7 +78,8 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise BadArgument(
-            f"the name of a secret has lower-case letters, digits and dashes, found {name!r}"
+            f"the name of a secret may only have lower-case letters, digits and dashes, found "
+            f"{name!r}"
         )
 
 

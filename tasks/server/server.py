@@ -183,7 +183,10 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
             case str(value) if value and "\0" not in value:
                 values[name] = value
             case _:
-                problems[name] = f"the Prefect Secret block {name!r} holds no text"
+                problems[name] = (
+                    f"the Prefect Secret block {name!r} has an empty value, or a value that is no "
+                    "text"
+                )
     if problems:
         remedy = "create the block with `muster secret set NAME`, or write another name"
         raise _make_block_error(spec, problems, remedy)

@@ -63,7 +63,10 @@ def guard_prefect_clients() -> None:
     if websockets_names["connect"] is _CheckedConnect:
         return
     if websockets_names["connect"] is not connect or version_names["httpx"] is not httpx:
-        raise ImportError("another program replaced Prefect's clients: remove that program")
+        raise ImportError(
+            "another Python package has replaced the HTTP clients of Prefect: uninstall that "
+            "package"
+        )
     password = server_password()
     for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
         client.__init__ = _add_check(client.__init__, password)  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
         )
         parts.append(f"at {format_time(component.ended_at)}")
     if not component.ready_at:
-        parts.append("not ready by then")
+        parts.append("was never ready")
     return ", ".join(parts)
 
 
@@ -163,8 +163,8 @@ def add_unwritten_files(message: str, unwritten_files: str) -> str:
     if not unwritten_files:
         return message
     return (
-        f"{message}; files of the run could not be written ({unwritten_files}); make room, then "
-        "call `muster reconcile`"
+        f"{message}; files of the run could not be written ({unwritten_files}); free disk space, "
+        "then call `muster reconcile`"
     )
 
 

@@ -194,7 +194,7 @@ def end_block(
             for fact in facts_of_run(record, place, spec, now=now):
                 yield _format_field(fact.label, fact.text)
             if not record.state.is_final and state in _FINAL_STATES:
-                yield _format_field("incomplete", f"{record_path} does not have the end of the run")
+                yield _format_field("incomplete", f"the end of the run is missing in {record_path}")
                 yield _format_field("what to do", "free disk space, then call `muster reconcile`")
         else:
             yield _format_field("record", str(record_path))

@@ -65,8 +65,8 @@ def show_components(view: RunView) -> Shown:
     if attempt is None:
         names = ", ".join(view.spec.components)
         return Shown(
-            headline="nothing was started yet",
-            data=f"No component was started yet: {escape_markdown(names)}.",
+            headline="no component was started yet",
+            data=f"These components were not started yet: {escape_markdown(names)}.",
         )
     rows = [[*_component_cells(view, attempt, name)] for name in view.spec.components]
     host = f" on {escape_markdown(view.host)}" if view.host else ""
@@ -343,7 +343,7 @@ def _describe_state(view: RunView) -> tuple[str, str]:
         case RunState.PENDING_RESOURCES:
             return "waiting", view.seen.doing.removeprefix(
                 "waiting: "
-            ) or "for all GPUs of its gang"
+            ) or "for all GPUs of the run (`gang`)"
         case RunState.QUEUED | RunState.ADMITTED:
             return "about to start", view.seen.doing
         case _:

@@ -90,7 +90,10 @@ class AttemptSpec:
         resolved = self._resolve(self._fill_names())
         has_moved_fleet = fleet_port is not None and fleet_port not in self.ports.numbers.values()
         if has_moved_fleet or resolved.fleet != self.resolved.fleet:
-            raise OSError("the rollout servers already use the old port of the gateway")
+            raise OSError(
+                "the gateway cannot use another port, because the rollout servers already use its "
+                "old port"
+            )
         self.resolved = resolved
         self.write()
 

@@ -167,7 +167,7 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
         recorded_state = _read_final_state(terminal.record)
         if recorded_state is None:
             raise
-        _log.debug("the server did not accept the final state: %r", error)
+        _log.debug("the Prefect server did not accept the final state of the run: %r", error)
         return recorded_state
     recorded_state = _read_final_state(terminal.record)
     if recorded_state is None:

@@ -234,9 +234,9 @@ def _find_name(name: str, full_names: list[str]) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise BadArgument(f"{name} is ambiguous: write {join_commas(matches)}")
+        raise BadArgument(f"{name} is ambiguous: choose from {join_commas(matches)}")
     suggestion = suggest_name(name, [*full_names, *map(_get_end, full_names)])
-    known = f"The server has {join_commas(full_names) or 'no deployments'}."
+    known = f"The Prefect server has {join_commas(full_names) or 'no deployments'}."
     raise BadArgument(f"there is no deployment {name}. {suggestion} {known}".replace("  ", " "))
 
 

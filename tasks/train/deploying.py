@@ -211,7 +211,9 @@ def _submit_matrix(
         json: True to print the ids and the page of the pipeline as JSON.
     """
     if queue is not None:
-        raise BadArgument("--queue cannot be used with --matrix: the points use the queue default")
+        raise BadArgument(
+            "--queue cannot be used with --matrix: the runs of a matrix use the queue `default`"
+        )
     if at_most is not None and at_most < 1:
         raise BadArgument(f"--at-most must be at least 1, found {at_most}")
     pipeline = make_matrix_pipeline(spec, matrix, at_most)

@@ -205,12 +205,18 @@ class Evaluator:
         except (OSError, ValueError, MusterError) as error:
             if str(error) != self._last_error:
                 self._last_error = str(error)
-                _log.warning("evaluations of run %s: %s", self._run.run_id, error)
+                _log.warning(
+                    "evaluations of run %s could not be started or read: %s",
+                    self._run.run_id,
+                    error,
+                )
         except Exception as error:
             # An error in Muster itself must not end the evaluations of a long training.
             if repr(error) != self._last_error:
                 self._last_error = repr(error)
-                _log.exception("evaluations of run %s", self._run.run_id)
+                _log.exception(
+                    "an error in Muster during the evaluations of run %s", self._run.run_id
+                )
 
     def _advance(self) -> None:
         """Do what `advance` describes, but raise errors instead of logging them.

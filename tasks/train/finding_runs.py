@@ -349,7 +349,9 @@ def _describe_ambiguity(name: str, matching_runs: Sequence[Run]) -> str:
     """Return the message for a name that matches several runs, with one line per run."""
     listed_runs = matching_runs[:_LISTED_MATCHES]
     width = max(len(run.run_id) for run in listed_runs)
-    lines = [f"{name} matches {len(matching_runs)} runs. Write more of one of these ids:"]
+    lines = [
+        f"{name} matches {len(matching_runs)} runs. Write more letters of one of these run ids:"
+    ]
     lines += [f"  {run.run_id:<{width}}  {run.state}" for run in listed_runs]
     if len(matching_runs) > len(listed_runs):
         lines.append(f"  and {len(matching_runs) - len(listed_runs)} more, which `muster ls` lists")

@@ -165,14 +165,14 @@ def _build_tree(run: Run, runs: Mapping[str, Run], index: LineageIndex) -> TreeN
     """
     root = TreeNode(text=f"{run.run_id} {run.state}")
     inputs = index.list_inputs(run.run_id)
-    made_from = root.add("made from" if inputs else "made from: no data is known")
+    made_from = root.add("made from" if inputs else "made from: no input is known")
     _add_inputs(made_from, inputs, runs, index, [run.run_id])
     own = index.lineages.get(run.run_id, Lineage())
     for resume in own.resumes:
         step = f"step {resume.step:g}, " if resume.step is not None else ""
         root.add(f"attempt {resume.attempt} resumed from {step}{resume.uri}")
     outputs = _list_last_versions(own.outputs)
-    made = root.add("made" if outputs else "made: nothing is known")
+    made = root.add("made" if outputs else "made: no output is known")
     users = index.list_users(run.run_id)
     nodes = {output.uri: made.add(describe_output(output)) for output in outputs}
     for user_id, used in users.items():

@@ -230,7 +230,7 @@ def _compare_nodes(
     most_cpus = max((node.resources_total.get("CPU", 0) for node in nodes), default=0)
     most_gib = max((node.resources_total.get("memory", 0) for node in nodes), default=0) / _GIB
     if cpus > most_cpus:
-        problem = f"the step needs {cpus:g} CPUs, but no node has more than {most_cpus:g}"
+        problem = f"the step needs {cpus:g} CPUs, but no node has more than {most_cpus:g} CPUs"
         yield Fault(path=f"{path}.resources.cpus", problem=problem, remedy="ask for less")
     if memory_gib > most_gib:
         problem = f"the step needs {memory_gib:g} GiB, but no node has more than {most_gib:.1f} GiB"
@@ -240,6 +240,6 @@ def _compare_nodes(
         # such as `!head` or `in(a,b)`, which are not checked here.
         values = {node.labels.get(label) for node in nodes}
         if value not in values and not value.startswith(("!", "in(")):
-            listed = join_commas(sorted(filter(None, values))) or "no node has the label"
-            problem = f"no node has the label {label}: {value}; found: {listed}"
+            listed = join_commas(sorted(filter(None, values))) or "none"
+            problem = f"no node has the label {label}: {value}. Values that nodes have: {listed}"
             yield Fault(path=f"{path}.resources.labels.{label}", problem=problem)

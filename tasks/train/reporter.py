@@ -233,7 +233,9 @@ class Reporter:
                 is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
                 # Artifacts are not sent again here, because each artifact becomes due again later.
                 if not is_retried or report == self._send_page:
-                    _log.warning("the Prefect server did not accept a report: %r", error)
+                    _log.warning(
+                        "the Prefect server did not accept a report about the run: %r", error
+                    )
                     return
             self._is_closed.wait(_RETRY_EVERY_S)
 

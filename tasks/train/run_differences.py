@@ -202,7 +202,8 @@ def _read_properties(name: str) -> dict[str, object]:
         attempts = tuple(attempt for attempt in attempts if attempt.number == int(match[2]))
     if not attempts:
         raise BadArgument(
-            f"{name} has no such attempt in the record: see `muster explain {run.run_id}`"
+            f"{name} has no such attempt in the record. To see the attempts: muster explain "
+            f"{run.run_id}"
         )
     attempt = attempts[-1]
 

@@ -64,7 +64,9 @@ def _read_value(name: str) -> str:
         BadArgument: No value was typed, or standard input is closed or contains no text.
     """
     if sys.stdin is None:
-        raise BadArgument(f"standard input is closed: pass the value of {name} through it")
+        raise BadArgument(
+            f"standard input is closed: pass the value of the secret {name} through it"
+        )
     if sys.stdin.isatty():
         try:
             return getpass(f"Value of {name}: ")

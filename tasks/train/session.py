@@ -433,7 +433,9 @@ class RunSession:
                 is_late = time.monotonic() - began_s > limit_s
                 if message != str(error):
                     message = str(error)
-                    self.record_waiting(f"{message}; the next attempt waits for the checkpoints")
+                    self.record_waiting(
+                        f"{message}; the next attempt waits until the checkpoints can be read"
+                    )
                 if is_late or not self.wait(pause_s):
                     raise CheckpointsUnreadable(error) from error
                 pause_s = min(pause_s * 2, _ASK_STORE_EVERY_S)
@@ -757,7 +759,9 @@ class RunSession:
         if self.interrupt_reason and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupt_reason)
         elif is_cancelled and verdict.state in (RunState.COMPLETED, RunState.FAILED):
-            message = f"{self.interrupt_reason}, after its last attempt: {verdict.message}"
+            message = (
+                f"{self.interrupt_reason}, after its last attempt had ended: {verdict.message}"
+            )
             verdict = replace(verdict, state=RunState.CANCELLED, message=message, failure=None)
         self._verdict = verdict
         if not self.record.state.is_final:

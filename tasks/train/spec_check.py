@@ -95,7 +95,7 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
         yield Fault(
             path="containment",
             problem=f"{host_name()} offers no PID namespace: {reason}",
-            remedy="write auto, or use a host with PID namespaces",
+            remedy="write `containment: auto`, or use a host with PID namespaces",
         )
 
 

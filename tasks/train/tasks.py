@@ -152,7 +152,7 @@ def admit(run: RunSession) -> State[None]:
 
     reason = "the spec requests no GPUs" if run.spec.gang is None else ""
     if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
-        reason = "its jobs continue on their GPUs"
+        reason = "its Ray jobs continue on their GPUs"
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")
@@ -274,7 +274,9 @@ def teardown(run: RunSession) -> State[None]:
     if verdict.left:
         return Failed(message=verdict.message)
     if not verdict.state.is_final:
-        return Completed(message="its jobs continue for its next process")
+        return Completed(
+            message="the Ray jobs of the run continue until its next process attaches to them"
+        )
     if verdict.unseen:
         message = f"no processes were found, but not all could be checked: {verdict.message}"
         return Completed(message=message)

@@ -110,14 +110,14 @@ def next_attempt(run: RunSession) -> bool:
                 raise Pause(state=state)
             forget_waiting_run(run.run_id)
         except OSError as error:
-            _log.warning("%s waits in this process: %s", run.run_id, error)
+            _log.warning("%s waits for its next attempt in this process: %s", run.run_id, error)
 
     if run.spec.gang is not None:
         try:
             with _connect() as client:
                 client.update_flow_run_labels(run.flow_run_id, labels)
         except ServerAway as error:
-            _log.warning("%s may be retried without a delay: %s", run.run_id, error)
+            _log.warning("%s may be retried before its delay is over: %s", run.run_id, error)
         if decision.is_requeue:
             # Do not wait for the delay here. The next task, `admit`, waits in the queue, and the
             # scheduler grants no GPUs before the delay is over.
@@ -140,7 +140,7 @@ def _leave_jobs(run: RunSession) -> NoReturn:
         Pause: Always. This process must exit.
     """
     starter = find_worker_flow_run()
-    message = f"{run.handover_reason}; its jobs continue, and its next process attaches to them"
+    message = f"{run.handover_reason}; its Ray jobs continue, and its next process attaches to them"
     state = make_handover_state(message, _min_absence_s())
     labels: dict[str, Any] = {}
     if starter is not None:
@@ -299,7 +299,9 @@ def _set_waiting_state(
             # The server accepted the state, and only its response was lost.
             return not run.interrupt_reason
     _log.warning(
-        "%s waits in this process, because the server did not accept its state", run.run_id
+        "%s waits for its next attempt in this process, because the Prefect server did not accept "
+        "the state of the run",
+        run.run_id,
     )
     return False
 

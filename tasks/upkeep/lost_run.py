@@ -278,7 +278,7 @@ def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
         parts.append(f"processes could not be ended ({survivors})")
     if cleanup.waiting:
         guardians = "; ".join(f"{name}: {pid}" for name, pid in cleanup.waiting.items())
-        parts.append(f"guardians still end their components ({guardians})")
+        parts.append(f"guardian processes still end their components ({guardians})")
     return " and ".join(parts)
 
 
@@ -316,7 +316,7 @@ def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
     process = f"its process (pid {loss.pid})" if loss.pid else "its process"
     parts = [f"{process} was gone", *lost.faults]
     if lost.unreadable_entries:
-        parts.append("processes were searched by MUSTER_RUN_ID in their environment")
+        parts.append("its processes were found by MUSTER_RUN_ID in their environment")
     return "; ".join(parts)
 
 

@@ -104,6 +104,6 @@ def _end_orphan(owner: Owner, reason: str) -> RunReport:
     return RunReport(
         name=owner.run_id,
         flow_run_id=owner.flow_run_id,
-        found=f"{reason}, but its process (pid {pid}) works",
+        found=f"{reason}, but its process (pid {pid}) still works",
         open=still_open,
     )

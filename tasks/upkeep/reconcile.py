@@ -173,7 +173,7 @@ def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
         yield RunReport(
             name=run_id,
             found="; ".join(files),
-            open="its host is unknown. If the run has ended, remove its folder in the registry"
+            open="its host is unknown. If the run has ended, remove its folder in $MUSTER_HOME/live"
             if is_of_unknown_host
             else "",
         )

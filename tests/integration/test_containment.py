@@ -108,8 +108,8 @@ def test_text_of_a_level_names_its_promise_and_why_no_higher_level_is_used() -> 
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
     assert text == (
-        "L2 (guardian processes: a single SIGKILL leaves no process of the run behind; no L3: "
-        "read-only)"
+        "L2 (guardian processes: no process of the run remains if SIGKILL ends one process of "
+        "Muster; no L3: read-only)"
     )
 
 

@@ -349,7 +349,7 @@ def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(
     second_process = host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="again")
 
     assert second_process.wait(60) == 0, host_env.log("again")
-    assert f"left: another process of this machine runs {run.name}" in host_env.log("again")
+    assert f"left: another process of this machine already runs {run.name}" in host_env.log("again")
     assert run.state()[0] == "RUNNING"
     assert run.flow_pid() == first_pid
     os.kill(first_pid, signal.SIGTERM)

@@ -121,4 +121,4 @@ def test_file_system_that_cannot_bound_a_log_is_reported(harness: ComponentHarne
     finally:
         subprocess.run(["umount", place], check=True)
 
-    assert f"the ramfs file system {place} cannot release a part of a file" in str(warning)
+    assert f"the ramfs file system {place} cannot free the beginning of a file" in str(warning)

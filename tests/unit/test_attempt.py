@@ -410,7 +410,7 @@ async def test_bug_in_a_watcher_fails_the_run(
         (OSError(24, "Too many open files"), FailureKind.UNKNOWN),
         (OSError(12, "Cannot allocate memory"), FailureKind.UNKNOWN),
         (BlockingIOError(11, "Resource temporarily unavailable"), FailureKind.UNKNOWN),
-        (ChildProcessError("its guardian (pid 7) was killed"), FailureKind.UNKNOWN),
+        (ChildProcessError("its guardian process (pid 7) was killed"), FailureKind.UNKNOWN),
         (TimeoutError(), FailureKind.UNKNOWN),
     ],
 )
@@ -427,7 +427,7 @@ async def test_failure_names_a_program_that_cannot_be_started(
 
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.failure.kind is kind
-    what = error.strerror or str(error) or "its guardian does not answer"
+    what = error.strerror or str(error) or "its guardian process does not answer"
     assert f"trainer can't be started: {what}" in verdict.message
 
 

@@ -222,7 +222,7 @@ def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) 
     lines = block(state=state, message="60/60 steps", record_path=path)
 
     text = "\n".join(lines)
-    assert f"{path} does not have the end of the run" in text
+    assert f"the end of the run is missing in {path}" in text
     assert "muster reconcile" in text
     assert "not ended" not in text
 

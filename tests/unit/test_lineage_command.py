@@ -157,8 +157,8 @@ def test_run_without_known_data_says_so(capsys: pytest.CaptureFixture[str]) -> N
 
     tree = print_lineage(capsys, NEXT)
 
-    assert "made from: no data is known" in tree
-    assert "made: nothing is known" in tree
+    assert "made from: no input is known" in tree
+    assert "made: no output is known" in tree
 
 
 def test_unknown_run_is_rejected() -> None:

@@ -79,7 +79,10 @@ def test_verdict_with_unchecked_nodes_keeps_its_state(state: RunState) -> None:
     verdict = Verdict(state=state, message="step 60").with_unseen({"trainer": ("node 7 gone",)})
 
     assert (verdict.state, verdict.failure) == (state, None)
-    assert verdict.message == "step 60; leftovers may run on unchecked nodes (trainer: node 7 gone)"
+    assert (
+        verdict.message
+        == "step 60; leftovers may run on nodes that were not checked (trainer: node 7 gone)"
+    )
 
 
 def test_failure_message_names_unchecked_nodes() -> None:
@@ -87,7 +90,9 @@ def test_failure_message_names_unchecked_nodes() -> None:
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.CUDA_OOM
     assert verdict.message == str(verdict.failure)
-    assert verdict.message.endswith("leftovers may run on unchecked nodes (trainer: node 7 gone)")
+    assert verdict.message.endswith(
+        "leftovers may run on nodes that were not checked (trainer: node 7 gone)"
+    )
     assert Verdict.failed(FAILURE, 1.0).with_unseen({}) == Verdict.failed(FAILURE, 1.0)
 
 

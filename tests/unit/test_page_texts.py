@@ -195,7 +195,7 @@ def test_component_that_is_not_ready_in_time_is_shown_as_alive() -> None:
 
     shown = show_summary(view(failed(failure=failure, components=components), state="failed"))
 
-    assert "trainer: still alive, pid 8, not ready by then" in str(shown.data)
+    assert "trainer: still alive, pid 8, was never ready" in str(shown.data)
 
 
 def test_message_of_a_failed_run_ends_with_log_and_next_step() -> None:

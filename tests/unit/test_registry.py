@@ -106,7 +106,7 @@ def test_run_whose_owner_died_can_be_claimed(owner: subprocess.Popen[str], home:
 
 
 def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], home: Path) -> None:
-    with pytest.raises(OSError, match="another process of this machine runs a-run"):
+    with pytest.raises(OSError, match="another process of this machine already runs a-run"):
         RunRegistration.opened("a-run")
 
 
