@@ -1267,7 +1267,7 @@ class SupervisedAttempt:
         try:
             left = {**await self._context.close(), **left}
         except Exception as error:
-            _log.exception("the teardown of %s could not be completed", self._plan.run_id)
+            _log.exception("the teardown of run %s could not be completed", self._plan.run_id)
             errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
@@ -1356,7 +1356,9 @@ class SupervisedAttempt:
         try:
             await self._context.close()
         except Exception:
-            _log.exception("the resources of %s could not be closed", self._plan.run_id)
+            _log.exception(
+                "the ports and guardian processes of run %s could not be closed", self._plan.run_id
+            )
         verdict = await self._make_verdict(decision)
         self._context.readers.close()
         self._context.release_logs()
@@ -1473,7 +1475,9 @@ class SupervisedAttempt:
         # the start of the attempt in that process.
         began_at = self._plan.began_at if self._plan.began_at is not None else time.time()
         end_at = began_at + limit_s
-        limit = self._plan.time_limit_text or f"gang.max_hours, {limit_s / 3600:g}"
+        limit = self._plan.time_limit_text or (
+            f"time limit of {limit_s / 3600:g} hours (gang.max_hours)"
+        )
         self._watchers.start(
             self._time_to_save.announce_end(end_at, f"the attempt reaches its {limit}")
         )

@@ -293,7 +293,9 @@ class FileProbe(ComponentProbe):
 
     async def why_not(self, timeout_s: float) -> str:
         identity = await self._reader.ask(lambda: _identity(self._path.stat()), timeout_s)
-        return "is older than the component" if identity == self._before else ""
+        return (
+            "was last changed before the start of the component" if identity == self._before else ""
+        )
 
     def glance(self) -> object:
         self._reader.poll(self._look)

@@ -52,7 +52,7 @@ class Role(IntEnum):
 
 def _compile_alternatives(patterns: object) -> object:
     if not isinstance(patterns, list):
-        raise TypeError("patterns must be a list")
+        raise TypeError("the key `patterns` of a cause rule must be a list")
     return re.compile("|".join(patterns), re.MULTILINE)
 
 

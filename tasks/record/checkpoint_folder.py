@@ -418,10 +418,10 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
     own_markers = candidate.content.names & MARKER_NAMES
     for other in others:
         if (markers := other.content.names & MARKER_NAMES) and not own_markers:
-            return f"lacks the file {min(markers)}, which {other.name} has"
+            return f"lacks the file {min(markers)}, which the checkpoint {other.name} has"
         is_marked = "trainer_state.json" in other.content.names
         if is_marked and "trainer_state.json" not in candidate.content.names:
-            return f"lacks the file trainer_state.json, which {other.name} has"
+            return f"lacks the file trainer_state.json, which the checkpoint {other.name} has"
     if candidate.verdict.proof:
         others = [other for other in others if other.verdict.proof]
     return _compare(candidate, others) if others else ""
@@ -443,11 +443,11 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
     for name in sorted(set(counts[0]).intersection(*counts[1:])):
         example = others[-1].name
         if own_counts[name] == 0:
-            return f"lacks a file like {name}, which {example} has"
+            return f"lacks a file like {name}, which the checkpoint {example} has"
         has_ranks = _RANKED_FILE.search(name) is not None or not content.is_folder
         least = min(count[name] for count in counts)
         if has_ranks and own_counts[name] < least:
-            return f"has {own_counts[name]} files like {name}, and {example} has {least}"
+            return f"has {own_counts[name]} files like {name}, but other checkpoints have {least}"
     if candidate.verdict.proof:
         return ""
     sizes = [_sizes_by_name(other.content) for other in others]
@@ -537,9 +537,9 @@ def _confirm(
         )
         if has_older or newer is None:
             return Completeness.INCOMPLETE, f"the pointer file {pointer.name} says {pointer.text!r}"
-        return Completeness.COMPLETE, f"{newer.name} was saved later"
+        return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     if newer is not None:
-        return Completeness.COMPLETE, f"{newer.name} was saved later"
+        return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
         return Completeness.UNKNOWN, "no pointer file names it, and no newer checkpoint confirms it"

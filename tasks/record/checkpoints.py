@@ -539,7 +539,7 @@ def judge_checkpoints(
         if paths & pinned:
             yield "another run was started from it"
         if paths & linked:
-            yield "a link in the folder leads to it"
+            yield "a symbolic link in the folder leads to it"
         yield from why_evaluated(str(checkpoint.path))
 
     return [replace(one, why_kept=tuple(list_reasons(one))) for one in judged]

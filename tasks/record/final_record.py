@@ -70,9 +70,9 @@ class FlowLoss:
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
-            cleanup = f"reconcile ended its leftovers ({'; '.join(ended)})"
+            cleanup = f"reconcile ended leftovers of the run ({'; '.join(ended)})"
         else:
-            cleanup = "it had no leftover processes"
+            cleanup = "the run had no leftover processes"
         if self.jobs_left:
             cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:

@@ -404,7 +404,7 @@ class RunJson(Recorded):
             where = f" on {attempt.host}" if attempt.host else ""
             lost = Failure(
                 kind=FailureKind.UNKNOWN,
-                message=f"the flow process{where} of this attempt was lost, with its host",
+                message=f"the flow process{where} of this attempt was lost together with its host",
                 rule="host-lost",
             )
             record = record.with_last(attempt.ended(RunState.FAILED, now, lost))
@@ -539,7 +539,9 @@ class RunRecord:
                 return
             if state not in LEGAL_TRANSITIONS[self.state]:
                 before = self.state.value
-                raise IllegalTransition(f"a run can't go from {before} to {state.value}")
+                raise IllegalTransition(
+                    f"the state of a run cannot change from {before} to {state.value}"
+                )
             content = self.content.with_changes(state=state)
             if message:
                 content = content.with_changes(message=message)

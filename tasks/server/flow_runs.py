@@ -441,7 +441,7 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
     spec = mapping_or_empty(run.parameters.get("spec"))
-    gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
+    gone = f"its process is gone {'with' if host.is_lost else 'from'} the host {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
             return Crashed(message=f"{gone}: it was killed before it began")

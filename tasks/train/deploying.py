@@ -183,7 +183,7 @@ def submit(
     if matrix:
         return _submit_matrix(run_spec, root, matrix, at_most, queue=queue, watch=watch, json=json)
     if at_most is not None:
-        raise BadArgument("--at-most limits the points of a matrix: add --matrix KEY=VALUE,VALUE")
+        raise BadArgument("--at-most limits the runs of a matrix: add --matrix KEY=VALUE,VALUE")
     with connect_to_configured_server() as client:
         flow_run = queue_run(client, run_spec, root, queue=queue)
         return follow_run(client, flow_run, run_spec, watch=watch, json=json)
@@ -552,10 +552,10 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
         hook = directory / draft.hook
         if not hook.exists():
             hook.write_text(read_hook(), encoding="utf-8")
-        print(f"Import {hook} in the training, as {spec_path.name} shows, to see its steps.")
+        print(f"To see the steps of the training, import {hook}, as {spec_path.name} shows.")
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
-        print(f"The script also requires {names}: add them to `command` in {spec_path}.")
+        print(f"The script also requires {names}: add these arguments to `command` in {spec_path}.")
     if draft.other_scripts:
         scripts = join_commas(draft.other_scripts)
         command = f"muster init {quote(str(draft.other_scripts[0]))} --force"

@@ -92,8 +92,8 @@ def find_mlflow_parents(
                 if must_end():
                     break
                 warn(
-                    f"MLflow: the runs of {name} are not grouped, because {error}. Check "
-                    "MLFLOW_TRACKING_URI, or write tracker: off in the spec"
+                    f"MLflow: the attempts of {name} are not grouped in one run, because "
+                    f"{error}. Check MLFLOW_TRACKING_URI, or write tracker: off in the spec"
                 )
         if parent_by_store[store]:
             parents[name] = parent_by_store[store]

@@ -146,13 +146,14 @@ class PlanInputs:
         )
 
     def _describe_time_limit(self) -> str:
-        """Return the key `timeout_s` of the spec and its value, if this key sets the time limit.
+        """Return a text with the time limit, if the key `timeout_s` of the spec sets the limit.
 
         Returns:
             An empty string if another key, such as `gang.max_hours`, sets the time limit.
         """
         limit_s = self.spec.timeout_s
-        return f"timeout_s, {limit_s:g}" if limit_s and limit_s == self.time_limit_s else ""
+        is_used = limit_s and limit_s == self.time_limit_s
+        return f"time limit of {limit_s:g} seconds (timeout_s)" if is_used else ""
 
     def _select_alarms(self) -> dict[str, WatchRule]:
         """Return the alarm rules that apply to the attempt, by name.

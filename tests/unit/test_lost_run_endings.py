@@ -88,7 +88,7 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
     assert (content["state"], content["ended_at"]) == ("failed", NOW)
     assert content["message"] == (
         "UNKNOWN: the flow process (pid 812) of this run was killed or lost; "
-        "it had no leftover processes"
+        "the run had no leftover processes"
     )
     failure = record.attempt.failure if record.attempt is not None else None
     assert failure is None or "To continue the run: muster retry a-run" in failure.hint
@@ -153,7 +153,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     assert attempt["failure"]["rule"] == FLOW_LOST
     assert attempt["failure"]["component"] is None
     assert "(pid 812)" in attempt["failure"]["message"]
-    assert "ended its leftovers (pids 7, 8)" in attempt["failure"]["message"]
+    assert "ended leftovers of the run (pids 7, 8)" in attempt["failure"]["message"]
     api = attempt["components"]["api"]
     assert (api["ended_at"], api["exit_code"], api["signal"]) == (NOW, None, None)
 
