@@ -315,7 +315,7 @@ def _deepspeed_gap(content: Content) -> str:
                 if "zero_pp_rank_" in other and suffix and suffix[0] in other
             ]
             if ranks and optimizer and len(optimizer) < ranks:
-                return f"has {len(optimizer)} of {ranks} files of the optimizer"
+                return f"has {len(optimizer)} of {ranks} files with the state of the optimizer"
     return ""
 
 

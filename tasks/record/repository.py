@@ -296,7 +296,7 @@ class GitView:
         try:
             pointer = self._ask(self._work_tree, "cat-file", "blob", f"{commit}:{name}")
         except GitFailed:
-            return f"{name}: new, and a Git filter creates its content\n"
+            return f"{name}: a new file, not shown, because a Git filter creates its content\n"
         match = _LFS_POINTER.fullmatch(os.fsencode(pointer))
         if match is None:
             return f"{name}: not compared, because a Git filter creates its content\n"

@@ -212,7 +212,8 @@ class Announcer:
                     continue
                 # The server will never accept this batch. Drop it, so that later events are sent.
                 _log.exception(
-                    "the Prefect server rejected %d events, which are not sent again", len(batch)
+                    "%d events could not be sent to the Prefect server, and are not sent again",
+                    len(batch),
                 )
             pause_s = self._again_s
             with self._changed:

@@ -480,7 +480,9 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """
     if run.deployment_id is None or _process_of(run, host.name) is not None:
         remedy = f"resume the pipeline with `muster pipeline --resume {run.id}`"
-        return Crashed(message=f"{cause}; the run of its stage continues; {remedy}")
+        return Crashed(
+            message=f"{cause}; the run of the pipeline's present stage continues; {remedy}"
+        )
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; {_NEXT_RESUMES}")
 
 

@@ -145,7 +145,7 @@ def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Ru
     return RunReport(
         name=note.job.run_id,
         flow_run_id=flow_run_id,
-        found=f"nodes could not be checked after the end of {note.job.submission_id}",
+        found=f"nodes could not be checked for leftovers of the Ray job {note.job.submission_id}",
         nodes=results,
         open=open,
     )
