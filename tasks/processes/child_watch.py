@@ -144,8 +144,8 @@ class ProcessWatch:
                     return GiveUpReason(
                         kind=FailureKind.STALLED,
                         rule="process-missing",
-                        message=f"none of its processes matches /{self.live.processes}/, the pattern "
-                        "in live.processes",
+                        message=f"none of its processes matches /{self.live.processes}/, the "
+                        "pattern in live.processes",
                     )
                 await asyncio.wait([lost], timeout=self.live.every_s)
             return lost.result()

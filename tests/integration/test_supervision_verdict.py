@@ -107,7 +107,7 @@ def test_steps_of_an_earlier_process_are_not_counted(
     )
 
     assert verdict.state is RunState.FAILED
-    assert "no step is known" in verdict.message
+    assert "no step of the training is known" in verdict.message
 
 
 def test_completed_run_warns_of_a_wrong_key_of_the_step(harness: ComponentHarness) -> None:
@@ -121,7 +121,7 @@ def test_completed_run_warns_of_a_wrong_key_of_the_step(harness: ComponentHarnes
 
     assert verdict.state is RunState.COMPLETED
     explanation = f"{harness.directory}/metrics.jsonl has no `global_step`; it has step"
-    assert f"no step is known: {explanation}" in verdict.message
+    assert f"no step of its training is known: {explanation}" in verdict.message
     assert explanation in harness.list_events("run.warning")[0].message
 
 

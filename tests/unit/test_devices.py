@@ -83,7 +83,7 @@ def test_only_gpus_that_an_outer_scheduler_makes_visible_may_be_granted(
     [
         (Gpu(is_mig=True), "MIG is on"),
         (Gpu(ecc_errors=2), "2 uncorrectable ECC errors"),
-        (Gpu(has_failed_rows=True), "rows of memory"),
+        (Gpu(has_failed_rows=True), "rows of its memory"),
         (Gpu(is_lost=True), "GPU is lost"),
         # The driver cannot recover from the last error (Xid) by itself, so the GPU is not granted.
         (Gpu(recovery_action=1), "requests a recovery"),

@@ -19,7 +19,9 @@ LOST = RunReport(
     server="Crashed",
 )
 WAITING = RunReport(
-    name="b", found="its process (pid 9) was gone", open="guardians still end their components"
+    name="b",
+    found="its process (pid 9) was gone",
+    open="guardian processes still end their components",
 )
 
 
@@ -49,9 +51,8 @@ def test_text_of_a_report_contains_all_fields() -> None:
         "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "
         "run.json: failed; Prefect: Crashed"
     )
-    assert (
-        str(WAITING)
-        == "b: its process (pid 9) was gone; still open: guardians still end their components"
+    assert str(WAITING) == (
+        "b: its process (pid 9) was gone; still open: guardian processes still end their components"
     )
 
 
