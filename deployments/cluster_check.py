@@ -74,7 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selected_nodes = [node for node in nodes if not options.node or node.ip in options.node]
     if not selected_nodes:
         addresses = ", ".join(sorted({node.ip for node in nodes}))
-        print(f"the cluster has no such node; its nodes are {addresses}", file=sys.stderr)
+        print(
+            f"no node of the cluster has an address of --node ({', '.join(options.node)}). The "
+            f"addresses of its nodes are: {addresses or 'none'}",
+            file=sys.stderr,
+        )
         return EXIT_INVALID
     prepare_driver(gcs_address)
     for package in (tasks, node_shapes):
@@ -116,17 +120,20 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
     lines = []
     if leaks & {*_HELD_BY_GROUPS}:
         lines.append(
-            "Children of killed workers leak: set RAY_process_group_cleanup_enabled=true in the "
-            "environment of every `ray start` (the default of Ray 2.60), and restart it."
+            "Child processes of killed Ray workers keep running. Set "
+            "RAY_process_group_cleanup_enabled=true in the environment of every `ray start` (Ray "
+            "2.60 does so by default), and restart Ray."
         )
     if leaks - {*_HELD_BY_GROUPS}:
         lines.append(
-            "Processes that leave their process group leak. Ray's subreaper would end them, but "
-            "leave it off, because it is deprecated. Muster sweeps every node after each job."
+            "Processes that leave the process group of their Ray worker keep running. Do not "
+            "enable Ray's subreaper to end them, because it is deprecated. Muster searches every "
+            "node for such processes after each job, and ends them."
         )
     if any(code != _EXIT_CODE for code in codes):
         lines.append(
-            "Exit codes are lost, so crashes look like success. Remove "
+            "Programs do not see the exit codes of their child processes, so a crash looks like "
+            "success. Remove "
             "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment of "
             "`ray start`, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your programs. "
             "Muster resets SIGCHLD for the driver of a job."
@@ -149,7 +156,9 @@ def _describe_code(code: int) -> str:
     Args:
         code: Exit code that a parent process saw for a child that runs `exit 7`.
     """
-    return f"seen as {code}" + ("" if code == _EXIT_CODE else ": SIGCHLD is ignored")
+    return f"seen as {code}" + (
+        "" if code == _EXIT_CODE else " instead of 7, because SIGCHLD is ignored"
+    )
 
 
 def _exit_code_in_job(address: str) -> int:
@@ -205,7 +214,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--address", required=True, metavar="URL", help="URL of the Ray dashboard")
     parser.add_argument(
-        "--node", action="append", default=[], metavar="IP", help="Check only this node; repeatable"
+        "--node",
+        action="append",
+        default=[],
+        metavar="IP",
+        help="Check only this node. May be repeated",
     )
     parser.add_argument(
         "--within-s",

@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Prefect's runner ends with an error if the server fails to answer several times.
                 # Start it again after a pause.
                 _log.warning(
-                    "The flows are not served at present; they are served again soon: %r", error
+                    "Serving the flows has failed, and is tried again in %g s: %r",
+                    _RETRY_AFTER_S,
+                    error,
                 )
                 time.sleep(_RETRY_AFTER_S)
 

@@ -143,7 +143,7 @@ class RolloutClient:
                 status = 0
                 reason = str(error) or type(error).__name__
             if 400 <= status < 500 or self._clock() >= deadline:
-                raise FleetError(f"no answer from {self._url}: {reason}")
+                raise FleetError(f"the request to the fleet at {self._url} failed: {reason}")
             self.failures[status] += 1
             self._sleep(_RETRY_EVERY_S)
 
@@ -198,7 +198,10 @@ class RolloutClient:
         epochs = {engine: epoch for engine, epoch in targets.items() if engine not in left_out}
         if not epochs:
             self._order("DELETE", path)
-            raise SyncLost(f"no engine took version {version}: {left_out or 'there is none'}")
+            raise SyncLost(
+                f"no engine loaded the weights of version {version}: "
+                f"{left_out or 'no engine was running'}"
+            )
         commit = self._order("POST", f"{path}/commit", {"version": version, "epochs": epochs})
         return Synced(
             version=version,
@@ -264,7 +267,7 @@ class RolloutClient:
                     raise SyncLost(reason) from error
                 raise FleetError(reason) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = f"the fleet went away: {method} {self._url}{path}: {error}"
+                reason = f"the fleet no longer answers: {method} {self._url}{path}: {error}"
                 is_unsent = isinstance(getattr(error, "reason", None), ConnectionRefusedError)
                 if not is_unsent or self._clock() >= deadline:
                     raise FleetError(reason) from error
@@ -297,7 +300,7 @@ class RolloutClient:
         with self._opener.open(request, timeout=within_s) as response:
             content = json.load(response)
         if not isinstance(content, dict):
-            raise ValueError(f"not a JSON object: {content!r}")
+            raise ValueError(f"the answer is not a JSON object: {content!r}")
         return response.headers, content
 
 
@@ -324,4 +327,6 @@ def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> li
             for choice in content["choices"]
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"an answer without {error}: {str(content)[:300]}") from error
+        raise ValueError(
+            f"the fleet's answer has an unexpected form ({error!r}): {str(content)[:300]}"
+        ) from error

@@ -156,7 +156,7 @@ def train_step(
     tokens = batch.mask.sum()
     loss = -(torch.minimum(unclipped, clipped) * batch.mask).sum() / tokens
     if not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss.item()}")
+        raise FloatingPointError(f"the loss must be a finite number, found {loss.item()}")
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
@@ -201,7 +201,7 @@ def check_answers(
         rows = [row for row, answer in enumerate(batch.answers) if answer.version == version]
         if version not in kept_weights:
             source = _describe_source(batch.answers[rows[0]])
-            raise OutOfStep(f"{source}, but the trainer has no weights of this version")
+            raise OutOfStep(f"{source}, but the trainer does not keep these weights")
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
@@ -213,8 +213,9 @@ def check_answers(
                 key=lambda version: float(_compute_gaps(model, batch, kept_weights[version])[row]),
             )
             raise OutOfStep(
-                f"{_describe_source(batch.answers[row])}, but its log-probabilities differ "
-                f"by {gaps[worst]:.3g} nats; the weights of version {best_version} fit best"
+                f"{_describe_source(batch.answers[row])}, but its log-probabilities differ by "
+                f"{gaps[worst]:.3g} nats from those of the trainer. The weights of version "
+                f"{best_version} fit best"
             )
         largest_gap = max(largest_gap, float(gaps[worst]))
 
@@ -243,4 +244,7 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
 
 def _describe_source(answer: Answer) -> str:
     """Return a text that names the engine, the engine's epoch and the weights of an answer."""
-    return f"engine {answer.engine}, epoch {answer.epoch}, answered as version {answer.version}"
+    return (
+        f"engine {answer.engine} (epoch {answer.epoch}) answered with weights of version "
+        f"{answer.version}"
+    )

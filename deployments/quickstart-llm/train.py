@@ -208,13 +208,13 @@ class Training:
                     broadcast_s=options.broadcast_s,
                 )
             except SyncLost as error:
-                _say(f"version {version} could not be synced yet: {error}")
+                _say(f"the weights of version {version} could not be synced yet: {error}")
                 if time.monotonic() >= deadline:
                     raise FleetError(str(error)) from error
                 time.sleep(RETRY_EVERY_S)
                 continue
             for engine, reason in synced.left_out.items():
-                _say(f"version {version}: engine {engine} did not take the weights: {reason}")
+                _say(f"engine {engine} did not load the weights of version {version}: {reason}")
             return synced
 
     def _write_metrics(
@@ -309,9 +309,9 @@ def _parser() -> argparse.ArgumentParser:
         "--in-flight",
         default="wait",
         choices=actions,
-        help="Treatment of unfinished answers in a sync",
+        help="Treatment of unfinished answers when a weight sync begins",
     )
-    add("--sync-s", type=float, default=60.0, help="Time limit of a sync, in seconds")
+    add("--sync-s", type=float, default=60.0, help="Time limit of a weight sync, in seconds")
     add(
         "--broadcast-s",
         type=float,
@@ -322,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-prob-tolerance",
         type=float,
         default=1e-3,
-        help="Largest difference of log-probabilities, in nats",
+        help="Largest allowed difference of log-probabilities, in nats",
     )
     add("--seed", type=int, default=0, help="Seed of the prompts")
     return parser

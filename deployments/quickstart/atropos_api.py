@@ -65,9 +65,12 @@ class AtroposApi:
             ApiError: The API cannot be reached, or it already has a trainer.
         """
         if self._call("GET", "/info").get("batch_size") != -1:
-            raise ApiError(f"{self.url} already has a trainer: start a fresh API for each attempt")
+            raise ApiError(
+                f"the Atropos API at {self.url} already has a trainer. Start a new API for each "
+                "attempt"
+            )
         if "uuid" not in (answer := self._call("POST", "/register", asdict(registration))):
-            raise ApiError(f"{self.url} refused the registration: {answer}")
+            raise ApiError(f"the Atropos API at {self.url} refused the registration: {answer}")
 
     def next_groups(self) -> list[Mapping[str, Any]] | None:
         """Fetch the next batch as a list of groups of scored answers.
@@ -82,7 +85,9 @@ class AtroposApi:
         """
         answer = self._call("GET", "/batch")
         if answer.get("status") == "error" or answer.get("batch", []) == []:
-            raise ApiError(f"{self.url} has no batch to give: {answer.get('message', answer)}")
+            raise ApiError(
+                f"the Atropos API at {self.url} returned no batch: {answer.get('message', answer)}"
+            )
         groups: list[Mapping[str, Any]] | None = answer["batch"]
         return groups
 
@@ -104,13 +109,17 @@ class AtroposApi:
         except TimeoutError as error:
             raise ApiError(f"{request_line}: no answer in {self._timeout_s:g} s") from error
         except urllib.error.URLError as error:
-            raise ApiError(f"the API went away: {request_line}: {error.reason}") from error
+            raise ApiError(
+                f"the Atropos API no longer answers: {request_line}: {error.reason}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the API went away: {request_line}: {error!r}") from error
+            raise ApiError(
+                f"the Atropos API no longer answers: {request_line}: {error!r}"
+            ) from error
         except ValueError as error:
             raise ApiError(f"{request_line}: not JSON: {error}") from error
         if not isinstance(answer, dict):
-            raise ApiError(f"{request_line}: not a JSON object: {answer!r}")
+            raise ApiError(f"{request_line}: the answer is not a JSON object: {answer!r}")
         return answer
 
 
@@ -133,11 +142,14 @@ def build_batch(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batc
         answers = group["tokens"]
         if len(answers) != group_size:
             raise ApiError(
-                f"a group of {len(answers)} answers, not {group_size}: "
-                "the environment's group_size differs from --group-size"
+                f"the environment sent a group of {len(answers)} answers instead of {group_size}. "
+                "Set its group_size to the --group-size of the trainer"
             )
         if not group.get("inference_logprobs"):
-            raise ApiError("a group without inference_logprobs: the environment must send them")
+            raise ApiError(
+                "the environment sent a group of answers without inference_logprobs, which the "
+                "trainer needs"
+            )
         rewards.extend(group["scores"])
         for tokens, mask, log_probs, advantage in zip(
             answers,

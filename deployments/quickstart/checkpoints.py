@@ -103,4 +103,4 @@ def _resolve(path: Path) -> Path:
             return folder / (folder / LATEST).read_text().strip()
         except OSError:
             continue
-    raise BadCheckpoint(f"{path}: neither {LATEST} nor checkpoints/{LATEST} in this folder")
+    raise BadCheckpoint(f"{path}: the folder has no file {LATEST} or checkpoints/{LATEST}")

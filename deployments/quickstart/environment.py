@@ -51,7 +51,7 @@ class CopyConfig(BaseEnvConfig):
     seed: int = Field(default=0, description="Seed of the digits in the prompts")
     gone_after_s: float = Field(
         default=6.0,
-        description="Seconds of failed health checks, until a server counts as ended",
+        description="Seconds without a successful health check until a server counts as ended",
     )
 
 
@@ -156,7 +156,10 @@ class CopyEnvironment(BaseEnv):
             self._inference_seen_at_s = now_s
         elif now_s - self._inference_seen_at_s > self.config.gone_after_s:
             url = self.server.servers[0].config.base_url
-            raise InferenceGone(f"no inference server at {url} for {self.config.gone_after_s:g} s")
+            raise InferenceGone(
+                f"no inference server has passed a health check for {self.config.gone_after_s:g} s "
+                f"(first server: {url})"
+            )
 
     def _say_progress(self, mean_reward: float) -> None:
         now_s = time.monotonic()
@@ -164,7 +167,7 @@ class CopyEnvironment(BaseEnv):
             self._said_at_s = now_s
             print(
                 f"step {self.curr_step}: {self._groups_scored} groups scored, "
-                f"the last at {mean_reward:.2f}",
+                f"mean reward of the last group {mean_reward:.2f}",
                 flush=True,
             )
 
@@ -184,7 +187,7 @@ def main() -> None:
         sys.exit(f"environment: {error}")
     except (RetryError, ClientError) as error:
         cause = error.last_attempt.exception() if isinstance(error, RetryError) else error
-        sys.exit(f"environment: the API went away: {cause}")
+        sys.exit(f"environment: the Atropos API no longer answers: {cause}")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description="Mean reward of a checkpoint, on a CPU.")
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, help="Checkpoint, or folder of a training")
+    add("--checkpoint", type=Path, required=True, help="Checkpoint, or output folder of a training")
     add("--prompts", type=int, default=64, help="Number of prompts")
-    add("--temperature", type=float, default=0.0, help="0: take the most likely tokens")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="Temperature of the sampling. 0: always take the most likely token",
+    )
     add("--seed", type=int, default=0, help="Seed of the prompts")
     options = parser.parse_args(argv)
     try:

@@ -122,7 +122,8 @@ class Fleet:
         for answer in answers:
             if answer["status"] != 200:
                 print(
-                    f"engine {answer['engine']} has no weights of step {step}: {answer}", flush=True
+                    f"engine {answer['engine']} did not load the weights of step {step}: {answer}",
+                    flush=True,
                 )
         # An engine that was restarted during the weight sync has lost the weights. The gateway
         # detects such an engine by its changed epoch, which counts the starts of the engine.
@@ -153,7 +154,7 @@ class Fleet:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if self._clock() >= deadline:
                     raise FleetError(
-                        f"the fleet went away: {method} {self._url}{path}: {error}"
+                        f"the fleet no longer answers: {method} {self._url}{path}: {error}"
                     ) from error
             self._sleep(RETRY_EVERY_S)
 
@@ -172,5 +173,5 @@ class Fleet:
         with self._opener.open(request, timeout=PUSH_WITHIN_S) as response:
             content = json.load(response)
         if not isinstance(content, dict):
-            raise ValueError(f"not a JSON object: {content!r}")
+            raise ValueError(f"the answer is not a JSON object: {content!r}")
         return content

@@ -136,7 +136,9 @@ def train_step(
 
     policy = _map_weights(update, state.policy, first_moment, second_moment)
     if not all(np.isfinite(getattr(policy, name)).all() for name in WEIGHT_NAMES):
-        raise FloatingPointError(f"step {step} left weights that are not finite ({stats})")
+        raise FloatingPointError(
+            f"the weights after step {step} contain NaN or infinite numbers ({stats})"
+        )
     next_state = replace(
         state, step=step, policy=policy, first_moment=first_moment, second_moment=second_moment
     )

@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadCheckpoint as error:
         parser.error(f"--resume-from: {error}")
     if state.step >= options.steps:
-        parser.error(f"--steps {options.steps}: the checkpoint is at step {state.step} already")
+        parser.error(
+            f"--steps must be more than {state.step}, the step of the checkpoint, found "
+            f"{options.steps}"
+        )
     plan = Plan(
         steps=options.steps,
         batch_size=options.batch_size,
@@ -121,7 +124,7 @@ def train(
         metrics.append(state.step, stats)
         is_last = state.step == plan.steps
         if state.step % SAY_EVERY == 0 or state.step == 1 or is_last:
-            line = f"loss {stats.loss:.3f} nats a token, reward {stats.reward:.3f}"
+            line = f"loss {stats.loss:.3f} nats per token, reward {stats.reward:.3f}"
             print(f"step {state.step}/{plan.steps}: {line}", flush=True)
         if state.step % plan.checkpoint_every == 0 or is_last or received_signals:
             save(Checkpoint(state=state, rng_state=_initial_rng_state(plan.seed)), plan.folder)

@@ -79,7 +79,10 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
     except BadCheckpoint as error:
         parser.error(str(error))
     if state.step >= options.steps:
-        parser.error(f"--steps {options.steps}: the checkpoint is at step {state.step} already")
+        parser.error(
+            f"--steps must be more than {state.step}, the step of the checkpoint, found "
+            f"{options.steps}"
+        )
     plan = Plan(
         steps=options.steps,
         batch_size=options.batch_size,

@@ -47,6 +47,7 @@ class Weights:
             expected_shape = getattr(example, name).shape
             if weight.shape != expected_shape or not np.isfinite(weight).all():
                 raise BadWeights(
-                    f"{name} is of shape {weight.shape}, not {expected_shape}, or not finite"
+                    f"{name} must have the shape {expected_shape} and only finite numbers, found "
+                    f"the shape {weight.shape}"
                 )
         return Weights(policy=policy, step=step)

@@ -162,7 +162,7 @@ def status(*, port: Port = None) -> int:
     if not stack.is_running:
         # A supervisor that was not killed writes `stopped` or `failed` before it ends.
         was_killed = stack.state in ("starting", "up", "stopping")
-        message = "its supervisor was killed" if was_killed else stack.message
+        message = "the supervisor of the stack was killed" if was_killed else stack.message
         reason = f": {message}" if message else ""
         _say(f"The stack has ended{reason}.")
         for line in _describe_deaths(stack):

@@ -131,7 +131,9 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
                 tail = f"\nLast lines of {event['log']}:\n{event['log_tail']}"
                 raise StackError(f"{event['message']}{tail if event['log_tail'] else ''}")
     log = place.log("supervisor")
-    raise StackError(f"its supervisor has ended; last lines of {log}:\n{read_last_lines(log)}")
+    raise StackError(
+        f"the supervisor of the stack has ended; last lines of {log}:\n{read_last_lines(log)}"
+    )
 
 
 def stop(stack: Stack) -> None:

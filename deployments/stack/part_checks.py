@@ -90,7 +90,7 @@ def wait_until_answering(stack: Stack, limit_s: float = _ALL_WITHIN_S) -> None:
                 f"{check.part} {check.problem}" for check in checks if check.problem
             )
             waited = "" if is_refused else f" after {limit_s:.0f} s"
-            raise StackError(f"not all of the stack answers{waited}: {problems}")
+            raise StackError(f"not all parts of the stack answer{waited}: {problems}")
         time.sleep(_CHECK_EVERY_S)
 
 
@@ -139,7 +139,10 @@ def describe_listed_nodes(stack: Stack) -> str:
     nodes = read_pool_settings(pool["base_job_template"]).get("nodes") or []
     if not nodes:
         command = f"muster queue set node.{host_name()}=GPUS"
-        return f"none, because this machine shows no GPU (MUSTER_GPUS, or: {command})"
+        return (
+            "none, because Muster found no GPU of this machine (to list its GPUs, set MUSTER_GPUS, "
+            f"or run: {command})"
+        )
     return ", ".join(f"{node['name']} ({format_count(node['gpus'], 'GPU')})" for node in nodes)
 
 
@@ -160,7 +163,9 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
     except _NoAnswer as error:
         problem = str(error)
     other = _find_other_worker(client, stack)
-    description = f"{stack.worker} (also the name of {other})" if other else stack.worker
+    description = (
+        f"{stack.worker} (another worker has this name: {other})" if other else stack.worker
+    )
     return PartCheck(part="worker", description=description, problem=problem)
 
 
@@ -195,7 +200,9 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
     except httpx.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
-            raise _NoAnswer(f"{_REFUSED}: set {AUTH} to the value that `muster up` had") from None
+            raise _NoAnswer(
+                f"{_REFUSED}: set {AUTH} to its value in the shell of `muster up`"
+            ) from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 
 

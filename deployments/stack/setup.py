@@ -190,7 +190,7 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
         for deployment in client.read_deployments(flow_filter=name_filter):
             if deployment.work_pool_name is None and deployment.pull_steps is not None:
                 client.update_deployment(deployment.id, DeploymentUpdate(work_pool_name=pool))
-                print(f"{flow}/{deployment.name} is in the work pool {pool} again.", flush=True)
+                print(f"Moved {flow}/{deployment.name} back to the work pool {pool}.", flush=True)
 
 
 def ensure_quick_runs(client: SyncPrefectClient) -> None:

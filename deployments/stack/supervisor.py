@@ -243,7 +243,11 @@ def main() -> int:
     parser.add_argument(
         "--ray-dashboard", type=int, help="Port of Ray's dashboard. 0: any free port"
     )
-    parser.add_argument("--gpus", type=Fleet.parsed, help="Nodes with logical GPUs, NxG")
+    parser.add_argument(
+        "--gpus",
+        type=Fleet.parsed,
+        help="Simulated Ray nodes, as NxG: N nodes with G logical GPUs each",
+    )
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument(
         "--lock-fd",

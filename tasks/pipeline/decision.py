@@ -218,7 +218,10 @@ def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
         names = {plan.name for plan in ordered}
         ready = next((plan for plan in waiting if names.issuperset(plan.needs)), None)
         if ready is None:
-            raise ValueError(f"no order for the stages {[plan.name for plan in waiting]}")
+            raise ValueError(
+                "the needs of these stages contain a cycle or an unknown stage: "
+                f"{[plan.name for plan in waiting]}"
+            )
         ordered.append(ready)
         waiting.remove(ready)
     return ordered

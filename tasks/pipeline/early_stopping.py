@@ -112,7 +112,7 @@ def find_reason_to_stop(
     if not _is_pruned(rule, int(step), best, figures):
         return ""
     all_figures = [*figures, best]
-    text = f"{rule.by} {best:.6g}, the best until step {point.last_step:g}, is "
+    text = f"{rule.by} {best:.6g}, the best value until step {point.last_step:g}, is "
     if rule.rule == "median":
         side = "below" if rule.mode == "max" else "above"
         text += f"{side} the median {statistics.median(all_figures):.6g}"

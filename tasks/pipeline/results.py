@@ -56,8 +56,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
     path = locate_result(place)
     if path is None:
         raise InvalidResult(
-            f"the directory {place.directory} has no attempt. Make sure that this host and the "
-            "host of the step share MUSTER_HOME"
+            f"the directory {place.directory} of the step has no attempt, and so no result. Make "
+            "sure that this host and the host of the step share MUSTER_HOME"
         )
     try:
         result = read_result_file(path)
@@ -65,8 +65,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
         if not is_required:
             return None
         raise InvalidResult(
-            f"there is no result {path}. Make sure that this host and the node of the step share "
-            "MUSTER_HOME"
+            f"the result file {path} of the step does not exist. Make sure that this host and the "
+            "node of the step share MUSTER_HOME"
         ) from None
     masked = mask_nested(result, mask)
     if masked != result:
@@ -74,7 +74,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
             write_json(path, masked)
         except OSError as error:
             raise InvalidResult(
-                f"the result {path} contains a secret, and cannot be replaced: {error}"
+                f"the result file {path} contains a secret, and the file without the secret cannot "
+                f"be written: {error}"
             ) from error
     return masked
 
@@ -88,8 +89,11 @@ def select_value(result: Any, key: str) -> Any:
     value = get_value(result, key, _MISSING) if key else result
     if value is not _MISSING:
         return value
-    keys = ", ".join(map(str, result)) if isinstance(result, Mapping) else describe_value(result)
-    raise InvalidResult(f"the result has no key {key!r}; it has {keys or 'no keys'}")
+    if isinstance(result, Mapping):
+        existing = f"its keys are: {', '.join(map(str, result)) or 'none'}"
+    else:
+        existing = f"it is {describe_value(result)}"
+    raise InvalidResult(f"the result has no key {key!r}; {existing}")
 
 
 def keep_large_value(flow_run_id: UUID, name: str, value: Any) -> Any:

@@ -78,4 +78,7 @@ def _describe_end(run: StageRun, away: ServerAway | None) -> str:
         return run.state
     if away is None:
         return f"still {run.state}"
-    return f"state unknown, it may continue, because the Prefect server does not answer: {away}"
+    return (
+        "its state is unknown and it may still run, because the Prefect server does not answer: "
+        f"{away}"
+    )

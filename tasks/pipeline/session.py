@@ -171,7 +171,7 @@ class PipelineSession:
             self.failure = f"USER_ERROR: {error}"
             return
         except (ServerAway, NoServer) as error:
-            _log.warning("The nodes of the queue are unknown: %s", error)
+            _log.warning("The nodes of the queue could not be read: %s", error)
             return
         if unfit:
             self.failure = f"INFEASIBLE: {'; '.join(map(str, unfit))}"
@@ -275,7 +275,7 @@ class PipelineSession:
             return Completed(message=self._describe_completion())
         if run.ending is RunState.CANCELLED:
             return Cancelled(
-                message=f"stage {run.stage}: its run was cancelled ({format_link(run)})"
+                message=f"stage {run.stage}: this run was cancelled: {format_link(run)}"
             )
         reason = run.message if run.state == "Failed" else f"{run.state}: {run.message}"
         return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
@@ -385,7 +385,7 @@ class PipelineSession:
             )
             self._reused[step.stage] = replace(cached, state="Cached")
             self._report.say(
-                f"stage {step.stage}: cached, with the result of the run {flow_run.name}"
+                f"stage {step.stage}: not run again, uses the result of the run {flow_run.name}"
             )
             return True
         return False
@@ -460,7 +460,7 @@ class PipelineSession:
                 lambda client: flow_process.hand_over_flow_run(client, self.flow_run_id, state)
             )
         except ServerAway as error:
-            _log.warning("The state of the pipeline's flow run was not changed: %s", error)
+            _log.warning("The state of the pipeline's flow run could not be changed: %s", error)
         raise Pause(state=state)
 
 

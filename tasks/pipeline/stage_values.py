@@ -54,7 +54,7 @@ class StageValues:
                 has_value = True
             if not has_value:
                 verb = "was skipped" if state is StageState.SKIPPED else "failed"
-                return f"it uses a value of stage {other}, which {verb}"
+                return f"the stage uses a value of stage {other}, which {verb}"
         text = self.spec.stage(name).when
         if text is None:
             return ""
@@ -67,7 +67,7 @@ class StageValues:
             holds = parse_condition(text).evaluate(value_of)
         except (InvalidCondition, InvalidResult) as error:
             raise CannotBegin(f"stage {name}: USER_ERROR: when: {error}") from error
-        return "" if holds else f"its condition is false: {text}"
+        return "" if holds else f"the condition of the stage is false: {text}"
 
     def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield, for each value that a stage uses, the earlier stage and the key of its result."""
@@ -193,7 +193,7 @@ class StageValues:
         assert choice is not None, f"stage {stage} has no key best"
         unit = self.find_best(stage)
         if unit is None:
-            raise CannotBegin(f"no point of stage {stage} has a number {choice.by!r}")
+            raise CannotBegin(f"no completed point of stage {stage} has a number {choice.by!r}")
         if rest.startswith(f"{POINT}."):
             point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]
             return select_value(point, rest.removeprefix(f"{POINT}."))

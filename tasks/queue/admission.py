@@ -164,7 +164,9 @@ class _Admission:
         scheduler = Scheduler(client, capacity=self._capacity, announce=announce_run_event)
         if not self._is_queued:
             await self._send_heartbeat(client)
-            await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
+            await self._set_state(
+                client, PENDING_RESOURCES, "waits for the GPUs of the run (`gang`)"
+            )
             self._is_queued = True
 
         never_refused: tuple[UUID, ...] = () if self._is_first_attempt else (self._id,)
@@ -201,7 +203,9 @@ class _Admission:
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:
-            await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
+            await self._set_state(
+                client, PENDING_RESOURCES, "waits for the GPUs of the run (`gang`)"
+            )
 
     async def _send_heartbeat(self, client: PrefectClient) -> None:
         """Change the label HEARTBEAT of the flow run, to show that this process is alive."""
@@ -331,10 +335,10 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         faulty = [entry for entry in settings.faulty if entry.until > now]
         spare_nodes = {entry.name for entry in settings.nodes} - drained - {node}
         if (not spare_nodes and not settings.clusters) or len(faulty) >= _MAX_FAULTY:
-            cause = "the pool has no other node"
+            cause = "the work pool has no other node"
             if faulty:
-                cause = f"{len(faulty)} nodes are already drained as faulty"
-            _log.warning("the node %s seems faulty, but is not drained: %s", node, cause)
+                cause = f"{len(faulty)} nodes are already drained as faulty, which is the limit"
+            _log.warning("the node %s seems faulty, but Muster does not drain it: %s", node, cause)
             return
 
         kind = failure.kind.value

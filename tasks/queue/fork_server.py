@@ -600,7 +600,9 @@ class ForkServer:
                     forked_run = ForkedRun(int(await loop.sock_recv(own_socket, 32)))
                     own_socket.send(b"g")
         except (OSError, ValueError, TimeoutError) as error:
-            _log.warning("A run starts more slowly, without the fork server: %r", error)
+            _log.warning(
+                "The fork server could not start a run, so the run starts more slowly: %r", error
+            )
             if self._control is control:
                 self.start()
         finally:

@@ -196,7 +196,10 @@ class Caller:
         first_byte, files, *_ = socket.recv_fds(connection, 1, 3)
         order = json.loads(first_byte + connection.makefile("rb").readline())
         if order["made_of"] != _describe_code() or len(files) != 3:
-            raise ValueError("the command runs other code, or sent no files")
+            raise ValueError(
+                "the code of the `muster train` command differs from the code of this process, or "
+                "the command sent too few open files"
+            )
         return cls(connection=connection, order=order, files=tuple(files))
 
     @property
@@ -250,9 +253,9 @@ class Caller:
         """
         pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
-            raise ValueError("the command belongs to another user or namespace")
+            raise ValueError("the command belongs to another user or namespace than this process")
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            raise ValueError("the command belongs to another cgroup")
+            raise ValueError("the command belongs to another cgroup than this process")
 
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT")]
         for limit in limits:

@@ -374,7 +374,7 @@ class SchedulingLease:
                 holder = "another process of this host"
                 if lease is not None:
                     holder = lease.description
-                _log.info("this scheduler waits: %s holds the lease", holder)
+                _log.info("this scheduler waits, because %s holds the scheduler's lease", holder)
                 return None
             if lease is None:
                 await self.sleep(_LOCK_INTERVAL_S)
@@ -392,7 +392,11 @@ class SchedulingLease:
                 self._locked_out_since = None
                 return False
         except OSError as error:
-            _log.debug("the scheduler continues without the file lock %s: %s", lock.path, error)
+            _log.debug(
+                "the scheduler cannot use the file lock %s, and continues without it: %s",
+                lock.path,
+                error,
+            )
             return False
         if self._locked_out_since is None:
             self._locked_out_since = self.clock()
@@ -517,7 +521,10 @@ class SchedulingLease:
         try:
             async with asyncio.timeout(_RETURN_TIMEOUT_S):
                 if not await self._delete(held_lease.lease):
-                    _log.warning("the scheduler's lease was deleted before it was given back")
+                    _log.warning(
+                        "another process deleted the scheduler's lease before this process gave it "
+                        "back"
+                    )
         except (TimeoutError, httpx.HTTPError) as error:
             self._undeleted_holders.add(held_lease.lease.holder)
             reason = str(error) or type(error).__name__

@@ -113,7 +113,9 @@ def parse_request(flow_run: FlowRun) -> Request:
         gang = Gang.model_validate(spec["gang"])
     except (ValidationError, InvalidSpec):
         return Request(
-            name=name, tags=tags, fault=find_spec_fault(flow_run) or "its gang can't be read"
+            name=name,
+            tags=tags,
+            fault=find_spec_fault(flow_run) or "the key `gang` of its spec can't be read",
         )
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
     max_s = (gang.max_hours or math.inf) * _HOUR_S

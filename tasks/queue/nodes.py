@@ -76,7 +76,8 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     return (
         f"the run needs {demand.describe(cluster.accelerator)}, but only {len(fitting)} of the "
         f"cluster's nodes are large enough. The nodes are: {existing}. "
-        "Ask for less, use another cluster, or remove `gang` from the spec if the run needs no GPUs"
+        "Request fewer GPUs or CPUs, use another cluster, or remove `gang` from the spec if the "
+        "run needs no GPUs"
     )
 
 
@@ -184,7 +185,7 @@ class Capacity:
         except NoCapacity as error:
             # If the error were raised, the other nodes in the settings could not be used either. So
             # all GPUs of this machine are shown as in use.
-            _log.warning("no GPU of %s is granted: %s", node.name, error)
+            _log.warning("Muster grants no GPU of the node %s: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
         # If this machine has no visible GPUs, the devices are numbered from 0. Their number is the
         # number of GPUs in the settings.
@@ -251,7 +252,7 @@ class Capacity:
                 raise NoCapacity(str(error)) from error
             raise NoCapacity(
                 f"{error}. Muster sends a token and headers only to clusters that the work pool "
-                f"lists. To list it: muster queue set cluster.{address}=0"
+                f"lists. To list this cluster: muster queue set cluster.{address}=0"
             ) from error
         except NoAnswer as error:
             took_too_long = self.clock() - started_s >= self.within_s
@@ -290,7 +291,8 @@ async def read_local_devices() -> Devices:
         raise NoCapacity(str(error)) from error
     except OSError as error:
         raise NoCapacity(
-            f"{error.strerror}: {error.filename}. Check the driver with nvidia-smi"
+            f"the GPUs of {host_name()} cannot be read: {error.strerror}: {error.filename}. Check "
+            "the GPU driver with nvidia-smi"
         ) from error
 
 

@@ -133,7 +133,10 @@ def explain_wait(
         case Why.BEHIND:
             text = f"waits behind {first_run}, which is first in the queue"
         case Why.WOULD_DELAY:
-            text = f"would fit, but would delay {first_run}, which is first in the queue"
+            text = (
+                f"its GPUs are free, but its start would delay {first_run}, which is first in the "
+                "queue"
+            )
     return Message(
         demand=demand,
         reason=text,
@@ -181,7 +184,7 @@ def _explain_missing_gpus(
 
     if _has_enough_gpus(demand, free):
         cpus = f"{demand.cpus_per_node:g}"
-        parts.append(f"too few nodes with free GPUs also have {cpus} free CPUs")
+        parts.append(f"too few of the nodes with free GPUs also have {cpus} free CPUs")
     elif _has_enough_gpus(demand, {**free, **unserved_free}):
         nodes = _join_names(sorted(name for name, gpus in unserved_free.items() if gpus))
         command = f"prefect worker start --pool {pool}"
@@ -190,9 +193,9 @@ def _explain_missing_gpus(
     elif _has_enough_gpus(demand, {**free, **drained}):
         parts.append(f"would fit on drained nodes: {_join_names(sorted(drained))}")
     elif not names_waited_for and others:
-        parts.append(f"programs outside this queue use {others:g} GPUs")
+        parts.append(f"programs that are not in this queue use {others:g} GPUs")
     elif not names_waited_for:
-        parts.append("waits for missing nodes to return: the present nodes are not enough")
+        parts.append("waits for missing nodes to return, because the present nodes are too few")
     if reason.never_fits_now:
         parts.append("later runs may start first")
     return "; ".join(parts), waits_for_no_end
@@ -218,7 +221,9 @@ def no_pool_message(demand: Demand | None, pool: str) -> Message:
         pool: Name of the run's work pool, which is of another type. Empty if the queue of the run,
             or its whole work pool, was deleted.
     """
-    cause = f"its work pool {pool} is of another type" if pool else "its work queue was deleted"
+    cause = (
+        f"its work pool {pool} is not of the type gang" if pool else "its work queue was deleted"
+    )
     text = f"cannot start, because {cause}: cancel the run, and submit it again"
     return Message(demand=demand, reason=text, waits_for_no_end=True)
 
@@ -242,7 +247,10 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     wait = (
         f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
     )
-    cause = "the worker has reached its limit of runs, or GPUs there are leased or unfit"
+    cause = (
+        "the worker has reached its limit of runs, or other runs use GPUs of that host, or GPUs "
+        "are faulty"
+    )
     return Message(demand=demand, reason=f"{wait} to start it: {cause}")
 
 
@@ -254,7 +262,7 @@ def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
 
 def deployment_limit_message(demand: Demand | None, limit: int) -> Message:
     """Return the message for a run whose deployment has reached its concurrency limit."""
-    text = f"waits for the limit of its deployment, {limit}"
+    text = f"waits because its deployment has reached its limit of {format_count(limit, 'run')}"
     return Message(demand=demand, reason=text, waits_for_no_end=True)
 
 

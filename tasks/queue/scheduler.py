@@ -445,7 +445,11 @@ class Scheduler:
                 await self._capacity.show_demand(address, demand)
                 self._demands[address] = demand, now
             except (NoAnswer, Denied) as error:
-                _log.warning("the autoscaler of %s did not get the demand: %s", address, error)
+                _log.warning(
+                    "the GPUs of waiting runs could not be requested from the autoscaler of %s: %s",
+                    address,
+                    error,
+                )
 
     def _has_message(self, entry: QueueEntry, message: Message) -> bool:
         """Return True if the state of a run already contains a message.

@@ -194,12 +194,13 @@ class QueueReader:
         if silent_runs:
             run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
-                f"these runs get no GPUs, because their waiting processes are silent: {run_names}"
+                f"these runs get no GPUs, because their processes send no heartbeats: {run_names}"
             )
         if set_back:
             run_names = join_commas(entry.request.name for entry in set_back)
             troubles.append(
-                f"a user has set these runs back, but their processes may still work: {run_names}"
+                "a user has set the states of these runs back, but their processes may still run: "
+                f"{run_names}"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows
@@ -421,7 +422,8 @@ class QueueReader:
             if not reason and demand.gpus > limit:
                 reason = (
                     f"the run needs {demand.gpus} GPUs in all, but the limit of its tag {tag} is "
-                    f"{limit}. Ask for less, or raise the limit: muster queue set limit.{tag}=N"
+                    f"{limit}. Request fewer GPUs, or raise the limit: "
+                    f"muster queue set limit.{tag}=N"
                 )
         return FailureKind.INFEASIBLE, reason
 

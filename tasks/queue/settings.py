@@ -357,7 +357,7 @@ def with_values(
             values[kind] = value or PoolSettings().policy
         elif unset:
             if tables[kind].pop(name, None) is None:
-                reason = f"the pool has no such {kind}; it has: {_join_names(tables[kind])}"
+                reason = f"the pool has no {kind} of this name; it has: {_join_names(tables[kind])}"
                 raise BadSetting(f"{key}: {reason}")
         elif not value.isdecimal():
             raise BadSetting(f"{assignment}: the value must be a whole number, 0 or more")

@@ -529,7 +529,7 @@ class GangWorker(ProcessWorker):
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
             # The process of a flow run that has lost its concurrency lease exits before the flow
             # starts, see `flows/__main__.py`.
-            message = "its place in the limit of its deployment was lost before the run started"
+            message = "the run lost its slot in the limit of its deployment before it started"
             if await requeue_unstarted(self.client, flow_run, message):
                 name = parse_request(flow_run).name
                 self._announce("muster.run.requeued", flow_run, name, message=message)
@@ -564,7 +564,9 @@ class GangWorker(ProcessWorker):
         try:
             other = await self._worker_name.find_other(self.client)
         except (httpx.HTTPError, PrefectException) as error:
-            self._logger.debug("The name of this worker was not compared: %r", error)
+            self._logger.debug(
+                "Other workers with the name of this worker could not be searched for: %r", error
+            )
             return
         if other:
             self._logger.warning(

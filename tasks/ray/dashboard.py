@@ -621,7 +621,7 @@ def _check_status(response: httpx.Response) -> None:
         text += " ".join(response.text[-500:].split())
         if response.status_code in (401, 403):
             raise Denied(
-                f"{text}. If the cluster needs a token, set RAY_AUTH_MODE=token, and give the "
+                f"{text}. If the cluster needs a token, set RAY_AUTH_MODE=token, and store the "
                 "token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token."
             )
         if 400 <= response.status_code < 500:

@@ -310,8 +310,8 @@ class TakeDown:
         except (NoAnswer, Denied) as error:
             file.note(status="unknown", message=str(error))
             left = (
-                f"job {self.submission_id}: state unknown, its processes may still run, because "
-                f"its cluster does not answer: {error}"
+                f"the state of job {self.submission_id} is unknown and its processes may still "
+                f"run, because the Ray cluster does not answer: {error}"
             )
             return JobEnd(state=None, left=(left,))
         file.note(left=list(ended.left), unseen=list(ended.unseen))
@@ -486,7 +486,7 @@ class TakeDown:
         if unchecked_nodes:
             note.with_nodes(unchecked_nodes).write()
             node_list = join_words(unchecked_nodes, at_most=_MAX_LISTED_NODES)
-            descriptions = [f"{node_list}; `muster reconcile` checks again"]
+            descriptions = [f"{node_list}; to check again, run `muster reconcile`"]
         else:
             note.forget()
         if departures:

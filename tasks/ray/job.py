@@ -93,7 +93,7 @@ class LogCopy:
             except (NoAnswer, Denied, OSError) as error:
                 problem = str(error)
             await asyncio.sleep(_COPY_RETRY_S)
-        return f"the end of {self._path.name} may be missing: {problem}"
+        return f"the last lines of {self._path.name} may be missing: {problem}"
 
     async def _copy(self, node_id: str, *, follow: bool) -> None:
         """Append the new bytes of the log to the local file.
@@ -358,7 +358,9 @@ class RayJob(RunningComponent):
             self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
-            _log.warning("The hanging component %s cannot be examined: %r", self.name, error)
+            _log.warning(
+                "The cause why the component %s hangs could not be examined: %r", self.name, error
+            )
         else:
             self._emit_event("component.diagnosed", pid=None, path=str(path))
 
@@ -386,7 +388,9 @@ class RayJob(RunningComponent):
                 within_s=_WARN_TIMEOUT_S,
             )
         except (NoAnswer, Denied, OSError, ValueError) as error:
-            _log.warning("The processes of %s cannot be warned: %s", self, error)
+            _log.warning(
+                "The warning signal could not be sent to the processes of %s: %s", self, error
+            )
             return []
         for result in warned.values():
             self._warned.setdefault(result["machine"], []).extend(result["processes"])
@@ -417,7 +421,11 @@ class RayJob(RunningComponent):
             drivers = await control_store.list_drivers(gcs_address, self._job.submission_id)
             actors, groups = await list_actors_and_groups(self._dashboard, drivers)
         except (NoAnswer, Denied) as error:
-            _log.debug("The drained nodes of %s are unknown: %s", self._job.address, error)
+            _log.debug(
+                "The nodes that Ray drains in the cluster %s are unknown: %s",
+                self._job.address,
+                error,
+            )
             return None
         nodes = {self._state.driver_node_id, *(actor.node_id for actor in actors)}
         nodes |= {node for group in groups for node in group.gpus_on}
@@ -662,8 +670,8 @@ class RayJob(RunningComponent):
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
             message = (
-                f"job {self._job.submission_id}: state unknown, because {self._job.address} has "
-                f"not answered for {silent_s:.0f} s: {self._problem}"
+                f"the state of job {self._job.submission_id} is unknown, because "
+                f"{self._job.address} has not answered for {silent_s:.0f} s: {self._problem}"
             )
             return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:

@@ -177,7 +177,7 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     for pid in all_pids():
         with suppress(PermissionError):
             if belongs_to_own_user(pid) and guardian_variables <= read_environment(pid).items():
-                return f"its guardian {pid} is running"
+                return f"the guardian process of the component (pid {pid}) is running"
     return ""
 
 

@@ -410,7 +410,7 @@ class NodeClient:
                 await self._driver.stdin.drain()
                 line = await self._driver.stdout.readline()
         except TimeoutError:
-            raise NoAnswer(f"the cluster did not answer within {within_s:g} s") from None
+            raise NoAnswer(f"the Ray cluster did not answer within {within_s:g} s") from None
         except OSError:
             line = b""
         if not line:
@@ -641,7 +641,9 @@ async def sweep(
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
-    unreached = dict.fromkeys({*(only or ())} - each.keys(), "it does not belong to the cluster")
+    unreached = dict.fromkeys(
+        {*(only or ())} - each.keys(), "the node does not belong to the cluster"
+    )
     unreached |= results.unreached
     answers = {names[node]: answer for node, answer in sorted(results.answers.items())}
     return SweepReport(
@@ -737,7 +739,7 @@ async def make_nodes_ready(address: str) -> None:
             each: dict[str, Any] = {node.node_id: {} for node in client.nodes}
             await client.send_order("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
-        _log.info("Agents could not be started on the nodes of %s: %s", address, error)
+        _log.info("Muster's agents could not be started on the nodes of %s: %s", address, error)
 
 
 async def warn(

@@ -234,7 +234,7 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
         ) from error
     if rest.startswith("4"):
         raise Denied(f"{plan.address} rejected the job: {text[:2000]}") from error
-    raise NoAnswer(f"{plan.address} did not accept the job: {text[:2000]}") from error
+    raise NoAnswer(f"it is unknown whether {plan.address} has the job: {text[:2000]}") from error
 
 
 def wrapper_sources() -> dict[str, str]:
@@ -472,8 +472,8 @@ class Submitter:
         plan = self._plan
         if was_begun:
             message = (
-                f"job {plan.submission_id}: state unknown, because {plan.address} has not answered "
-                f"for {timeout_s:g} s: {problem}"
+                f"the state of job {plan.submission_id} is unknown, because {plan.address} has not "
+                f"answered for {timeout_s:g} s: {problem}"
             )
             return self._give_up(FailureKind.LOST_CONTACT, "contact-lost", message)
         message = (

@@ -87,11 +87,11 @@ def _mask_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
 def _describe_plan(plan: TopologyPlan) -> Iterator[str]:
     """Yield the lines that show a plan to a person."""
     for index, engine in enumerate(plan.engines):
-        meeting = f", meets at {engine.dist_init}" if engine.dist_init else ""
+        meeting = f", rendezvous at {engine.dist_init}" if engine.dist_init else ""
         nodes = join_commas(engine.nodes)
         yield f"engine {index}: ranks {_format_range(engine.ranks)} on node {nodes}{meeting}"
         for slot in engine.servers:
-            role = "entrypoint" if slot.is_entrypoint else "takes part"
+            role = "entrypoint" if slot.is_entrypoint else "no entrypoint"
             gpus = f", bundles {_format_range(slot.bundles)}" if slot.bundles else ", no GPUs"
             yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {role}{gpus}"
             env = (f"{name}={_shorten(text)}" for name, text in slot.env.items())

@@ -153,7 +153,7 @@ class Admission:
             self._strangers_in_all += 1
         bounds = self._bounds
         if self._count > bounds.in_all:
-            self._note_closed(f"{bounds.in_all} connections are open already")
+            self._note_closed(f"the limit of {bounds.in_all} open connections is reached")
             return False
         if connection.is_let_in:
             return True

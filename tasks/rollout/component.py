@@ -273,14 +273,15 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
     engines_on_first_node = sum(engine.nodes[0] == 0 for engine in plan.engines)
     if needed_gpus > gang_gpus:
         problem = (
-            f"its {engine_count} engines need {needed_gpus} GPUs, but the gang has {gang_gpus}"
+            f"the {engine_count} engines need {needed_gpus} GPUs, but the run has only {gang_gpus} "
+            "(`gang`)"
         )
-        remedy = "request fewer engines, or a larger gang"
+        remedy = "request fewer engines, or more GPUs in `gang`"
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            f"a local fleet runs only on this machine, but {engines_on_first_node} of its "
-            f"{engine_count} engines fit on one node of the gang"
+            f"a local fleet runs only on this machine, but only {engines_on_first_node} of its "
+            f"{engine_count} engines fit on one node of the run (`gang`)"
         )
         remedy = f"write {engines_on_first_node}, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)

@@ -251,7 +251,8 @@ class Fleet:
         async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused(
-                    "a sync is open, so engines may not answer: check before or after the sync"
+                    "a weight sync is open, so engines may not answer. Request the check after the "
+                    "sync"
                 )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
@@ -297,7 +298,9 @@ class Fleet:
         """
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
-            raise FleetRefused(f"engine {engine} is {group.state.value}: it has no running server")
+            raise FleetRefused(
+                f"engine {engine} has no running server, because its state is {group.state.value}"
+            )
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
@@ -316,7 +319,10 @@ class Fleet:
         kept = sum(other.state is not GroupState.RETIRED for other in groups)
         if group.state is not GroupState.RETIRED:
             if kept <= max(1, self.settings.recovery.min_active or 0):
-                raise FleetRefused(f"{kept} engines remain, and min_active requires all of them")
+                raise FleetRefused(
+                    f"engine {group.index} must keep running: only {kept} engines remain, and the "
+                    "fleet needs all of them (min_active)"
+                )
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
@@ -363,17 +369,20 @@ class Fleet:
         matching = [slot for slot in slots if slot.is_entrypoint and slot.url == url.rstrip("/")]
         if not matching:
             raise FleetRefused(
-                f"{url} is no server of this fleet: set a larger number of engines in the spec"
+                f"{url} is no server of this fleet, and a running fleet takes no further servers. "
+                "For more servers, set a larger number in components.rollout.engines"
             )
         slot = matching[0]
         engine = slot.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has_case(engine):
-                raise FleetRefused(f"engine {engine} is being ended: try again after its end")
+                raise FleetRefused(
+                    f"the servers of engine {engine} are being ended: try again later"
+                )
             self.registry.bring_back(engine, "restarted by order")
             group = self.registry.group(engine)
             if group.state is GroupState.RETIRED:
-                raise FleetRefused(f"engine {engine} stays retired: {group.cause}")
+                raise FleetRefused(f"engine {engine} cannot be started again: {group.cause}")
         return {"status": "accepted", "worker_id": str(slot.rank), "url": slot.url}
 
     def snapshot(self) -> dict[str, Any]:
@@ -569,9 +578,11 @@ class Fleet:
         serving = len(view.up)
         is_time_to_serve = self.has_started and self.syncs.id is None
         if kept < needed:
-            reason = f"{kept} of {total} engines remain, {needed} are needed"
+            reason = f"only {kept} of {total} engines remain, but the fleet needs {needed}"
         elif checks_min_active and is_time_to_serve and serving < min_active:
-            reason = f"{serving} of {total} engines serve requests, min_active is {min_active}"
+            reason = (
+                f"only {serving} of {total} engines serve requests, but min_active is {min_active}"
+            )
         else:
             return
         log_lines = next(filter(None, map(self._quote_log, view.groups)), "")

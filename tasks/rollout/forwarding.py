@@ -389,7 +389,7 @@ class _ForwardedRequest:
         except Malformed as error:
             return request.send(make_unreadable_body_error(error))
         if not is_whole:
-            message = f"the body has more than {_LONGEST_BODY} bytes, the limit"
+            message = f"the body has more than {_LONGEST_BODY} bytes, the limit of the gateway"
             return request.send(make_error(413, "bad_request", message))
         session = read_session(request.headers, self._body, by_user=shared.by_user)
         give_up_at_s: float | None = None
@@ -417,7 +417,7 @@ class _ForwardedRequest:
             if now_s() > give_up_at_s:
                 break
             self._tried_ranks.add(entrypoint.rank)
-        message = f"no answer after {tries} of {_TRIES} tries, last failure: {failure}"
+        message = f"no server answered in {tries} of {_TRIES} tries; last failure: {failure}"
         return request.send(make_server_lost_error(message))
 
     async def _take_entrypoint(self, session: str | None) -> Entrypoint:
@@ -491,15 +491,15 @@ class _ForwardedRequest:
             reason = f"no connection: {error}"
             failure = reason if error.is_impostor else NoReply(reason)
         except BrokenOff as error:
-            phase = "its answer broke off" if self._has_head else "no answer"
+            phase = "the server's answer broke off" if self._has_head else "no answer"
             failure = NoReply(f"{phase}: {error}")
         except Malformed as error:
-            failure = f"its answer is not HTTP: {error}"
+            failure = f"the server's answer is not HTTP: {error}"
         except _NotBegun as error:
             failure = str(error)
         else:
             if self._error_status:
-                shared.note_failure(entrypoint, f"it answered {self._error_status}")
+                shared.note_failure(entrypoint, f"the server answered {self._error_status}")
             return status
         if not is_aborted:
             shared.note_failure(entrypoint, failure)
@@ -523,12 +523,12 @@ class _ForwardedRequest:
         try:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._was_busy_retried = True
-                raise _NotBegun("it answered 503")
+                raise _NotBegun("the server answered 503")
             # Status 500 may concern only this request. Or the engine has died, and its HTTP server
             # answers 500 to every request until the HTTP server ends, too.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
-                raise _NotBegun("it answered 500 and is no longer ready")
+                raise _NotBegun("the server answered 500 and is no longer ready")
             self._has_head = True
             self._error_status = server.status if server.status >= 500 else 0
             return await self._send_response(server, entrypoint)

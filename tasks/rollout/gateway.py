@@ -268,7 +268,7 @@ def _parse_number(id: str, kind: str) -> int:
         KeyError: The text is not a number.
     """
     if not id.isdecimal():
-        raise KeyError(f"the fleet has no {kind} {id!r}: use a number, from 0")
+        raise KeyError(f"the fleet has no {kind} {id!r}: write the number of the {kind}, 0 or more")
     return int(id)
 
 
@@ -432,7 +432,10 @@ class Gateway:
         ]
         try:
             if late_tasks := await _wait_for_end(running_tasks, grace_s):
-                _log.warning("%d requests are cut: the grace period is over", len(late_tasks))
+                _log.warning(
+                    "%d requests are cut off, because the grace period of the gateway is over",
+                    len(late_tasks),
+                )
         finally:
             forwarder.abort([*forwarder.running_requests])
             # A cancelled task first undoes or completes its work. So wait for the end of the task.

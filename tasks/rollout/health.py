@@ -404,7 +404,7 @@ class Health:
                     self._judge_silence(watch, reason, local_result)
         except Exception:
             # An error in Muster itself must not count as a failure of the server.
-            _log.exception("rank %d, epoch %d: the probe could not be sent", rank, epoch)
+            _log.exception("the probe of rank %d (epoch %d) could not be sent", rank, epoch)
         finally:
             for task in (probe, local_probe):
                 if task is not None:
@@ -492,7 +492,9 @@ class Health:
         except (LostContact, TimeoutError):
             return None
         except Exception:
-            _log.exception("rank %d: its own machine could not send the probe", watch.slot.rank)
+            _log.exception(
+                "the machine of rank %d could not send a probe to its server", watch.slot.rank
+            )
             return None
         return answer if isinstance(answer, NotChecked) else answer is None
 
@@ -509,9 +511,13 @@ class Health:
         if not self._is_watched(watch):
             return
         if succeeds_locally:
-            warning = f"rank {rank} works, but cannot be reached from here: {reason}"
+            warning = (
+                f"rank {rank} works, but cannot be reached from the gateway's machine: {reason}"
+            )
         elif succeeds_locally is None and self._are_most_silent():
-            warning = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
+            warning = (
+                f"most servers and their machines cannot be reached, such as rank {rank}: {reason}"
+            )
         else:
             self._report_failed(watch, f"rank {rank} does not answer: {reason}")
             return

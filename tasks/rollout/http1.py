@@ -345,13 +345,13 @@ class Wire(asyncio.Protocol):
             ]
         )
         if "Transfer-Encoding" in headers and headers["Transfer-Encoding"].lower() != "chunked":
-            raise Malformed("its Transfer-Encoding is not chunked", 501)
+            raise Malformed("the Transfer-Encoding is not chunked", 501)
         length = headers.get("Content-Length")
         return headers, None if length is None else int(length)
 
 
 def _make_head_size_error() -> Malformed:
-    why = f"its head has more than {LONGEST_HEAD} bytes or {MOST_HEADERS} headers"
+    why = f"the head of the message has more than {LONGEST_HEAD} bytes or {MOST_HEADERS} headers"
     return Malformed(why, 431)
 
 
@@ -426,7 +426,7 @@ class HttpRequest:
         try:
             return await self.content.read_up_to(most, piece_within_s=BODY_PIECE_WITHIN_S)
         except TimeoutError:
-            why = f"its next part did not arrive within {BODY_PIECE_WITHIN_S:g} s"
+            why = f"the next part of the body did not arrive within {BODY_PIECE_WITHIN_S:g} s"
             raise Malformed(why, 408) from None
 
     def send(self, answer: Answer) -> int:
@@ -615,7 +615,7 @@ class ServerConnection(Wire):
         if self._is_in_head:
             if waited_s > HEAD_WITHIN_S:
                 self._ignores_input = True
-                why = f"its head was not complete after {HEAD_WITHIN_S:g} s"
+                why = f"the head of the request was not complete after {HEAD_WITHIN_S:g} s"
                 self._queue_request(self._make_rejected_request(Malformed(why, 408)))
         elif waited_s > (IDLE_AT_MOST_S if self.is_let_in else SILENT_AT_MOST_S):
             self.transport.close()
@@ -680,7 +680,7 @@ class ServerConnection(Wire):
         host_count = len(headers.getall("Host", ()))
         is_http_1_0 = version == "1.0"
         if host_count > 1 or not (host_count or is_http_1_0):
-            raise Malformed("it must have exactly one header Host")
+            raise Malformed("the request must have exactly one header Host")
         if is_http_1_0 and "Transfer-Encoding" in headers:
             raise Malformed("HTTP/1.0 does not allow the header Transfer-Encoding")
         self._incoming_request = HttpRequest(
@@ -748,7 +748,9 @@ class ServerConnection(Wire):
             if request.is_begun:
                 self.transport.abort()
             else:
-                request.send(self._make_refusal(500, "the fleet's log has the details"))
+                request.send(
+                    self._make_refusal(500, "the request failed; the fleet's log has the details")
+                )
         self.task = None
         self._waiting_since_s = self._loop.time()
         # Discard the unread part of the request body, so that the connection can read again.

@@ -137,7 +137,7 @@ class LocalHost:
             process = self._guards.prepare(FLEET, f"r{rank}")
         except OSError as error:
             log.release()
-            message = f"{name}: its guardian can't be started: {error.strerror or error}"
+            message = f"{name}: its guardian process can't be started: {error.strerror or error}"
             raise _start_error(message, error) from error
         server = _LocalServer(
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=max(log.size(), 0)
@@ -207,7 +207,7 @@ class LocalHost:
         """
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
-            return f"rank {rank} has no address for probes"
+            return f"the server of rank {rank} has no URL for probes"
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:

@@ -157,7 +157,7 @@ class HttpProber:
         except BrokenOff as error:
             why = NoReply(error)
         except Malformed as error:
-            why = f"an answer that is not HTTP: {error}"
+            why = f"the answer is not HTTP: {error}"
         return Reply(status=None, body=why)
 
     async def _exchange(self, url: str, ask: Ask, until_s: float) -> Reply:

@@ -314,7 +314,7 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
             if isinstance(result, BaseException):
                 _log.error("the fleet could not be ended", exc_info=result)
             elif result:
-                _log.warning("processes could not be ended: %s", result)
+                _log.warning("processes of the fleet could not be ended: %s", result)
 
 
 def _log_event(event: Event) -> None:

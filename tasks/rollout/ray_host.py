@@ -344,9 +344,9 @@ class RayHost:
         """
         server = self._servers.get(rank)
         if server is None or not server.is_alive:
-            return f"rank {rank} is not running"
+            return f"the server of rank {rank} is not running"
         if server.slot.url is None:
-            return f"rank {rank} has no address for probes"
+            return f"the server of rank {rank} has no URL for probes"
         url = f"{server.slot.url}{question.path}"
         result = server.actor.ask.remote(question.method, url, question.body, timeout_s)
         try:

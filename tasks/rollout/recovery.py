@@ -291,7 +291,7 @@ class Recovery:
                 case.leftover = await self.end(case.ranks)
                 case.processes_ended.set()
                 if case.leftover:
-                    message = f"processes could not be ended: {case.leftover}"
+                    message = f"old processes of the fleet could not be ended: {case.leftover}"
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
@@ -302,7 +302,9 @@ class Recovery:
                     break
                 self._pay_or_retire(case)
         except Exception as error:
-            _log.exception("group %d is retired after an error in its recovery", case.group)
+            _log.exception(
+                "the server group %d is retired after an error in its recovery", case.group
+            )
             if not self._has_state(case, GroupState.RETIRED):
                 self._fleet.states.retire(case.group, f"its recovery failed: {error!r}")
         case.processes_ended.set()
@@ -336,7 +338,7 @@ class Recovery:
             outcome = "failed"
             message = str(error)
         except Exception as error:
-            _log.exception("group %d, recovery %s", case.group, id)
+            _log.exception("the recovery %s of the server group %d has failed", id, case.group)
             outcome = "failed"
             message = f"{type(error).__name__}: {error}"
         finally:
@@ -403,7 +405,11 @@ class Recovery:
                 except OSError as error:
                     if error.errno not in OWN_SHORTAGES:
                         raise
-                    _log.warning("group %d: its ports could not be checked yet: %s", group, error)
+                    _log.warning(
+                        "the ports of the server group %d could not be checked yet: %s",
+                        group,
+                        error,
+                    )
                 await asyncio.sleep(_LAST_POLL_S)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
@@ -485,7 +491,7 @@ class Recovery:
                 await self._wait_for_yes(slot, self._fleet.questions.token)
         except Exception as error:
             if not isinstance(error, StartFailed):
-                _log.exception("rank %d, epoch %d: could not be started", slot.rank, epoch)
+                _log.exception("rank %d (epoch %d) could not be started", slot.rank, epoch)
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
@@ -503,7 +509,8 @@ class Recovery:
                 if not has_warned:
                     has_warned = True
                     message = (
-                        f"the start of rank {slot.rank} waits, without cost to the budget: {error}"
+                        f"the start of rank {slot.rank} is delayed, because its machine lacks "
+                        f"resources. The delay does not count as a recovery: {error}"
                     )
                     self._fleet.emit("rollout.warning", message=message)
             await asyncio.sleep(_LAST_POLL_S)

@@ -400,8 +400,8 @@ class Registry:
             self.group(index)
         if version < self._version and not force:
             raise IllegalTransition(
-                f"version {version} is older than the fleet's version {self._version}; set `force` "
-                "to go back"
+                f"the weight version {version} is lower than the fleet's version {self._version}. "
+                "To go back to it, set `force`"
             )
         self._version = version
         self._serves_as_loaded = False
@@ -480,7 +480,7 @@ class Registry:
                         # Call the other listeners in spite of this error, because the state has
                         # changed.
                         _log.exception(
-                            "group %d: a listener failed for the state %s",
+                            "a listener for changes of the server group %d failed for the state %s",
                             after.index,
                             after.state.value,
                         )
@@ -490,4 +490,4 @@ class Registry:
 
 def _describe(group: GroupView) -> str:
     """Return the index and the ranks of a server group, for messages."""
-    return f"group {group.index} (ranks {join_commas(group.ranks)})"
+    return f"server group {group.index} (ranks {join_commas(group.ranks)})"

@@ -253,7 +253,7 @@ class Router:
             return pick()
         except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
-                why = f"{self._queue_size} requests are waiting already: send fewer at once"
+                why = f"{self._queue_size} requests already wait (queue_size): send fewer at once"
                 raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
         self._queue[turn] = pick
@@ -266,7 +266,7 @@ class Router:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
-                why = f"no server was free within {self._queue_timeout_s:g} s"
+                why = f"no server was free within {self._queue_timeout_s:g} s (queue_timeout_s)"
                 raise LineFull(why) from error
             raise
         finally:
@@ -366,7 +366,9 @@ class Router:
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
         ranks = ", ".join(map(str, sorted(exclude)))
-        raise NoEntrypoint(f"no active rollout worker: all were tried: rank {ranks}")
+        raise NoEntrypoint(
+            f"no active rollout worker: all were tried without success: rank {ranks}"
+        )
 
     def _may_keep(self, slot: _Slot) -> bool:
         """Return True if further requests of a session may be sent to its entrypoint.

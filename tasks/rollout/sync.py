@@ -165,8 +165,8 @@ class WeightSyncs:
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
-            open_sync = f"the sync {self._open.id} is open, for at most {left_s:.0f} s"
-            raise FleetRefused(f"{open_sync}: commit it, or DELETE it")
+            open_sync = f"the sync {self._open.id} is still open, for at most {left_s:.0f} s"
+            raise FleetRefused(f"{open_sync}: first commit it, or end it with DELETE")
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
             raise FleetRefused(
@@ -199,7 +199,7 @@ class WeightSyncs:
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests did not end in time")
-            problem = f"{outstanding} requests were still outstanding after {timeout_s:g} s"
+            problem = f"{outstanding} requests had not ended after {timeout_s:g} s"
             raise FleetRefused(f"{problem}: set a longer timeout_s, or in_flight: abort") from None
         except BaseException:
             await self._end(sync, "given up: it could not begin")
@@ -333,7 +333,7 @@ class WeightSyncs:
         sync = self._find_open(id)
         if sync.sending:
             raise FleetRefused(
-                "a broadcast is not complete: commit after all engines have answered"
+                "a broadcast of this sync is not complete: commit after all engines have answered"
             )
         states = self._fleet.states
         for engine in epochs:

@@ -305,7 +305,9 @@ def list_engine_nodes(fleet: Rollout, engine: int, node_gpus: int | None = None)
     sizes = fleet.sizes
     gpus_on_node = sizes.gpus // sizes.nodes
     if node_gpus is not None and gpus_on_node > node_gpus:
-        raise ValueError(f"an engine needs {gpus_on_node} GPUs of one node, which has {node_gpus}")
+        raise ValueError(
+            f"an engine needs {gpus_on_node} GPUs on one node, but a node has {node_gpus}"
+        )
     if sizes.nodes > 1:
         return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
     if node_gpus is not None and sizes.gpus:
@@ -452,6 +454,6 @@ def _assign_devices(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str
     variables = DEVICE_VARIABLES[addresses.kind]
     devices = addresses.devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
-        named_devices = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
-        raise ValueError(f"the fleet needs {needed} GPUs, and {named_devices}")
+        named_devices = f"{variables[0]} names only {len(devices)}: {', '.join(devices)}"
+        raise ValueError(f"the fleet needs {needed} GPUs, but {named_devices}")
     return dict.fromkeys(variables, devices)

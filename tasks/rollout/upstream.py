@@ -302,13 +302,13 @@ class ServedConnection(Wire):
         status = self._parser.get_status_code()
         is_chunked = "Transfer-Encoding" in headers
         if self._has_head:
-            raise Malformed("a second response came")
+            raise Malformed("the server sent a second response to one request")
         if _CONTROL.search(self._line) is not None:
             raise Malformed("its status line contains a control character")
         if status < 200:
             self._interim_count += 1
             if status == 101 or length or is_chunked or self._interim_count > _MOST_INTERIM:
-                raise Malformed(f"an unexpected response {status}, or too many of them")
+                raise Malformed(f"an unexpected interim response {status}, or too many of them")
             return
         self._has_head = True
         has_no_body = self._is_bodyless or status in STATUSES_WITHOUT_BODY

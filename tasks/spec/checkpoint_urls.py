@@ -93,7 +93,7 @@ def find_url_fault(written: str) -> UrlFault | None:
         )
     if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
         return UrlFault(
-            problem=f"{written!r} has an empty part, a part '.' or a part '..'",
+            problem=f"{written!r} contains an empty folder name, '.' or '..'",
             remedy="write each folder once, with one slash between two folders",
         )
     return None

@@ -66,9 +66,9 @@ class ComponentStop(Stop):
     )
     save_grace_s: SecondsOrZero | None = Field(
         None,
-        description="Longest time in seconds, in all, for which Muster waits for a checkpoint that "
-        "the component writes: before the stop signal, and after it before SIGKILL. If omitted, it "
-        "is `grace_s`.",
+        description="Longest total time in seconds for which Muster waits while the component "
+        "writes a checkpoint: before the stop signal, and between this signal and SIGKILL. If "
+        "omitted, it is `grace_s`.",
         examples=[900],
     )
 
@@ -202,7 +202,7 @@ class Component(Model):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
-            problem = "needs `checkpoints`: without them, there is nothing to keep"
+            problem = "needs `checkpoints`: without it, Muster knows no checkpoints"
             remedy = "write checkpoints: FOLDER, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
         if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
@@ -211,7 +211,9 @@ class Component(Model):
         stop = mapping_or_empty(written.get("stop"))
         shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
         if stop.get("save_grace_s") is not None and not shows_saves:
-            problem = "needs `checkpoints`: without them, Muster cannot see a save"
+            problem = (
+                "needs `checkpoints`: without it, Muster cannot see when a checkpoint is written"
+            )
             remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
         is_preparation = mapping_or_empty(written.get("ready")).get("exit") is not None
@@ -250,7 +252,7 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     normal = posixpath.normpath(folder)
     for placeholder, example in _MUSTER_FOLDERS.items():
         if example == normal or example.startswith(f"{normal.rstrip('/')}/"):
-            return f"{placeholder} holds files of Muster, which are no checkpoints"
+            return f"{placeholder} also holds files of Muster, so it cannot be this folder"
     return ""
 
 

@@ -92,7 +92,9 @@ def parse_condition(text: str) -> Condition:
     if len(text) > MAX_LENGTH:
         raise InvalidCondition(f"must have at most {MAX_LENGTH} characters, found {len(text)}")
     if "$${" in text:
-        raise InvalidCondition("a condition has no literal `${`", "write ${ for a placeholder")
+        raise InvalidCondition(
+            "must not contain `$${`, which is a literal `${`", "write ${ for a placeholder"
+        )
     if _VARIABLE in text:
         raise InvalidCondition(f"must not contain the name {_VARIABLE}")
     names: list[str] = []
@@ -175,12 +177,14 @@ def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:
             try:
                 return _ARITHMETIC[type(operation)](first, second)
             except (ZeroDivisionError, OverflowError) as error:
-                raise InvalidCondition(f"`{ast.unparse(node)}` has no value: {error}") from None
+                raise InvalidCondition(
+                    f"`{ast.unparse(node)}` cannot be computed: {error}"
+                ) from None
         case ast.Compare(left=left, ops=operations, comparators=others):
             operands = [_evaluate(operand, values) for operand in (left, *others)]
             pairs = zip(operations, operands[:-1], operands[1:], strict=True)
             return all(_compare(operation, first, second) for operation, first, second in pairs)
-    raise AssertionError(f"not a checked condition: {ast.dump(node)}")
+    raise AssertionError(f"this condition was not checked before: {ast.dump(node)}")
 
 
 def _compare(operation: ast.cmpop, first: Any, second: Any) -> bool:

@@ -25,7 +25,7 @@ class NodeBlame(StrEnum):
     #: of the attempt may be the cause.
     ALWAYS = "always"
     #: The nodes of the attempt may be the cause if the failure names a rank of the training.
-    IF_RANK_IS_NAMED = "if a rank is named"
+    IF_RANK_IS_NAMED = "if the failure names a rank"
 
 
 class CheckpointBlame(StrEnum):

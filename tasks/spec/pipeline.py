@@ -288,7 +288,7 @@ class Stage(Model):
         matrix = mapping_or_empty(written.get("matrix"))
         for key in matrix if kinds[0] == "command" else ():
             if not str(key).startswith("env."):
-                problem = "the matrix of a command changes environment variables"
+                problem = "for a command, a key of the matrix must be an environment variable"
                 yield ("matrix", str(key)), make_refusal(problem, "write env.NAME: [VALUE, ...]")
 
     @property

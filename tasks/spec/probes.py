@@ -190,10 +190,10 @@ class Probe(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         questions = [key for key in cls.questions if written.get(key) is not None]
         if len(questions) > 1:
-            problem = f"must have exactly 1 question, found {join_words(questions)}"
+            problem = f"must have exactly 1 check, found {join_words(questions)}"
             yield (), make_refusal(problem, "keep one of them")
         elif not questions and written.get("processes") is None:
-            problem = "must have a question"
+            problem = "must have a check"
             yield (), make_refusal(problem, f"write one of {', '.join(cls.questions)}")
         if written.get("json") is not None and written.get("http") is None:
             problem = "needs `http`: the conditions apply to the answer of that address"

@@ -171,7 +171,7 @@ def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         remedy = "write data_parallel: N, a divisor of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
-        problem = f"SGLang allows no replicas in an engine on several nodes, found {sizes.nodes}"
+        problem = f"SGLang allows no replicas in an engine on {sizes.nodes} nodes"
         remedy = f"write 1 and engines: {sizes.data}, or add dp_attention: true"
         yield ("data_parallel",), make_refusal(problem, remedy)
 
@@ -197,8 +197,8 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
         problem = (
-            f"vLLM distributes experts over all {gpus} GPUs of tensor and data parallelism, found "
-            f"{sizes.expert}"
+            f"vLLM distributes experts over all {gpus} ranks of tensor_parallel and data_parallel, "
+            f"found {sizes.expert}"
         )
         remedy = f"write {gpus}, or 1 for no expert parallelism"
         yield ("expert_parallel",), make_refusal(problem, remedy)
@@ -242,7 +242,10 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
         if whole % part:
             divisors = (number for number in range(1, whole + 1) if whole % number == 0)
             remedy = f"write {join_words(divisors, 'or')}, or change {name} to a multiple of {part}"
-            yield (key,), make_refusal(f"{part} does not divide {name}, which is {whole}", remedy)
+            yield (
+                (key,),
+                make_refusal(f"must divide {name}, which is {whole}, found {part}", remedy),
+            )
 
 
 #: Environment variable that sets SGLang's own timeout of a health check, in whole seconds.

@@ -405,8 +405,8 @@ class RunSpec(Document):
         required = mapping_or_empty(written.get("success")).get("step")
         total = mapping_or_empty(written.get("progress")).get("total")
         if is_number(required) and is_number(total) and required > total:
-            problem = f"is beyond progress.total, found {required:g} of {total:g} steps"
-            remedy = f"write at most {total:g}, or a larger progress.total"
+            problem = f"must be at most progress.total, which is {total:g}, found {required:g}"
+            remedy = f"write {total:g} or less, or raise progress.total"
             yield ("success", "step"), make_refusal(problem, remedy)
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):
@@ -429,7 +429,7 @@ class RunSpec(Document):
         for kind, policy in mapping_or_empty(written.get("retry")).items():
             has_no_limit = isinstance(policy, Mapping) and policy.get("attempts") is None
             if kind in kinds_with_limit and has_no_limit:
-                problem = "missing: this kind needs a number of attempts"
+                problem = "missing: this kind of failure has no default number of attempts"
                 yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
 
     @classmethod

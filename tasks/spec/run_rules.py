@@ -74,17 +74,20 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
     gang = mapping_or_empty(written.get("gang"))
     per_node = gang.get("gpus_per_node")
     if not gang:
-        problem = f"the driver takes {gpus} GPUs, but the run has no `gang`"
+        problem = f"the driver of the job takes {gpus} GPUs, but the run requests none (`gang`)"
         yield place, make_refusal(problem, f"write gang: {{gpus_per_node: {gpus}}}")
     elif type(per_node) is int and gpus > per_node:
-        problem = f"the driver takes {gpus} GPUs, but gang.gpus_per_node is {per_node}"
+        problem = (
+            f"the driver of the job takes {gpus} GPUs of one node, but gang.gpus_per_node is "
+            f"{per_node}"
+        )
         yield place, make_refusal(problem, f"write at most {per_node}")
     if len(jobs) > 1:
-        problem = f"the run has {len(jobs)} Ray jobs, and each driver would take the GPUs"
-        yield place, make_refusal(problem, "leave it out, or write one Ray job")
+        problem = f"the run has {len(jobs)} Ray jobs, and the driver of each would take the GPUs"
+        yield place, make_refusal(problem, "leave it out, or use only one Ray job")
     for key in ("entrypoint_resources", "entrypoint_label_selector"):
         if ray.get(key):
-            problem = f"the queue chooses the node of the GPUs, and `{key}` chooses another node"
+            problem = f"the queue chooses the node of the GPUs, but `{key}` may require another"
             yield place, make_refusal(problem, "leave out one of the two keys")
 
 
@@ -102,7 +105,7 @@ def check_device_use(
     for name, component in components.items():
         has_gpus = type(component.get("gpus")) is int and name != FLEET
         if has_gpus and component.get("launcher") == "ray_job":
-            problem = "not for a Ray job, which requests its GPUs from Ray"
+            problem = "not allowed for a Ray job, which requests its GPUs from Ray"
             remedy = "leave it out, and request the GPUs in the program of the job"
             yield ("components", name, "gpus"), make_refusal(problem, remedy)
         elif has_gpus:

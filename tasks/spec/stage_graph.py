@@ -78,8 +78,10 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
         text = " needs ".join([*cycle, cycle[0]])
         remedy = "remove one of these needs"
         if any("needs" not in other for other in _select(indexed_stages, cycle)):
-            remedy += "; a stage without the key needs all stages before it, so write needs: []"
-        yield Fault(path=f"stages.{index}.needs", problem=f"a cycle: {text}", remedy=remedy)
+            remedy += "; without the key, a stage needs all stages before it, so write needs: []"
+        yield Fault(
+            path=f"stages.{index}.needs", problem=f"the needs form a cycle: {text}", remedy=remedy
+        )
 
 
 def _select(

@@ -167,7 +167,9 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
     if file is None:
         expected = f"{module.replace('.', '/')}.py"
         problem = f"the project has no module {module!r}"
-        yield Fault(path=f"{path}.call", problem=problem, remedy=f"write it in {root / expected}")
+        yield Fault(
+            path=f"{path}.call", problem=problem, remedy=f"create the file {root / expected}"
+        )
         return
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
@@ -177,7 +179,9 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
         return
     except OSError as error:
         problem = f"{file} cannot be read: {error.strerror}"
-        yield Fault(path=f"{path}.call", problem=problem, remedy="check the rights of the file")
+        yield Fault(
+            path=f"{path}.call", problem=problem, remedy="check the permissions of the file"
+        )
         return
 
     names = _list_names(tree)
@@ -247,7 +251,9 @@ def _find_argument_faults(
     keywords = [argument.arg for argument in (*signature.args, *signature.kwonlyargs)]
     for name in args:
         if name not in keywords and signature.kwarg is None:
-            remedy = suggest_name(name, keywords) or f"known: {', '.join(keywords) or 'none'}"
+            remedy = (
+                suggest_name(name, keywords) or f"known arguments: {', '.join(keywords) or 'none'}"
+            )
             problem = f"{function.name} has no argument {name!r}"
             yield Fault(path=f"{path}.args.{name}", problem=problem, remedy=remedy)
     positional = [argument.arg for argument in (*signature.posonlyargs, *signature.args)]

@@ -58,10 +58,10 @@ def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refus
     if on == "host":
         for key in ("cpus", "memory_gib", "labels"):
             if resources.get(key):
-                problem = "only Ray counts this resource, and the step is `on: host`"
+                problem = "only Ray counts this resource, but the step runs on a host (`on: host`)"
                 yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
     elif resources.get("gpus") and resources.get("labels"):
-        problem = "the queue chooses the node of a step with GPUs, and labels choose another node"
+        problem = "the queue chooses the node of a step with GPUs, but labels may require another"
         yield ("resources", "labels"), make_refusal(problem, "leave it out")
 
 

@@ -53,8 +53,8 @@ class WatchRule(Model):
     finite: Literal[True] | None = Field(
         None,
         description="Raise an alarm if the metric is NaN or infinite, or null in 10 lines in a "
-        "row. A trainer that writes null between two values gets no alarm for as many nulls as "
-        "before.",
+        "row. If the metric was already null in N lines in a row between two values, the alarm "
+        "needs at least 2 N lines.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
@@ -63,7 +63,9 @@ class WatchRule(Model):
         None, description="Raise an alarm if the metric is below this number."
     )
     constant: Literal[True] | None = Field(
-        None, description="Raise an alarm if the metric still has its first value."
+        None,
+        description="Raise an alarm if the metric has the same value as at its first step, for "
+        "`for_steps` steps in a row.",
     )
     loses: Share | None = Field(
         None,

@@ -106,7 +106,7 @@ def test_run_waits_for_devices_that_another_program_uses(
     other_lease = DeviceLease(devices, (0, 1), "another program")
     run = start_run(build_spec(3, trainer=build_component()))
     wait_for(
-        lambda: "programs outside this queue use 2 GPUs" in run.text(),
+        lambda: "programs that are not in this queue use 2 GPUs" in run.text(),
         "the run names the reason for its wait",
     )
 

@@ -304,7 +304,7 @@ def test_job_of_a_killed_head_is_unknown_and_each_reconcile_asks_again(
     assert exit_code == 1, host_env.log("train")
     assert (failure["kind"], failure["rule"]) == ("LOST_CONTACT", "contact-lost")
     assert own_cluster.address in failure["message"]
-    assert f"job {run.name}--a01: state unknown" in failure["message"]
+    assert f"the state of job {run.name}--a01 is unknown" in failure["message"]
     assert run.state()[0] == "FAILED"
     # The job stays registered, and its recorded status is `unknown`.
     assert submission_of(run)["status"] == "unknown"
@@ -371,7 +371,7 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     assert is_still_stopped
     kind, message = run.state()
     assert (exit_code, kind) == (0, "COMPLETED"), host_env.log("train")
-    assert unseen_text in message and "`muster reconcile` checks again" in message, message
+    assert unseen_text in message and "to check again, run `muster reconcile`" in message, message
     assert run.record()["message"] == message
     [attempt] = run.record()["attempts"]
     assert unseen_text in attempt["ray"]["unseen"][0]

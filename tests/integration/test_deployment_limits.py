@@ -104,7 +104,10 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
     restart_server(pool)
 
     message = wait_for(lambda: find_waiting_message(next_run), "the next run waits", WITHIN_S)
-    assert message == "needs 1 node with 1 GPU; waits for the limit of its deployment, 1"
+    assert (
+        message
+        == "needs 1 node with 1 GPU; waits because its deployment has reached its limit of 1 run"
+    )
     assert read_active_slots(pool) == 1
     wait_for(lambda: run.state()[0] == "COMPLETED", "the first run is completed", 330.0)
     wait_for(lambda: next_run.state()[0] == "COMPLETED", "the next run is completed", WITHIN_S)

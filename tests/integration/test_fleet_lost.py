@@ -185,7 +185,7 @@ def test_fleet_below_min_active_is_not_retried(host_env: HostEnvironment) -> Non
     message = run.wait_for_state("FAILED")
 
     assert not message.startswith("FLEET_LOST")
-    assert "FleetError: 1 of 2 engines serve requests, min_active is 2" in message
+    assert "FleetError: only 1 of 2 engines serve requests, but min_active is 2" in message
     assert len(run.record()["attempts"]) == 1
 
 

@@ -345,7 +345,9 @@ def test_fleet_below_min_active_ends_with_all_its_servers(fleet: FleetProcess) -
 
     assert fleet.wait() == 1
     last_line = fleet.log.splitlines()[-1]
-    assert last_line.startswith("FleetError: 1 of 2 engines serve requests, min_active is 2")
+    assert last_line.startswith(
+        "FleetError: only 1 of 2 engines serve requests, but min_active is 2"
+    )
     assert "rank 0 died: killed by SIGKILL" in last_line
     assert not is_alive(second)
 

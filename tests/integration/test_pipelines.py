@@ -577,7 +577,7 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
         "score b 6",
     ]
     message = pipelines.state(flow_run_id)[1]
-    assert "stage again: skipped, because its condition is false" in message
+    assert "stage again: skipped, because the condition of the stage is false" in message
     pipeline_filter = {"flow_runs": {"id": {"any_": [flow_run_id]}}}
     tasks = pipelines.host_env.post("/task_runs/filter", **pipeline_filter)
     states = {task["name"]: task["state"]["name"] for task in tasks}

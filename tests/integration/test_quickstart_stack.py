@@ -185,9 +185,9 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
 
     assert stack.exit_status("trainer") == 1
     assert stack.exit_status("environment") == 1
-    assert "trainer: the API went away" in stack.log("trainer")
+    assert "trainer: the Atropos API no longer answers" in stack.log("trainer")
     assert "complete" not in stack.log("trainer")
-    assert "environment: the API went away" in stack.log("environment")
+    assert "environment: the Atropos API no longer answers" in stack.log("environment")
 
 
 def test_trainer_that_waits_for_a_hung_api_ends_on_sigterm(stack: Stack, tmp_path: Path) -> None:

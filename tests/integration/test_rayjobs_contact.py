@@ -79,7 +79,7 @@ async def test_long_loss_of_the_connection_is_lost_contact_and_the_job_is_ended_
     leftovers = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.LOST_CONTACT, "contact-lost")
-    assert len(unknown_jobs) == 1 and "state unknown" in unknown_jobs[0]
+    assert len(unknown_jobs) == 1 and "is unknown" in unknown_jobs[0]
     assert status == "unknown"
     assert leftovers == ()
     assert jobs.list_processes() == []

@@ -90,7 +90,7 @@ def test_position_and_reason_are_reported_when_they_change(
     [
         # A user changed the state of the waiting run by hand, and Muster replaced it with Running.
         # The run still waits, so its process sets the state PendingResources again.
-        (State(type=StateType.RUNNING), ["waits for its gang of GPUs"]),
+        (State(type=StateType.RUNNING), ["waits for the GPUs of the run (`gang`)"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),
         (State(type=StateType.COMPLETED), []),

@@ -265,7 +265,9 @@ def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
         group(tell, index, "active", "inactive")
 
     (floor,) = tell(
-        "rollout.failed", "rollout", reason="1 of 3 engines serve requests, min_active is 2"
+        "rollout.failed",
+        "rollout",
+        reason="only 1 of 3 engines serve requests, but min_active is 2",
     )
 
     assert floor.name == "muster.rollout.floor"

@@ -156,7 +156,7 @@ async def test_unreadable_cluster_raises_with_the_reason(
         (
             (),
             "",
-            "^401. Muster .* pool lists. To list it: muster queue set cluster.http://ray:8265=0",
+            "^401. Muster .* pool lists. To list this cluster: muster queue set cluster.http://ray:8265=0",
         ),
         ((), RAY, "^401"),
         ((RAY,), "", "^401"),

@@ -53,7 +53,7 @@ def test_infeasible_gang_is_explained_with_numbers(
     why = explain_infeasible(requested, Cluster(nodes=tuple(nodes)))
 
     assert requested.describe() in why
-    assert "Ask for less" in why
+    assert "Request fewer GPUs" in why
 
 
 @pytest.mark.parametrize(

@@ -591,7 +591,7 @@ async def test_exception_in_a_probe_does_not_end_the_health_checks(
     monkeypatch.setattr(harness.prober, "ask", _raise_bug)
     assert (await harness.fleet.check())["failed"] == []
 
-    assert "rank 0, epoch 1: the probe could not be sent" in caplog.text
+    assert "the probe of rank 0 (epoch 1) could not be sent" in caplog.text
 
 
 async def _raise_bug(*_: object) -> str:

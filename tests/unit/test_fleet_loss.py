@@ -102,7 +102,11 @@ def test_killed_or_crashed_fleet_is_lost(
     ("end", "log", "kind"),
     [
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
-        ({"code": 1}, "FleetError: 1 of 2 engines remain, 2 are needed\n", "RUNTIME_ERROR"),
+        (
+            {"code": 1},
+            "FleetError: only 1 of 2 engines remain, but the fleet needs 2\n",
+            "RUNTIME_ERROR",
+        ),
         ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
         # the fleet's process was killed after its log had named an error: this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),

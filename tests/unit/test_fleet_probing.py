@@ -65,7 +65,7 @@ def test_status_200_is_a_yes() -> None:
         # A redirect is not followed.
         (http("302 Found"), r"302$"),
         (http("404 Not Found", "x" * 9999), r"404 x{300}$"),
-        (answers("SSH-2.0-OpenSSH\r\n"), r"an answer that is not HTTP"),
+        (answers("SSH-2.0-OpenSSH\r\n"), r"the answer is not HTTP"),
     ],
 )
 def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -> None:
@@ -80,7 +80,7 @@ def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -
     [
         (hang, "no answer within 0.05 s"),
         # The answer ends before its body is complete, so it counts as invalid.
-        (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "an answer that is not HTTP"),
+        (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "the answer is not HTTP"),
     ],
 )
 def test_timeout_is_a_missing_reply(handle: Handler, reason: str) -> None:

@@ -185,7 +185,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     assert harness.list_events("rollout.failed") == [{"reason": reason}]
 
     assert reason.startswith(
-        "1 of 3 engines serve requests, min_active is 2: ranks 0: rank 0 died: "
+        "only 1 of 3 engines serve requests, but min_active is 2: ranks 0: rank 0 died: "
     )
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
 
@@ -194,7 +194,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
 async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> None:
     harness = FleetHarness(make_topology(3), min_active=3, budget=1)
     harness.host[1].start_errors = ["no GPU"] * 9
-    with pytest.raises(FleetFailed, match="2 of 3 engines remain, 3 are needed"):
+    with pytest.raises(FleetFailed, match="only 2 of 3 engines remain, but the fleet needs 3"):
         await harness.fleet.start()
 
 

@@ -122,26 +122,26 @@ def test_engine_size_follows_from_parallelism(
         (
             {**COMMAND, "nodes_per_engine": 2, "data_parallel": 3},
             "nodes_per_engine",
-            "2 does not divide the number of replicas, which is 3",
+            "must divide the number of replicas, which is 3, found 2",
             "multiple of 2",
         ),
         (
             {**COMMAND, "gpus_per_node": 3, "data_parallel": 2},
             "data_parallel",
-            "2 does not divide the number of GPUs of an engine, which is 3",
+            "must divide the number of GPUs of an engine, which is 3, found 2",
             "multiple of 2",
         ),
         # numbers of parallel ranks that SGLang does not support are rejected
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide the number of GPUs of an engine, which is 8",
+            "must divide the number of GPUs of an engine, which is 8, found 3",
             "a multiple of 3",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
             "data_parallel",
-            "SGLang allows no replicas in an engine on several nodes, found 2",
+            "SGLang allows no replicas in an engine on 2 nodes",
             "write 1 and engines: 2, or add dp_attention: true",
         ),
         (
@@ -153,13 +153,13 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "tensor_parallel": 8, "data_parallel": 3, "dp_attention": True},
             "data_parallel",
-            "3 does not divide tensor_parallel, which is 8",
+            "must divide tensor_parallel, which is 8, found 3",
             "write 1, 2, 4 or 8",
         ),
         (
             {**SGLANG, "data_parallel": 8, "dp_attention": True},
             "data_parallel",
-            "8 does not divide tensor_parallel, which is 1",
+            "must divide tensor_parallel, which is 1, found 8",
             "change tensor_parallel to a multiple of 8",
         ),
         (
@@ -188,7 +188,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
             "expert_parallel",
-            "3 does not divide tensor_parallel, which is 8",
+            "must divide tensor_parallel, which is 8, found 3",
             "write 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that LMDeploy does not support are rejected
@@ -201,13 +201,13 @@ def test_engine_size_follows_from_parallelism(
         (
             {**LMDEPLOY, "expert_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide the number of replicas, which is 8",
+            "must divide the number of replicas, which is 8, found 3",
             "a multiple of 3",
         ),
         (
             {**LMDEPLOY, "expert_parallel": 8, "data_parallel": 3},
             "data_parallel",
-            "3 does not divide the number of GPUs of an engine, which is 8",
+            "must divide the number of GPUs of an engine, which is 8, found 3",
             "write 1, 2, 4 or 8",
         ),
         (
@@ -219,7 +219,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**LMDEPLOY, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide the number of GPUs of an engine, which is 8",
+            "must divide the number of GPUs of an engine, which is 8, found 3",
             "write 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that vLLM does not support are rejected
@@ -232,13 +232,13 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "data_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "2 does not divide the number of replicas, which is 3",
+            "must divide the number of replicas, which is 3, found 2",
             "",
         ),
         (
             {**VLLM, "tensor_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "2 does not divide the number of GPUs of an engine, which is 3",
+            "must divide the number of GPUs of an engine, which is 3, found 2",
             "",
         ),
         # numbers of GPUs that do not match the numbers of parallel ranks

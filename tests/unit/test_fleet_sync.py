@@ -103,7 +103,7 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
     harness = await start_fake_fleet(2)
     sync = await begin(harness)
 
-    with pytest.raises(FleetRefused, match=f"the sync {sync} is open, for at most 100 s"):
+    with pytest.raises(FleetRefused, match=f"the sync {sync} is still open, for at most 100 s"):
         await harness.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
@@ -123,10 +123,10 @@ async def test_sync_stays_open_after_a_rejected_commit() -> None:
     sending = asyncio.create_task(harness.fleet.syncs.broadcast(sync, LOAD, 5.0))
     await asyncio.sleep(0)
 
-    with pytest.raises(FleetRefused, match="a broadcast is not complete"):
+    with pytest.raises(FleetRefused, match="a broadcast of this sync is not complete"):
         await harness.fleet.syncs.commit(sync, 6, {0: 1})
     await sending
-    with pytest.raises(IllegalTransition, match="version 4 is older than the fleet's version 5"):
+    with pytest.raises(IllegalTransition, match="version 4 is lower than the fleet's version 5"):
         await harness.fleet.syncs.commit(sync, 4, {0: 1})
     with pytest.raises(KeyError, match="the fleet has no engine 7: it has 2"):
         await harness.fleet.syncs.commit(sync, 6, {7: 1})
@@ -176,9 +176,7 @@ async def test_outstanding_requests_at_the_time_limit_end_only_the_sync() -> Non
     harness = await start_fake_fleet(2)
     harness.fleet.router.pick(None)
 
-    with pytest.raises(
-        FleetRefused, match=r"1 requests were still outstanding after 5 s: .* abort"
-    ):
+    with pytest.raises(FleetRefused, match=r"1 requests had not ended after 5 s: .* abort"):
         await begin(harness, timeout_s=5.0)
 
     assert (harness.fleet.state, harness.states(), harness.list_routed_ranks()) == (
@@ -376,7 +374,9 @@ async def test_min_active_is_checked_after_each_sync() -> None:
     await harness.fleet.syncs.commit(sync, 1, {1: 1})
 
     reason = harness.fleet.fatal.result()
-    assert reason.startswith("1 of 2 engines serve requests, min_active is 2: ranks 0: rank 0 died")
+    assert reason.startswith(
+        "only 1 of 2 engines serve requests, but min_active is 2: ranks 0: rank 0 died"
+    )
 
 
 @in_virtual_time
@@ -555,7 +555,9 @@ async def test_engine_is_restarted_by_order() -> None:
     harness = await start_fake_fleet(2)
 
     assert await harness.fleet.restart(1) == {"engine": 1, "state": "inactive"}
-    with pytest.raises(FleetRefused, match="engine 1 is inactive: it has no running server"):
+    with pytest.raises(
+        FleetRefused, match="engine 1 has no running server, because its state is inactive"
+    ):
         await harness.fleet.restart(1)
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
         await harness.fleet.restart(2)
@@ -570,7 +572,9 @@ async def test_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> 
 
     assert (await harness.fleet.retire(2))["engine"] == 1
     assert not harness.host[2].is_alive and not harness.host[3].is_alive
-    with pytest.raises(FleetRefused, match="2 engines remain, and min_active requires all of them"):
+    with pytest.raises(
+        FleetRefused, match="only 2 engines remain, and the fleet needs all of them"
+    ):
         await harness.fleet.retire(0)
     await asyncio.sleep(1000.0)
 
@@ -616,7 +620,9 @@ async def test_retired_worker_cannot_be_added_if_the_budget_is_spent() -> None:
     await harness.wait_until_active()
     await harness.fleet.retire(1)
 
-    with pytest.raises(FleetRefused, match="engine 1 stays retired: the budget of 1 recoveries"):
+    with pytest.raises(
+        FleetRefused, match="engine 1 cannot be started again: the budget of 1 recoveries"
+    ):
         await harness.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)
 

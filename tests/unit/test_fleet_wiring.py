@@ -559,8 +559,8 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
 @pytest.mark.parametrize(
     ("placement", "nodes", "problem", "remedy"),
     [
-        ("local", 1, "its 3 engines need 12 GPUs, but the gang has 8", "fewer engines"),
-        ("ray", 1, "its 3 engines need 12 GPUs, but the gang has 8", "a larger gang"),
+        ("local", 1, "the 3 engines need 12 GPUs, but the run has only 8", "fewer engines"),
+        ("ray", 1, "the 3 engines need 12 GPUs, but the run has only 8", "more GPUs in `gang`"),
         # Only two engines fit on one node, so the third engine would need a second machine.
         (
             "local",

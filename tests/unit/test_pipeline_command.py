@@ -132,7 +132,7 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
         (
             ended("Cancelled", RunState.CANCELLED, "cancelled from Prefect"),
             StateType.CANCELLED,
-            "stage b: its run was cancelled (flow run 7)",
+            "stage b: this run was cancelled: flow run 7",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_pipeline_continues_after_a_failure_that_is_allowed() -> None:
 
 def test_skipped_stage_lets_later_stages_begin() -> None:
     stages = [plan("a"), plan("b", "a"), plan("c", "b")]
-    reasons = {"b": "its condition is false: 1 > 2"}
+    reasons = {"b": "the condition of the stage is false: 1 > 2"}
 
     decision = decide(stages, [A_DONE], at(0), lambda name, _states: reasons.get(name, ""))
 

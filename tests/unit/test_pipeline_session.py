@@ -282,22 +282,22 @@ def test_false_condition_skips_a_stage_and_those_that_use_it(server: FakeRuns) -
 
     assert server.active == ["report"]
     assert server.skipped == {
-        "train": "its condition is false: ${stage.eval.result.score} > 0.6",
-        "export": "it uses a value of stage train, which was skipped",
+        "train": "the condition of the stage is false: ${stage.eval.result.score} > 0.6",
+        "export": "the stage uses a value of stage train, which was skipped",
     }
     server.end("report")
     assert not session.advance()
     state = session.conclude()
     assert state.type is StateType.COMPLETED
     assert state.message is not None
-    assert state.message.startswith("complete: eval, report; stage train: skipped, because its ")
+    assert state.message.startswith("complete: eval, report; stage train: skipped, because the ")
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         ({"score": "high"}, "when: the text 'high' cannot be compared with 0.6"),
-        ({"sc": 1}, "when: the result has no key 'score'; it has sc"),
+        ({"sc": 1}, "when: the result has no key 'score'; its keys are: sc"),
     ],
 )
 def test_condition_without_a_value_fails_the_pipeline(
@@ -451,7 +451,7 @@ def test_point_below_the_median_is_stopped_early_and_shown(server: FakeRuns) -> 
     stopped = server.runs[0]
     assert (stopped.state, stopped.message) == (
         "stopped early",
-        "reward 0.1, the best until step 3, is below the median 0.3 of 5 points at step 3",
+        "reward 0.1, the best value until step 3, is below the median 0.3 of 5 points at step 3",
     )
     shown = server.artifacts["points-grid"]
     assert shown.headline == "grid: 2 of 5 points ended, 2 stopped early"

@@ -171,7 +171,7 @@ def test_all_faults_are_reported_together(project: Path) -> None:
 
     text = "\n".join(faults)
     assert "stages.0.when: the name 'x' is not allowed" in text
-    assert "stages.0.needs: a cycle: a needs b needs a" in text
+    assert "stages.0.needs: the needs form a cycle: a needs b needs a" in text
     assert "stages.2.needs.0: there is no stage 'zz' (known stages: a, b, c)" in text
     assert "stages.2.call:" in text
     assert len(faults) == 4
@@ -390,7 +390,7 @@ def test_result_of_the_last_attempt_is_read_with_masked_secrets(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "there is no result"),
+        (None, "of the step does not exist"),
         ("{", "is not JSON"),
         ("NaN", "is not JSON: JSON has no number NaN"),
         ("[" * 100_000, "is not JSON"),
@@ -412,7 +412,7 @@ def test_command_may_write_no_result(tmp_path: Path) -> None:
 
 def test_missing_key_of_a_result_is_reported_with_the_known_keys() -> None:
     assert select_value({"a": {"b": [5]}}, "a.b.0") == 5
-    with pytest.raises(InvalidResult, match="has no key 'x'; it has a, b"):
+    with pytest.raises(InvalidResult, match="has no key 'x'; its keys are: a, b"):
         select_value({"a": 1, "b": 2}, "x")
 
 

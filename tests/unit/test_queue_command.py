@@ -372,13 +372,16 @@ def test_settings_are_changed_and_printed(
         (("set", "limit.=1"), "limit.: no such setting"),
         (("set", "node.gpu-1=some"), "the value must be a whole number"),
         (("set", "node.=1"), "node.: no such setting"),
-        (("unset", "node.gpu-7"), "the pool has no such node; it has: gpu-1"),
+        (("unset", "node.gpu-7"), "the pool has no node of this name; it has: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; the settings are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
-        (("unset", "limit.team-b"), "the pool has no such limit; it has: team-a"),
+        (("unset", "limit.team-b"), "the pool has no limit of this name; it has: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
         (("set", "cluster.head:8265=0"), "clusters.1.address: must be an http address"),
-        (("unset", f"cluster.{RAY}"), "the pool has no such cluster; it has: http://known:8265"),
+        (
+            ("unset", f"cluster.{RAY}"),
+            "the pool has no cluster of this name; it has: http://known:8265",
+        ),
     ],
 )
 def test_invalid_setting_is_refused(

@@ -204,7 +204,10 @@ def test_limit_of_a_deployment_is_kept() -> None:
 
     assert started(scheduling_pass) == ["run1", "run4"]
     message = scheduling_pass.messages[waiting[1].id]
-    assert message.text == "needs 1 node with 1 GPU; waits for the limit of its deployment, 2"
+    assert (
+        message.text
+        == "needs 1 node with 1 GPU; waits because its deployment has reached its limit of 2 runs"
+    )
 
 
 def test_stopping_run_counts_for_the_limit_of_its_deployment() -> None:

@@ -227,7 +227,7 @@ def test_push_fails_at_once_if_refused_and_after_retries_if_the_gateway_is_gone(
             fleet.push(make_constant_policy(1), step=1)
         assert pauses == []
 
-    with pytest.raises(FleetError, match="the fleet went away"):
+    with pytest.raises(FleetError, match="the fleet no longer answers"):
         fleet.push(make_constant_policy(1), step=1)
 
     assert 0 < len(pauses) < GONE_AFTER_S

@@ -92,4 +92,4 @@ def test_resume_after_the_last_step_exits_with_2(
         trainer.main([*arguments, "--steps", "3", "--resume-from", str(tmp_path)])
 
     assert refusal.value.code == 2
-    assert "at step 3 already" in capsys.readouterr().err
+    assert "must be more than 3, the step of the checkpoint" in capsys.readouterr().err

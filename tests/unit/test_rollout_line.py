@@ -156,7 +156,7 @@ async def test_queue_has_a_size_limit_and_a_time_limit() -> None:
     waiting = [asyncio.create_task(router.take(None)) for _ in range(2)]
     await asyncio.sleep(0)
 
-    with pytest.raises(LineFull, match="2 requests are waiting already"):
+    with pytest.raises(LineFull, match="2 requests already wait"):
         await router.take(None)
     for request in waiting:
         with pytest.raises(LineFull, match=r"no server was free within 0\.05 s"):

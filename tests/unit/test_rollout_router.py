@@ -119,7 +119,7 @@ def test_excluded_ranks_are_not_chosen() -> None:
     assert router.pick("a").rank == 0
     assert router.pick("a", exclude=[0]).rank == 1
     assert router.pick("a", exclude=[0, 1]).rank == 2
-    with pytest.raises(NoEntrypoint, match="all were tried: rank 0, 1, 2"):
+    with pytest.raises(NoEntrypoint, match="all were tried without success: rank 0, 1, 2"):
         router.pick("a", exclude=[0, 1, 2])
 
 

@@ -255,7 +255,7 @@ def test_engines_are_packed_onto_nodes_by_their_gpus(
 def test_engine_larger_than_a_node_is_rejected() -> None:
     fleet = fleet_of(backend="sglang", tensor_parallel=8)
 
-    with pytest.raises(ValueError, match="needs 8 GPUs of one node, which has 4"):
+    with pytest.raises(ValueError, match="needs 8 GPUs on one node, but a node has 4"):
         ports_needed(fleet, 4)
 
 
@@ -320,7 +320,7 @@ def test_visible_gpus_are_set_by_the_variables_of_their_kind(
 def test_too_few_devices_are_rejected() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2)
 
-    with pytest.raises(ValueError, match="needs 2 GPUs, and CUDA_VISIBLE_DEVICES names 1: 3"):
+    with pytest.raises(ValueError, match="needs 2 GPUs, but CUDA_VISIBLE_DEVICES names only 1: 3"):
         build(fleet, replace(addresses_of(fleet), devices=("3",)))
 
 

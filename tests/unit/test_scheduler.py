@@ -162,7 +162,7 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     run_passes(server)
 
     infeasible, invalid = (str(server.run(run).state) for run in (large, faulty))
-    assert "INFEASIBLE: " in infeasible and "Ask for less" in infeasible
+    assert "INFEASIBLE: " in infeasible and "Request fewer GPUs" in infeasible
     assert "USER_ERROR: " in invalid and "workload" in invalid and "colour" in invalid
 
 
@@ -215,7 +215,7 @@ def test_run_waits_for_the_limit_of_its_deployment(server: ScriptedPrefect) -> N
     assert [entry.id for entry in started] == [first]
     state = server.run(second).state
     assert state is not None and state.name == "PendingResources"
-    assert "waits for the limit of its deployment, 1" in (state.message or "")
+    assert "waits because its deployment has reached its limit of 1 run" in (state.message or "")
 
 
 def test_overlapping_run_of_a_skipping_deployment_is_cancelled(server: ScriptedPrefect) -> None:

@@ -109,7 +109,7 @@ def test_preparation_step_is_ready_when_it_has_exited_with_zero() -> None:
     ("key", "value", "fault"),
     [
         ("ready", {"exit": 1}, "ready.exit"),
-        ("ready", {"exit": 0, "alive_s": 1}, "must have exactly 1 question"),
+        ("ready", {"exit": 0, "alive_s": 1}, "must have exactly 1 check"),
         ("live", {"exit": 0}, "live.exit"),
     ],
 )
@@ -420,14 +420,14 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         (
             "trainer.ready",
             {},
-            "must have a question",
+            "must have a check",
             "write one of http, tcp, log, file, notify, alive_s",
         ),
-        ("trainer.ready", {"within_s": 5}, "must have a question", ""),
+        ("trainer.ready", {"within_s": 5}, "must have a check", ""),
         (
             "trainer.ready",
             {"tcp": 1, "log": "x"},
-            "must have exactly 1 question, found tcp and log",
+            "must have exactly 1 check, found tcp and log",
             "keep one",
         ),
         ("trainer.ready", HTTP, "must be a mapping, found the text", ""),
@@ -474,7 +474,12 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         # invalid values of `retry`
         ("retry.OOM", {"attempts": 1}, "must be INSUFFICIENT_RESOURCES, START_TIMEOUT", ""),
         ("retry.NODE_LOST", {"attempts": 0}, "must be at least 1", ""),
-        ("retry.NODE_LOST", {}, "missing: this kind needs a number of attempts", "attempts"),
+        (
+            "retry.NODE_LOST",
+            {},
+            "missing: this kind of failure has no default number of attempts",
+            "attempts",
+        ),
         # invalid values of the inference fleet `rollout`
         ("components.rollout", {"backend": "trt"}, "must be sglang, lmdeploy, vllm or command", ""),
         ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
@@ -554,8 +559,8 @@ def test_success_step_beyond_the_last_step_is_refused() -> None:
     assert faults == [
         (
             "success.step",
-            "is beyond progress.total, found 60 of 59 steps",
-            "write at most 59, or a larger progress.total",
+            "must be at most progress.total, which is 59, found 60",
+            "write 59 or less, or raise progress.total",
         )
     ]
 
@@ -644,12 +649,15 @@ def test_rules_between_keys_are_checked_even_if_the_keys_are_invalid() -> None:
     faults = {(path, problem) for path, problem, _ in faults_of(data)}
 
     assert {
-        ("components.trainer.ready", "must have exactly 1 question, found http and tcp"),
+        ("components.trainer.ready", "must have exactly 1 check, found http and tcp"),
         ("components.trainer.ready.http", "must be text, found 1"),
         ("components.trainer.ready.within_s", "must be a number, found the text 'soon'"),
         ("success", "needs `progress`, from which Muster reads the step"),
         ("success.step", "must be a whole number, found the text 'sixty'"),
-        ("retry.CUDA_OOM.attempts", "missing: this kind needs a number of attempts"),
+        (
+            "retry.CUDA_OOM.attempts",
+            "missing: this kind of failure has no default number of attempts",
+        ),
         ("retry.CUDA_OOM.delay_s", "must be more than 0, found 0"),
     } <= faults
 

@@ -298,8 +298,8 @@ def test_status_shows_deaths_of_a_part_with_number_time_and_reason(
 @pytest.mark.parametrize(
     ("state", "message", "reason"),
     [
-        ("up", "", "its supervisor was killed"),
-        ("stopping", "stopped by SIGTERM", "its supervisor was killed"),
+        ("up", "", "the supervisor of the stack was killed"),
+        ("stopping", "stopped by SIGTERM", "the supervisor of the stack was killed"),
         ("failed", "worker could not be started again", "worker could not be started again"),
     ],
 )

@@ -100,13 +100,16 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
         # even if the drained nodes were used again, the run would not fit
-        (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
+        (
+            first(drained={"n3": 7}),
+            "waits for missing nodes to return, because the present nodes are",
+        ),
         # programs outside the queue use the GPUs that the run needs
-        (first(others=5), "programs outside this queue use 5 GPUs"),
+        (first(others=5), "programs that are not in this queue use 5 GPUs"),
         # enough GPUs are free, but too few CPUs: the text names the CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
-            "too few nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
+            "too few of the nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
         ),
         # the queue waits for a run whose name is unknown, or for several runs; at most four names
         # are shown
@@ -138,7 +141,10 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str)
     ("message", "expected"),
     [
         (later(Why.BEHIND), "waits behind grpo-a, which is first in the queue"),
-        (later(Why.WOULD_DELAY), "would fit, but would delay grpo-a, which is first in the queue"),
+        (
+            later(Why.WOULD_DELAY),
+            "its GPUs are free, but its start would delay grpo-a, which is first in the queue",
+        ),
         (
             later(Why.LIMIT, limit=16),
             "would exceed the limit of 16 GPUs for the tag team-a",

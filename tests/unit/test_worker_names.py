@@ -127,4 +127,6 @@ def test_status_names_the_other_worker_of_the_same_name(other: str) -> None:
         check = part_checks._check_worker(client, stack)
 
     assert check.problem == ""
-    assert check.description == (f"node (also the name of {other})" if other else "node")
+    assert check.description == (
+        f"node (another worker has this name: {other})" if other else "node"
+    )
