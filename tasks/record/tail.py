@@ -10,7 +10,7 @@ import os
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file may be larger than the memory. Larger
 #: blocks do not fit into the caches of a CPU core, and are slower.
-BLOCK_BYTES = 1 << 17
+BLOCK_BYTES = 1 << 16
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
 #: lseek(2) is called to find the end of the hole.
 _SMALLEST_HOLE_BYTES = 4096
