@@ -517,7 +517,9 @@ class GangWorker(ProcessWorker):
         flow_run = await self.client.read_flow_run(flow_run_id)
         state = state_of(flow_run)
         result = None
-        if state.is_cancelling() or state.is_cancelled():
+        if state.is_cancelling() or state.is_cancelled() or state.is_crashed():
+            # If a user cancels the run after its result was recorded, the server rejects the
+            # result, and Prefect's engine exits with an error.
             result = await asyncio.to_thread(_read_result, flow_run, began_at)
         if result is not None:
             await set_state_and_release_lease_async(self.client, flow_run_id, result, force=True)
