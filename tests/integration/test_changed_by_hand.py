@@ -140,7 +140,7 @@ def test_cancel_in_the_last_moment_has_the_same_result_everywhere(pool: GangPool
             artifacts={"key": {"any_": ["summary"]}, "flow_run_id": {"any_": [run.flow_run_id]}},
         )
         assert result in ("completed", "cancelled")
-        assert [f"### {result.capitalize()}" in row["description"] for row in summaries] == [True]
+        assert [f"### {result.capitalize()}" in row["data"] for row in summaries] == [True]
 
 
 def test_run_of_a_deleted_work_queue_starts_and_delays_no_other_run(pool: GangPool) -> None:
