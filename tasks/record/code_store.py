@@ -22,7 +22,7 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -30,6 +30,7 @@ from pathlib import Path
 
 from tasks.record.disk import replace_file
 from tasks.record.places import muster_home, read_own_file
+from tasks.record.project_size import count_until
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
@@ -92,23 +93,58 @@ def store_project(root: Path) -> str:
         OSError: A file could not be read or written.
     """
     root = root.absolute()
+    limit = int(CODE_MIB.read() * 2**20)
+    _refuse_large_folder(root, limit)
     sizes: dict[str, int] = {}
     for name in sorted(_files(root)[0]):
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
-    limit = int(CODE_MIB.read() * 2**20)
     if sum(sizes.values()) > limit:
-        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
-        listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
-        raise _unfit(
-            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files. The limit "
-            f"for a project's code is {limit / 2**20:g} MiB. The largest files: {listed}",
-            "list data files in .gitignore, raise MUSTER_CODE_MIB, or write `code: live` in the "
-            "spec",
-        )
+        count = f"{sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files"
+        raise _too_large(root, count, sizes, limit)
     code = Code(tree=store_content(_packed(root, sizes)), project=str(root), **_changes(root))
     return store_content(json.dumps(asdict(code)).encode())
+
+
+def _refuse_large_folder(root: Path, limit: int) -> None:
+    """Raise InvalidSpec if a folder is so large that git would need minutes to list its files.
+
+    Args:
+        root: The project folder.
+        limit: Largest size of the project's files in bytes.
+    """
+    try:
+        counted = count_until(root, limit, _IGNORED)
+    except (GitFailed, OSError):
+        # `_files` reports the error.
+        return
+    if counted is None:
+        return
+    count = (
+        f"more than {limit / 2**20:g} MiB: Muster stopped counting at "
+        f"{counted.total_bytes / 2**20:.0f} MiB in {len(counted.sizes)} files"
+    )
+    raise _too_large(root, count, counted.sizes, limit)
+
+
+def _too_large(root: Path, count: str, sizes: Mapping[str, int], limit: int) -> InvalidSpec:
+    """Return the error for a project whose files are too large for a copy.
+
+    Args:
+        root: The project folder.
+        count: Text with the size and the number of the files.
+        sizes: Sizes in bytes of the counted files, by relative path.
+        limit: Largest size of the project's files in bytes.
+    """
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+    listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
+    return _unfit(
+        f"{root} has {count}. The limit for a project's code is {limit / 2**20:g} MiB. "
+        f"The largest files: {listed}",
+        "start the command in the folder of the project, list data files in .gitignore, raise "
+        "MUSTER_CODE_MIB, or write code: live",
+    )
 
 
 def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:

@@ -19,7 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +218,25 @@ class GitView:
         words = ("ls-files", "-z", "--exclude-standard", *options)
         return {name for name in self._ask(self._folder, *words).split("\0") if name}
 
+    def list_ignored(self, names: Collection[str]) -> set[str]:
+        """Return the files and folders that git ignores.
+
+        Args:
+            names: Paths of the files and folders, relative to the folder.
+
+        Raises:
+            GitFailed: The command failed.
+        """
+        if not names:
+            return set()
+        # The prefix prevents that git reads a path such as `:(top)x` as a pattern, because this
+        # command does not accept the option `--literal-pathspecs`.
+        listed_names = "".join(f"./{name}\0" for name in names)
+        words = ("--no-literal-pathspecs", "check-ignore", "-z", "--stdin")
+        # The command exits with 1 if git ignores none of the paths.
+        output = self._ask(self._folder, *words, input=listed_names, successes=(0, 1))
+        return {name.removeprefix("./") for name in output.split("\0") if name}
+
     def commit(self) -> str:
         """Return the hash of the last commit, or an empty string if there is no commit."""
         if self._repository is None:
@@ -368,22 +387,32 @@ class GitView:
         pairs = (item.partition("\n") for item in output.split("\0") if item)
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
 
-    def _ask(self, cwd: Path, *words: str, input: str = "") -> str:
+    def _ask(
+        self, cwd: Path, *words: str, input: str = "", successes: Collection[int] = (0,)
+    ) -> str:
         """Run git with the git directory that Muster created, and return its output.
 
         Args:
             cwd: Working directory of the command.
             words: The git command and its arguments.
             input: Standard input of the command.
+            successes: Exit codes after which the command counts as successful.
 
         Raises:
             GitFailed: The command failed.
         """
         settings = (part for setting in self._settings for part in ("-c", setting))
         options = (f"--git-dir={self._git_dir}", f"--work-tree={self._work_tree}", *settings)
-        return self._run(cwd, options, *words, input=input)
+        return self._run(cwd, options, *words, input=input, successes=successes)
 
-    def _run(self, cwd: Path, options: Sequence[str], *words: str, input: str = "") -> str:
+    def _run(
+        self,
+        cwd: Path,
+        options: Sequence[str],
+        *words: str,
+        input: str = "",
+        successes: Collection[int] = (0,),
+    ) -> str:
         """Run a git command and return its output.
 
         Args:
@@ -391,6 +420,7 @@ class GitView:
             options: Options before the git command, such as `--git-dir`.
             words: The git command and its arguments.
             input: Standard input of the command.
+            successes: Exit codes after which the command counts as successful.
 
         Raises:
             GitFailed: The command failed or did not end in time.
@@ -421,7 +451,7 @@ class GitView:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise GitFailed(str(error)) from None
-        if done.returncode != 0:
+        if done.returncode not in successes:
             raise GitFailed(os.fsdecode(done.stderr).strip() or f"exit code {done.returncode}")
         return os.fsdecode(done.stdout)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.record import code_store
+from tasks.record import code_store, project_size
 from tasks.record.code_store import PROJECT, NoCode, check_out, read_code, store_project
 from tasks.server.artifacts import (
     delete_unused_code,
@@ -293,6 +293,47 @@ def test_too_large_project_is_rejected_with_its_largest_files(
 
     assert "The largest files: model.bin 2.0 MiB" in str(error_info.value)
     assert "code: live" in str(error_info.value)
+
+
+@pytest.mark.parametrize("has_repository", [True, False])
+def test_huge_folder_is_rejected_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_repository: bool
+) -> None:
+    monkeypatch.setenv("MUSTER_CODE_MIB", "1")
+    monkeypatch.setattr(project_size, "_SMALL_PROJECT", 50)
+    root = tmp_path / "home"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "data").mkdir()
+    (root / ".gitignore").write_text("/data/\n")
+    (root / "data" / "ignored.bin").write_bytes(bytes(3 << 20))
+    (root / "a" / "model.bin").write_bytes(bytes(2 << 20))
+    for number in range(60):
+        (root / "a" / "b" / str(number)).touch()
+    if has_repository:
+        git(root, "init", "-q")
+    monkeypatch.setattr(code_store, "_files", lambda root: pytest.fail("git has read the folder"))
+
+    with pytest.raises(InvalidSpec) as error_info:
+        store_project(root)
+
+    message = str(error_info.value)
+    assert "has more than 1 MiB: Muster stopped counting at 2 MiB in 2 files" in message
+    assert "The largest files: a/model.bin 2.0 MiB" in message
+    assert "ignored.bin" not in message
+
+
+def test_folder_with_many_ignored_files_is_stored(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_CODE_MIB", "1")
+    monkeypatch.setattr(project_size, "_SMALL_PROJECT", 50)
+    (project / "data" / "model.bin").write_bytes(bytes(2 << 20))
+    for number in range(60):
+        (project / "data" / str(number)).touch()
+
+    name = store_project(project)
+
+    assert "train.py" in code_store.hash_files(read_code(name).tree)
 
 
 def test_damaged_code_is_rejected_and_replaced(project: Path, muster_home: Path) -> None:
