@@ -555,7 +555,11 @@ def cancel(
     # to this state.
     before = read_state(client, str(flow_run_id)) if has_process else None
     is_forced = before is not None and before.is_final()
-    client.set_flow_run_state(flow_run_id, Cancelling(message=message), force=is_forced)
+    answer = client.set_flow_run_state(flow_run_id, Cancelling(message=message), force=is_forced)
+    if answer.status is SetStateStatus.REJECT and answer.state and answer.state.is_cancelled():
+        # The flow run has no process, so the server has set Cancelled instead, without a message.
+        client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
+        return
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)

@@ -48,6 +48,8 @@ _JOIN_TIMEOUT_S = 5.0
 #: answer may come from a server that is being restored.
 _MISSING_ANSWERS = 4
 _CANCELLED = "cancelled from Prefect"
+#: Beginning of the reason of an end that a signal has caused.
+INTERRUPTED_BY = "interrupted by"
 _DELETED = "cancelled, because its flow run was deleted on the Prefect server"
 _AFTER_HANGUP = (
     "interrupted by SIGHUP: its terminal was closed. A run outlives its terminal if it is started "
@@ -94,11 +96,17 @@ class ObservedFlowRun:
     #: State of the flow run. None if it is unknown, or if the flow run does not exist any more.
     state: State[Any] | None = None
 
-    @property
-    def cancel_reason(self) -> str:
-        """Reason of the cancellation, for the run's record."""
+    def describe_cancellation(self) -> str:
+        """Return the reason of a cancellation, such as `cancelled by root with ...`.
+
+        Returns: An empty string if the flow run is not cancelled.
+        """
+        if self.change not in (Change.CANCELLED, Change.CANCELLED_NOW):
+            return ""
         message = self.state.message if self.state is not None else ""
-        return f"{_CANCELLED}: {message}" if message else _CANCELLED
+        if not message:
+            return _CANCELLED
+        return message if message.startswith("cancelled") else f"{_CANCELLED}: {message}"
 
 
 def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
@@ -208,7 +216,7 @@ class ForwardedRequests:
         if signum == signal.SIGHUP and self._is_direct:
             self._session.interrupt(_AFTER_HANGUP)
             return
-        self._session.interrupt(f"interrupted by {signal.Signals(signum).name}")
+        self._session.interrupt(f"{INTERRUPTED_BY} {signal.Signals(signum).name}")
         if signum == signal.SIGINT and self._ctrl_c.is_second(at_s) and self._is_direct:
             self._session.hurry()
 
@@ -221,7 +229,7 @@ class ForwardedRequests:
 
         match observed.change:
             case Change.CANCELLED | Change.CANCELLED_NOW:
-                self._session.interrupt(observed.cancel_reason)
+                self._session.interrupt(observed.describe_cancellation())
                 if observed.change is Change.CANCELLED_NOW:
                     self._session.hurry()
                 if state is not None and state.is_final():

@@ -19,6 +19,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.ledger import parse_request
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
 from tasks.server.flow_runs import (
     TYPED_NAME_LABEL,
     ServerAway,
@@ -124,11 +125,15 @@ class Run:
             record = None
         state = flow_run.state
         ended = flow_run.end_time if state is not None and state.is_final() else None
+        message = (state.message if state else None) or ""
+        if record is not None and record.state is RunState.CANCELLED and record.message:
+            # Prefect's worker replaces the message by `Flow run was cancelled successfully.`
+            message = record.message
         return Run(
             run_id=parse_request(flow_run).name,
             flow_run_id=str(flow_run.id),
             state=_name_state(state, record),
-            message=(state.message if state else None) or "",
+            message=message,
             tags=tuple(sorted(tag for tag in flow_run.tags if not tag.startswith("process:"))),
             created_at=flow_run.created.timestamp() if flow_run.created else None,
             started_at=flow_run.start_time.timestamp() if flow_run.start_time else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import signal
 import time
 from contextlib import suppress
@@ -44,8 +45,8 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
         with suppress(ObjectNotFound), connect_to_server(api_url) as client:
-            how = "cancelled now" if is_now else "cancelled"
-            message = f"{how} by muster on {host_name()}"
+            command = "muster cancel --now" if is_now else "muster cancel"
+            message = f"cancelled by {_user_name()} with `{command}` on {host_name()}"
             has_process = owner is not None
             flow_run_id = UUID(run.flow_run_id)
             cancel_flow_run(client, flow_run_id, message, is_now=is_now, has_process=has_process)
@@ -57,6 +58,14 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
             "of the run"
         )
     _signal_process(run, owner, is_now=is_now)
+
+
+def _user_name() -> str:
+    """Return the name of the user who runs this process, or `a user` if the name is unknown."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "a user"
 
 
 def _find_working_process(run: Run) -> Owner | None:

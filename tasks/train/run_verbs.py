@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from prefect.settings import PREFECT_API_URL
 
 from tasks.queue.command import why as explain_waiting
+from tasks.record.states import RunState
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.facts_of_run import describe_unanswered
 from tasks.show.failure import format_failure
@@ -236,7 +237,9 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     if failure is None or found_run.state in WAITING_STATES:
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
-            if PREFECT_API_URL.value() and found_run.flow_run_id:
+            has_flow_run = bool(PREFECT_API_URL.value() and found_run.flow_run_id)
+            # The state of a cancelled run has the reason: who cancelled the run.
+            if has_flow_run and found_run.state != RunState.CANCELLED:
                 exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
             else:
                 print(found_run)

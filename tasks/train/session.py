@@ -738,18 +738,21 @@ class RunSession:
         # to continue a run that is still registered.
         self._register.close()
 
-    def close(self, *, is_cancelled: bool = False) -> Verdict:
+    def close(self, *, is_cancelled: bool = False, cancellation: str = "") -> Verdict:
         """Record the final state of the run, unless another process will continue the run.
 
         Args:
             is_cancelled: True if the flow run was cancelled on the Prefect server. The run is then
                 cancelled even if the result of its last attempt was known before, because the
                 server accepts no other final state.
+            cancellation: Reason of the cancellation on the Prefect server, which replaces the
+                signal as the reason. Empty if it is unknown.
 
         Returns:
             The result of the run and its cause.
         """
         verdict = self.verdict
+        interrupt_reason = cancellation or self.interrupt_reason
         self._release_grant()
         if self._guardian_template is not None:
             self._guardian_template.close()
@@ -757,12 +760,13 @@ class RunSession:
             return verdict
 
         if self.interrupt_reason and self.record.state is RunState.PENDING_RESOURCES:
-            verdict = Verdict(state=RunState.CANCELLED, message=self.interrupt_reason)
+            verdict = Verdict(state=RunState.CANCELLED, message=interrupt_reason)
         elif is_cancelled and verdict.state in (RunState.COMPLETED, RunState.FAILED):
-            message = (
-                f"{self.interrupt_reason}, after its last attempt had ended: {verdict.message}"
-            )
+            message = f"{interrupt_reason}, after its last attempt had ended: {verdict.message}"
             verdict = replace(verdict, state=RunState.CANCELLED, message=message, failure=None)
+        elif verdict.state is RunState.CANCELLED and self.interrupt_reason:
+            message = verdict.message.replace(self.interrupt_reason, interrupt_reason)
+            verdict = replace(verdict, message=message)
         self._verdict = verdict
         if not self.record.state.is_final:
             removed = remove_unused(self._register.owner.leftovers)

@@ -41,7 +41,12 @@ from tasks.server.flow_runs import (
     find_worker,
     read_listed_clusters,
 )
-from tasks.server.interruption import Change, end_on_request, observe_flow_run
+from tasks.server.interruption import (
+    INTERRUPTED_BY,
+    Change,
+    end_on_request,
+    observe_flow_run,
+)
 from tasks.server.server import find_lasting_api_url, read_configured_secrets
 from tasks.show.failure import add_unwritten_files, summarize_failure
 from tasks.show.terminal import outlive_readers
@@ -392,29 +397,40 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
     return _FINAL_STATE_RETRIES_OF_WORKER if by_worker else _FINAL_STATE_RETRIES_OF_PERSON
 
 
-def _was_cancelled_while_stopping(run: RunSession) -> bool:
-    """Return True if a user has cancelled a run on the Prefect server after its last attempt.
+def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
+    """Ask the Prefect server whether a user has cancelled a run, and who.
 
-    The thread that watches the server may not have noticed the cancel yet, so the server is asked
-    once more. If the server does not answer, the result is False.
+    Two kinds of cancellations are known only to the server. The thread that watches the server may
+    not have noticed a cancellation of the last moment yet. A worker reports a cancellation to this
+    process only by SIGTERM. If the server does not answer, the run counts as not cancelled by a
+    user, and the signal stays the reason for the end of an interrupted run.
+
+    Returns:
+        Two values. The first is True if the server accepts no other final state than Cancelled. The
+        second is the reason of the cancellation. It is empty if the run knows the reason already.
     """
-    if run.is_handing_over or run.verdict.state is RunState.CANCELLED:
-        return False
+    is_ended_by_signal = run.interrupt_reason.startswith(INTERRUPTED_BY)
+    is_known = run.verdict.state is RunState.CANCELLED and not is_ended_by_signal
+    if run.is_handing_over or is_known:
+        return False, ""
     with override_client_settings(retries=0):
         observed = observe_flow_run(run.flow_run_id)
     match observed.change:
         case Change.CANCELLED | Change.CANCELLED_NOW:
-            run.interrupt(observed.cancel_reason)
-            return True
+            reason = observed.describe_cancellation()
+            if not run.interrupt_reason:
+                run.interrupt(reason)
+            return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
             # If the run was not interrupted before, its result replaces the state that a user set.
-            return bool(run.interrupt_reason)
-    return False
+            return bool(run.interrupt_reason), ""
+    return False, ""
 
 
 def conclude(run: RunSession) -> State[Any]:
     """Record the final state of the run, and return the Prefect state of the flow run."""
-    verdict = run.close(is_cancelled=_was_cancelled_while_stopping(run))
+    is_cancelled, cancellation = _ask_about_cancel(run)
+    verdict = run.close(is_cancelled=is_cancelled, cancellation=cancellation)
     make_state = STATE_OF.get(verdict.state)
     if make_state is not None:
         return make_state(message=add_unwritten_files(verdict.message, run.unwritten_files))

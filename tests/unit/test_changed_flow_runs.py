@@ -138,9 +138,13 @@ def test_reason_names_the_state_that_a_person_has_set(server: ScriptedServer) ->
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ("stopped early: reward 1 is too low", ": stopped early: reward 1 is too low"),
-        ("", ""),
-        (None, ""),
+        (
+            "stopped early: reward 1 is too low",
+            "cancelled from Prefect: stopped early: reward 1 is too low",
+        ),
+        ("cancelled by ada with `muster cancel`", "cancelled by ada with `muster cancel`"),
+        ("", "cancelled from Prefect"),
+        (None, "cancelled from Prefect"),
     ],
 )
 def test_reason_of_a_cancelled_run_has_the_message_of_the_cancellation(
@@ -151,7 +155,7 @@ def test_reason_of_a_cancelled_run_has_the_message_of_the_cancellation(
 
     observe(session)
 
-    assert session.reasons == [f"cancelled from Prefect{reason}"]
+    assert session.reasons == [reason]
 
 
 @pytest.mark.parametrize("state_type", [StateType.SCHEDULED, StateType.PENDING, StateType.PAUSED])

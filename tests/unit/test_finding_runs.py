@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -19,9 +20,10 @@ import yaml
 from cyclopts import App
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Completed, Running
+from prefect.states import Cancelled, Completed, Running
 
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import ProcessId, host_name
@@ -495,11 +497,12 @@ def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
     class Server:
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
-        ) -> None:
+        ) -> SimpleNamespace:
             # Like Prefect's server, accept another state after Cancelling only if it is forced.
             # Source: prefect/server/orchestration, EnforceCancellingToCancelledTransition.
             if force or not sent_states:
                 sent_states.append(state)
+            return SimpleNamespace(status=SetStateStatus.ACCEPT, state=state)
 
         def read_flow_run(self, id: UUID) -> FlowRun:
             return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=sent_states[-1])
@@ -512,6 +515,52 @@ def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
 
     assert [state.name for state in sent_states] == states
     assert all(state.is_cancelling() for state in sent_states)
+
+
+def test_cancelled_state_of_a_waiting_run_names_the_user(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_states: list[State[Any]] = []
+
+    class Server:
+        def set_flow_run_state(
+            self, _id: object, state: State[Any], *, force: bool = False
+        ) -> SimpleNamespace:
+            sent_states.append(state)
+            # Prefect's server replaces Cancelling by Cancelled, because no process must be ended.
+            # Source: prefect/server/orchestration, BypassCancellingFlowRunsWithNoInfra.
+            status = SetStateStatus.ACCEPT if force else SetStateStatus.REJECT
+            return SimpleNamespace(status=status, state=Cancelled())
+
+    monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
+    monkeypatch.setattr(run_cancellation.getpass, "getuser", lambda: "ada")
+    record = RunJson.read(RunPlace.of(LIVE).record)
+
+    with temporary_settings({PREFECT_API_URL: "http://a/api"}):
+        run_cancellation.cancel_run(Run.of_record(record))
+
+    assert sent_states[-1].is_cancelled()
+    message = sent_states[-1].message or ""
+    assert message.startswith("cancelled by ada with `muster cancel` on ")
+
+
+def test_message_of_a_cancelled_run_is_that_of_its_record(muster_home: Path) -> None:
+    write_record(FAILED, state="cancelled", message="cancelled by ada")
+    record = RunJson.read(RunPlace.of(FAILED).record)
+    state = Cancelled(message="Flow run was cancelled successfully.")
+    flow_run = FlowRun(flow_id=uuid4(), name=record.run_id, state=state)
+
+    assert Run.of_flow_run(flow_run, record).message == "cancelled by ada"
+
+
+def test_why_says_who_cancelled_a_run(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(FAILED, state="cancelled", message="cancelled by ada")
+
+    assert run_verbs.why(FAILED) == 0
+
+    assert "cancelled by ada" in capsys.readouterr().out
 
 
 def test_invalid_deployment_name_is_reported_as_a_missing_deployment() -> None:
@@ -595,11 +644,12 @@ def test_run_that_was_set_to_completed_by_hand_can_be_cancelled(
     class Server:
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
-        ) -> None:
+        ) -> SimpleNamespace:
             # Like Prefect's server, accept another state after Completed only if it is forced.
             # Source: prefect/server/orchestration, HandleFlowTerminalStateTransitions.
             if force:
                 sent_states.append(state)
+            return SimpleNamespace(status=SetStateStatus.ACCEPT, state=state)
 
         def read_flow_run(self, id: UUID) -> FlowRun:
             return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=Completed())

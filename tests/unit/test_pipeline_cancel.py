@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
 
 from tasks.pipeline import progress_report, run_cancellation, server_requests
 from tasks.pipeline.decision import StageRun
@@ -30,10 +32,13 @@ class FakeServer:
         self.reads_left = reads
         self.state_names: list[str | None] = []
 
-    def set_flow_run_state(self, _id: UUID, state: State[Any], *, force: bool = False) -> None:
+    def set_flow_run_state(
+        self, _id: UUID, state: State[Any], *, force: bool = False
+    ) -> SimpleNamespace:
         self.state_names.append(state.name)
         if state.name == CANCELLING_NOW:
             self.reads_left = 0
+        return SimpleNamespace(status=SetStateStatus.ACCEPT, state=state)
 
     def read_flow_run(self, id: UUID) -> FlowRun:
         self.reads_left -= 1

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import Pause
 
 from tasks.pipeline import progress_report, server_requests
@@ -171,9 +173,12 @@ class FakeClient:
     def update_flow_run_labels(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
         self.labels[flow_run_id] = labels
 
-    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any], *, force: bool) -> None:
+    def set_flow_run_state(
+        self, flow_run_id: UUID, state: State[Any], *, force: bool
+    ) -> SimpleNamespace:
         assert state.is_cancelling() and not force
         self.server.cancel(flow_run_id, self.labels[flow_run_id])
+        return SimpleNamespace(status=SetStateStatus.ACCEPT, state=state)
 
 
 @pytest.fixture

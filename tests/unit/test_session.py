@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import State
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Running
 
 from tasks.processes.component import AttemptPlan
 from tasks.processes.supervisor import Supervisor
@@ -239,6 +239,31 @@ def test_cancel_that_no_other_thread_has_noticed_counts_at_the_end(
     assert "the data is broken" in message
     is_cancelled = state is RunState.CANCELLED
     assert message.startswith("cancelled from Prefect: by ada, after") is is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (Cancelling(message="cancelled by ada with `muster cancel`"), "cancelled by ada with"),
+        (Cancelling(), "cancelled from Prefect"),
+        (Running(), "interrupted by SIGTERM"),
+    ],
+)
+def test_run_that_a_worker_ended_by_a_signal_names_the_user_who_cancelled_it(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch, state: State[Any], message: str
+) -> None:
+    observed = ObservedFlowRun(change=Change.of_state(state), state=state)
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: observed)
+    run = make_run()
+    run.begin_attempt()
+    run.interrupt("interrupted by SIGTERM")
+    run.end_attempt()
+
+    final_state = conclude(run)
+
+    assert run.record.state is RunState.CANCELLED
+    assert run.record.content.message.startswith(message)
+    assert (final_state.message or "").startswith(message)
 
 
 @pytest.mark.parametrize("is_early", [True, False])
