@@ -130,7 +130,11 @@ def spawn(
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             prepare()
             if os.read(go_read, 1) != _GO:
-                raise OSError(errno.ECANCELED, "stopped before the program was executed", argv[0])
+                raise OSError(
+                    errno.ECANCELED,
+                    "the process was stopped before it executed the program",
+                    argv[0],
+                )
             os.execvpe(argv[0], argv, env)
         except OSError as error:
             text = f"{error.errno} {error.strerror}: {error.filename}"

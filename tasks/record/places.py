@@ -143,12 +143,14 @@ def read_own_file(path: Path) -> bytes:
         fd = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise PermissionError(errno.EACCES, "it is a symbolic link", str(path)) from None
+            raise PermissionError(
+                errno.EACCES, "Muster does not follow a symbolic link here", str(path)
+            ) from None
         raise
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise PermissionError(errno.EACCES, "it is not a regular file", str(path))
+            raise PermissionError(errno.EACCES, "Muster reads only a regular file here", str(path))
         if fault := find_ownership_fault(path, status, home_owners()):
             raise PermissionError(errno.EACCES, fault, str(path))
         return file.read()

@@ -44,7 +44,7 @@ from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _NEXT_ATTACHES = "its next process attaches to its Ray jobs"
-_NEXT_RESUMES = "its next process resumes at the present stage"
+_NEXT_RESUMES = "its next process resumes at the present stage of the pipeline"
 _REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
 
 
@@ -444,7 +444,7 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
     gone = f"its process is gone {'with' if host.is_lost else 'from'} the host {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
-            return Crashed(message=f"{gone}: it was killed before it began")
+            return Crashed(message=f"{gone}: it was killed before it began the run")
         case StateType.PENDING:
             # The flow run never started, so it can safely be scheduled again.
             return Scheduled(message=f"submitted, but {gone}; the flow run is scheduled again")

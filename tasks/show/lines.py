@@ -104,7 +104,7 @@ def lines_of(event: Event) -> Iterator[Text]:
             else:
                 yield line_of(f"{server} has not recovered: {event.message}", "yellow")
         case "probe.failed" if event.probe == "live":
-            failures = f"liveness failures in a row: {event.misses}"
+            failures = f"failed liveness probes in a row: {event.misses}"
             yield line_of(f"{name}: {event.reason} ({failures})", "yellow")
         case "run.state" if event.state == "pending_resources" and event.message:
             yield line_of(f"waiting: {event.message}", "yellow")

@@ -301,7 +301,7 @@ class ObservedRun:
                     self._servers[rank] = replace(server, state=event.after.value, cause=cause)
                 # A new dict is assigned, because another thread may be reading the old dict.
                 self.groups = {**self.groups, event.group: event.after}
-                self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve")
+                self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve requests")
                 if self._is_running:
                     self.doing = self.running
             case _ if event.component in self.rows:
@@ -365,7 +365,7 @@ class ObservedRun:
         components = f"running: {', '.join(self.names)}"
         if not self.groups or self.serving == self.engines:
             return components
-        return f"{components}; {FLEET} {self.serving} of {self.engines} engines serve"
+        return f"{components}; {FLEET} {self.serving} of {self.engines} engines serve requests"
 
     @property
     def servers(self) -> tuple[ServerSeen, ...]:

@@ -51,7 +51,11 @@ def print_project(spec: RunSpec, root: Path) -> None:
         spec: The run spec, with the version of the submitted code.
         root: Root folder of the project.
     """
-    code = "files used in place" if spec.code == LIVE_CODE else f"copied as {str(spec.code)[:12]}"
+    code = (
+        "its files used in place"
+        if spec.code == LIVE_CODE
+        else f"its code copied as {str(spec.code)[:12]}"
+    )
     interpreter = component_interpreter(spec.env, root)
     print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)
     # A missing program is no fault: the run may start on another host, which has the program.

@@ -308,7 +308,9 @@ class Reporter:
     def _abandon_recoveries(self) -> None:
         """Set the task run of each unfinished recovery to Cancelled, because the run ends."""
         for recovery_id in [*self._recoveries]:
-            self._close_recovery(recovery_id, Cancelled, "abandoned because the run ended")
+            self._close_recovery(
+                recovery_id, Cancelled, "the recovery was abandoned, because the run ended"
+            )
 
     def _close_recovery(
         self,

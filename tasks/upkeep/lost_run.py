@@ -351,7 +351,7 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
         record, is_changed = write_final_record(directory, replace(loss, is_waiting=True))
     elif pids := find_holders(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # The run was started again, and its new process is not in the registry yet.
-        open = f"another process of its flow run is running (pid {pids[0]})"
+        open = f"another process of the same flow run is running (pid {pids[0]})"
     elif owner.api_url is None:
         record, is_changed = write_final_record(directory, loss)
     else:
