@@ -157,7 +157,7 @@ def test_rejected_event_does_not_block_later_events(
 
     with Announcer(server.api) as announcer:
         announcer.announce(named("muster.node.drained"))
-        wait_until(lambda: "1 events are lost" in caplog.text, "the event is rejected")
+        wait_until(lambda: "1 events could not be sent" in caplog.text, "the event is rejected")
         announcer.announce(named("muster.node.undrained"))
 
     assert server.names() == ["muster.node.undrained"]

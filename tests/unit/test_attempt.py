@@ -297,7 +297,10 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None and verdict.failure.rule == "success-not-reached"
-    assert "exit code 0" in verdict.message and "`success` requires step 60" in verdict.message
+    assert (
+        "exit code 0" in verdict.message
+        and "`success` in the spec requires step 60" in verdict.message
+    )
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
