@@ -146,8 +146,8 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 def _describe_ending(ending: ShapeEnding) -> str:
     """Return the time until the child processes ended, or the pids of leaked processes, as text."""
     if ending.gone_after_s is None:
-        return f"leaks (ended by this check: pid {', '.join(map(str, ending.leaked))})"
-    return f"gone after {ending.gone_after_s:.2f} s"
+        return f"keeps running (this check ended it: pid {', '.join(map(str, ending.leaked))})"
+    return f"ended after {ending.gone_after_s:.2f} s"
 
 
 def _describe_code(code: int) -> str:

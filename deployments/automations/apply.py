@@ -60,7 +60,7 @@ class Applied:
     what: str
 
     def __str__(self) -> str:
-        reasons = {"kept": ": it was changed on the server; --replace overwrites it"}
+        reasons = {"kept": ": a user changed it on the server. To overwrite it, use --replace"}
         return f"automation {self.name!r}: {self.what}{reasons.get(self.what, '')}"
 
 

@@ -296,7 +296,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--fleet", required=True, metavar="URL", help="URL of the gateway")
     add("--served-as", default="policy", help="Name of the model in requests to the engines")
     add("--out", type=Path, required=True, help="folder for metrics, weights and checkpoints")
-    add("--resume-from", default="", help="Checkpoint, or folder of checkpoints. Empty: none")
+    add(
+        "--resume-from",
+        default="",
+        help="Checkpoint, or folder of checkpoints, to resume from. Empty: start a new training",
+    )
     add("--steps", type=int, default=40, help="Number of the last step")
     add("--prompts", type=int, default=8, help="Number of prompts per step")
     add("--group-size", type=int, default=8, help="Number of answers per prompt")

@@ -202,7 +202,9 @@ def _initial_rng_state(seed: int) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="The quickstart's SFT, on a CPU.")
+    parser = argparse.ArgumentParser(
+        description="The quickstart's supervised fine-tuning (SFT), on a CPU."
+    )
     add = parser.add_argument
     add("--steps", type=_positive, required=True, help="Number of the last step")
     add("--out", type=Path, required=True, help="folder for metrics.jsonl and checkpoints/")
@@ -211,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=seed, help=help_text)
     add("--batch-size", type=_positive, default=32, help="Number of examples per batch")
     rate = os.environ.get("LR", str(DEFAULT_LEARNING_RATE))
-    help_text = f"Default: $LR, or {DEFAULT_LEARNING_RATE}"
+    help_text = f"Learning rate. Default: $LR, or {DEFAULT_LEARNING_RATE}"
     add("--learning-rate", type=_rate, default=rate, help=help_text)
     add(
         "--checkpoint-every", type=_positive, default=10, help="Number of steps between checkpoints"

@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     help_text = "Checkpoint, or folder of an earlier training. Empty: start a new training"
     add("--resume-from", type=_path_or_none, help=help_text)
-    help_text = "Checkpoint with the first weights of a new training. Default: INIT_FROM"
+    help_text = "Checkpoint with the first weights of a new training. Default: $INIT_FROM"
     add("--init-from", type=_path_or_none, default=os.environ.get("INIT_FROM"), help=help_text)
     add(
         "--fleet",

@@ -273,8 +273,8 @@ class Recovery:
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
-        reason = f"the budget of {budget} recoveries is used up"
-        self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
+        reason = f"the fleet's budget of {budget} recoveries is used up"
+        self._fleet.states.retire(case.group, f"{reason}; last failure of the engine: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
         """Return True if the failed server group of a `_Case` has the given state now."""

@@ -32,7 +32,7 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 
 #: Body of the answer for an engine whose servers have ended since the weight sync began.
-_SERVERS_ENDED = "its servers have ended since the sync began"
+_SERVERS_ENDED = "the servers of the engine have ended since the weight sync began"
 #: Number of characters of a server's response that a failure message quotes.
 _QUOTED_CHARACTERS = 300
 #: HTTP methods that cannot change the weights of a server.
@@ -437,7 +437,7 @@ class WeightSyncs:
                 if target.fault:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
-                    why = f"it may have parts of new weights: the sync was {outcome}"
+                    why = f"the engine may have parts of new weights, as the sync was {outcome}"
                     states.mark_stale(target.engine, target.epoch, why)
             if sync.is_paused and not is_fleet_stopped:
                 await self._resume_targets(sync)

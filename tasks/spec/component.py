@@ -355,8 +355,8 @@ def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
     if not names:
         return []
     problem = (
-        f"only one component may have checkpoints, and {names[0]} has them too: "
-        "${attempt.resume_from} is one path"
+        f"only one component may have `checkpoints`, but {names[0]} has this key, too. "
+        "${attempt.resume_from} can only be one path"
     )
     remedy = f"write checkpoints for {names[0]} only"
     return [((name, "checkpoints"), make_refusal(problem, remedy)) for name in names[1:]]

@@ -21,16 +21,25 @@ from urllib.parse import quote
 MASK = "***"
 
 
-def _split_words(text: str) -> frozenset[str]:
-    """Return the words of a text that are separated by spaces."""
-    return frozenset(text.split())
-
-
 #: If the name of a variable contains one of these words at any position, its value is probably
 #: secret: DB_PWD, PWD_OLD.
-_SECRET = _split_words(
-    "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
-    "COOKIES WEBHOOK PAT"
+_SECRET = frozenset(
+    {
+        "SECRETS",
+        "PASSWORDS",
+        "PASSPHRASE",
+        "PWD",
+        "CREDENTIAL",
+        "CREDENTIALS",
+        "AUTH",
+        "AUTHORIZATION",
+        "BEARER",
+        "JWT",
+        "COOKIE",
+        "COOKIES",
+        "WEBHOOK",
+        "PAT",
+    }
 )
 #: If a word in the name of a variable has one of these endings, the value is probably secret. Some
 #: names have no separator between the words, such as PGPASSWORD.
@@ -49,23 +58,46 @@ _SECRET_ENDS = (
 #: If one of these words is the last word in the name of a variable, the value is probably secret:
 #: SSH_KEY, DB_PASS. A number after the word does not matter: API_KEY_2. At another position, these
 #: words are harmless: KEY_COUNT.
-_SECRET_LAST = _split_words("KEY KEYS PASS")
+_SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
 #: If one of these words is followed by KEY at any position in the name of a variable, the value is
 #: probably secret: AWS_ACCESS_KEY_ID.
-_SECRET_KEY_PREFIXES = _split_words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
+_SECRET_KEY_PREFIXES = frozenset(
+    {"API", "ACCESS", "PRIVATE", "SECRET", "SIGNING", "ENCRYPTION", "MASTER", "ACCOUNT"}
+)
 #: If one of these words precedes KEY at the end of a name, the value is not secret: PUBLIC_KEY.
-_OPEN_KEY_PREFIXES = _split_words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
+_OPEN_KEY_PREFIXES = frozenset(
+    {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "GROUP", "STEP", "METRIC"}
+)
 #: If one of these words precedes TOKEN in the name of a variable, such as EOS_TOKEN, the variable
 #: contains a token of a language model. So its value is not secret.
-_MODEL_TOKEN_PREFIXES = _split_words(
-    "EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM"
+_MODEL_TOKEN_PREFIXES = frozenset(
+    {
+        "EOS",
+        "BOS",
+        "PAD",
+        "UNK",
+        "SEP",
+        "CLS",
+        "MASK",
+        "STOP",
+        "IMAGE",
+        "SPECIAL",
+        "PER",
+        "MAX",
+        "MIN",
+        "NUM",
+    }
 )
 #: If one of these words follows TOKEN, the name means tokens of a language model. The value is not
 #: secret: TOKEN_COUNT.
-_MODEL_TOKEN_SUFFIXES = _split_words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
+_MODEL_TOKEN_SUFFIXES = frozenset(
+    {"ID", "IDS", "LEN", "LENGTH", "LIMIT", "COUNT", "BUDGET", "LEVEL", "MEAN", "SIZE", "RATE"}
+)
 #: If one of these words is the last word of a name, the value is not secret. It only describes the
 #: place or the use of a secret, as in SSH_KEY_FILE.
-_DESCRIPTIVE_LAST = _split_words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
+_DESCRIPTIVE_LAST = frozenset(
+    {"FILE", "PATH", "DIR", "SOCK", "PORT", "HOST", "TIMEOUT", "TTL", "ENABLED", "TYPE", "MODE"}
+)
 #: Names of shell variables that contain directories. PWD would otherwise look like a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 

@@ -103,7 +103,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
     assert took_s == 0
     assert reason.startswith(
-        "only 0 of 2 engines remain, but the fleet needs 1: ranks 0: the budget of 1"
+        "only 0 of 2 engines remain, but the fleet needs 1: ranks 0: the fleet's budget of 1"
     )
     assert "rank 0 died: killed by SIGKILL" in reason
     assert reason.endswith("last lines of rank 0:\nCUDA error")

@@ -112,7 +112,8 @@ async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     assert not harness.fleet.fatal.done()
     [group, _] = harness.fleet.registry.view.groups
     assert group.cause == (
-        "the budget of 3 recoveries is used up; its last failure: rank 0 died: killed by SIGKILL"
+        "the fleet's budget of 3 recoveries is used up; last failure of the engine: rank 0 died: "
+        "killed by SIGKILL"
     )
 
 

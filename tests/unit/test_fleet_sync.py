@@ -621,7 +621,7 @@ async def test_retired_worker_cannot_be_added_if_the_budget_is_spent() -> None:
     await harness.fleet.retire(1)
 
     with pytest.raises(
-        FleetRefused, match="engine 1 cannot be started again: the budget of 1 recoveries"
+        FleetRefused, match="engine 1 cannot be started again: the fleet's budget of 1 recoveries"
     ):
         await harness.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)

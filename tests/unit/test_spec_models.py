@@ -574,8 +574,8 @@ def test_only_one_component_may_have_checkpoints() -> None:
 
     assert fault == (
         "components.reward.checkpoints",
-        "only one component may have checkpoints, and trainer has them too: "
-        "${attempt.resume_from} is one path",
+        "only one component may have `checkpoints`, but trainer has this key, too. "
+        "${attempt.resume_from} can only be one path",
         "write checkpoints for trainer only",
     )
 
