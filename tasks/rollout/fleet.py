@@ -321,7 +321,7 @@ class Fleet:
             if kept <= max(1, self.settings.recovery.min_active or 0):
                 raise FleetRefused(
                     f"engine {group.index} must keep running: only {kept} engines remain, and the "
-                    "fleet needs all of them (min_active)"
+                    "fleet needs all of them (min_active, at least 1)"
                 )
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)

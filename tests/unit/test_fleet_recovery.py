@@ -270,7 +270,7 @@ async def test_group_does_not_restart_before_its_old_processes_have_ended() -> N
 
     assert harness.host.faults == []
     assert harness.list_events("rollout.warning")[0] == {
-        "message": "processes could not be ended: pid 1"
+        "message": "old processes of the fleet could not be ended: pid 1"
     }
     [first, *_] = harness.list_events("rollout.recovery.ended")
     assert first["message"] == "its old processes could not be ended: pid 1"

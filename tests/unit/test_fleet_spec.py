@@ -226,7 +226,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
-            "vLLM distributes experts over all 8 GPUs",
+            "vLLM distributes experts over all 8 ranks",
             "write 8, or 1 for no expert parallelism",
         ),
         (

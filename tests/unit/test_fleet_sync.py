@@ -107,7 +107,7 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
         await harness.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
-    with pytest.raises(FleetRefused, match="a sync is open"):
+    with pytest.raises(FleetRefused, match="a weight sync is open"):
         await harness.fleet.check()
     await harness.fleet.syncs.commit(sync, 1, {})
     with pytest.raises(NoSuchSync, match=f"the sync {sync} is over: committed, version 1"):

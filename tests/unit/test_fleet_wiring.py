@@ -559,14 +559,24 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
 @pytest.mark.parametrize(
     ("placement", "nodes", "problem", "remedy"),
     [
-        ("local", 1, "the 3 engines need 12 GPUs, but the run has only 8", "fewer engines"),
-        ("ray", 1, "the 3 engines need 12 GPUs, but the run has only 8", "more GPUs in `gang`"),
+        (
+            "local",
+            1,
+            "the 3 engines need 12 GPUs, but the run has only 8 (`gang`)",
+            "fewer engines",
+        ),
+        (
+            "ray",
+            1,
+            "the 3 engines need 12 GPUs, but the run has only 8 (`gang`)",
+            "more GPUs in `gang`",
+        ),
         # Only two engines fit on one node, so the third engine would need a second machine.
         (
             "local",
             2,
-            "a local fleet runs only on this machine, but 2 of its 3 engines fit on one node of "
-            "the gang",
+            "a local fleet runs only on this machine, but only 2 of its 3 engines fit on one node "
+            "of the run (`gang`)",
             "write 2, or placement: ray",
         ),
     ],

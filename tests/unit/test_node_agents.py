@@ -198,7 +198,8 @@ def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) ->
         alive = guardian.poll() is None
         guardian.kill()
 
-    assert alive and answer["why"] == f"refused: its guardian {guardian.pid} is running"
+    reason = f"refused: the guardian process of the component (pid {guardian.pid}) is running"
+    assert alive and answer["why"] == reason
 
 
 def test_forged_and_replayed_orders_are_refused(

@@ -120,7 +120,7 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         (call(matrix={"limit": {"min": 1, "max": 3}}), "stages.0.sample: missing"),
         (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: the matrix has only 2"),
         (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: has 1001 points"),
-        (command(matrix={"A": [1]}), "stages.0.matrix.A: the matrix of a command changes env"),
+        (command(matrix={"A": [1]}), "stages.0.matrix.A: for a command, a key of the matrix"),
         (
             call(matrix={"limit": [1, 2, 3, 4]}, stop_early={"by": "score", "after_step": 1}),
             "stages.0.stop_early: is a key of a run, found in a step",
