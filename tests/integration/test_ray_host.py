@@ -216,7 +216,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
 
         assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
         assert "serving" in death.log_end
-        assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
+        assert await fleet.host.ask(0, _HEALTH, 5.0) == "the server of rank 0 is not running"
         assert find_processes(slot) == []
         # The server can be started again on the same node and port. Each start is a new epoch.
         await fleet.start(slot, epoch=8)

@@ -339,7 +339,7 @@ async def test_server_with_some_failed_requests_stays_suspect_with_few_events() 
     harness = await start_fake_fleet()
     states = []
     for count in range(1000):
-        harness.fleet.note_failure(0, 1, "it answered 503")
+        harness.fleet.note_failure(0, 1, "the server answered 503")
         harness.fleet.note_tokens(0, 1, count)
         states.append(harness.states()[0])
         await asyncio.sleep(0.001)
@@ -368,12 +368,12 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
             if rank in working_ranks:
                 harness.fleet.note_tokens(rank, 1, second)
             else:
-                harness.fleet.note_failure(rank, 1, "it answered 500")
+                harness.fleet.note_failure(rank, 1, "the server answered 500")
         await asyncio.sleep(1.0)
 
     assert harness.last_failure_cause(0) == (
         "rank 0: it answers probes, but its requests fail and generate no token; "
-        "last failure: it answered 500"
+        "last failure: the server answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
     stopped_ranks = {rank for rank in range(3) if len(harness.host.times("stop", rank))}
@@ -386,7 +386,7 @@ async def test_lost_connections_do_not_end_a_server(misses: int) -> None:
     harness = await start_fake_fleet(misses=misses)
     for loss in range(misses):
         for _ in range(50):
-            harness.fleet.note_failure(0, 1, NoReply("its answer broke off"))
+            harness.fleet.note_failure(0, 1, NoReply("the server's answer broke off"))
         await asyncio.sleep(200.0 * (loss + 1))
 
     assert harness.states() == [ACTIVE, ACTIVE]
@@ -412,7 +412,7 @@ async def test_failed_requests_during_network_faults_do_not_end_a_server() -> No
 async def test_server_that_answers_some_requests_is_kept() -> None:
     harness = await start_fake_fleet(engines=2)
     for second in range(500):
-        harness.fleet.note_failure(0, 1, "it answered 500")
+        harness.fleet.note_failure(0, 1, "the server answered 500")
         if second % 50 == 0:
             harness.fleet.note_tokens(0, 1, second)
         await asyncio.sleep(1.0)
