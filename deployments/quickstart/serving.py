@@ -148,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         """
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            raise BadRequest(f"Content-Length: a number up to {MAX_BODY_BYTES}, not {length}")
+            raise BadRequest(
+                f"Content-Length must be a number up to {MAX_BODY_BYTES}, found {length}"
+            )
         return self.rfile.read(int(length))
 
     def _read_json(self) -> Mapping[str, Any]:
@@ -291,7 +293,7 @@ def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = body.get("model_path")
     if not isinstance(path, str):
-        raise BadRequest(f"model_path: the path of a file, not {path!r}")
+        raise BadRequest(f"model_path must be the path of a file, found {path!r}")
     try:
         weights = Weights.of(Path(path).read_bytes())
     except (OSError, BadWeights) as error:
@@ -307,7 +309,7 @@ def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:
         BadRequest: A value of the request is not valid.
     """
     if body.get("stream"):
-        raise BadRequest("stream: this server sends only whole answers; leave out `stream`")
+        raise BadRequest("this server cannot stream answers: leave out `stream`")
     return sampler.sample(
         _parse_prompt(body.get("prompt")),
         count=_parse_integer(body, "n", default=1, most=MAX_COMPLETIONS),
@@ -325,7 +327,10 @@ def _parse_prompt(prompt: object) -> list[int]:
     if not isinstance(prompt, list) or not all(
         type(token) is int and 0 <= token < len(VOCABULARY) for token in prompt
     ):
-        raise BadRequest(f"prompt: a text or tokens from 0 to {len(VOCABULARY) - 1}: {prompt!r}")
+        raise BadRequest(
+            f"prompt must be a text, or a list of tokens from 0 to {len(VOCABULARY) - 1}, found "
+            f"{prompt!r}"
+        )
     return prompt
 
 
@@ -337,7 +342,9 @@ def _parse_last_message(messages: object) -> str:
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         content = "".join(part for part in parts if isinstance(part, str))
     if not isinstance(content, str):
-        raise BadRequest(f"messages: a list of mappings with role and content, not {messages!r}")
+        raise BadRequest(
+            f"messages must be a list of mappings with role and content, found {messages!r}"
+        )
     return content
 
 
@@ -345,7 +352,7 @@ def _parse_integer(body: Mapping[str, Any], key: str, *, default: int, most: int
     """Return an integer from the body of a request, from 1 to `most`, or else raise BadRequest."""
     value = body.get(key, default)
     if type(value) is not int or not 1 <= value <= most:
-        raise BadRequest(f"{key}: an integer from 1 to {most}, not {value!r}")
+        raise BadRequest(f"{key} must be a whole number from 1 to {most}, found {value!r}")
     return value
 
 
@@ -353,5 +360,5 @@ def _parse_temperature(body: Mapping[str, Any]) -> float:
     """Return the temperature of a request. Raise BadRequest if it is negative or not finite."""
     value = body.get("temperature", 1.0)
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise BadRequest(f"temperature: a number of 0 or more, not {value!r}")
+        raise BadRequest(f"temperature must be a number, 0 or more, found {value!r}")
     return float(value)

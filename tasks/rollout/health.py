@@ -423,7 +423,7 @@ class Health:
             watch.yes_after_failures += 1
             watch.token_or_yes_s = now_s()
         if watch.yes_after_failures > settings.misses > 0:
-            what = "it answers probes, but its requests fail and generate no token"
+            what = "the server answers probes, but requests to it fail and generate no token"
             reason = watch.failed_request_reason
             self._report_failed(watch, f"rank {rank}: {what}; last failure: {reason}")
             return

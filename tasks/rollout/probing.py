@@ -212,7 +212,7 @@ class Death:
     rank: int
     #: Number of the start (epoch) of the server's group in which the dead process was started.
     epoch: int
-    #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its actor died: node
+    #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its Ray actor died: node
     #: 10.0.0.7 is gone`.
     why: str
     #: Last part of the server's log; may be empty.

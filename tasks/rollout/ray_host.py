@@ -352,7 +352,7 @@ class RayHost:
         try:
             answer = await self._wait_for_answer(result, timeout_s + _ANSWER_WITHIN_S)
         except (RayError, TimeoutError) as error:
-            message = f"rank {rank}: its actor does not answer: {_first_line(error)}"
+            message = f"the Ray actor of rank {rank} does not answer: {_first_line(error)}"
             raise LostContact(message) from error
         return answer or None
 
@@ -453,7 +453,7 @@ class RayHost:
             status, log_end = await _as_future(server.actor.wait_for_exit.remote())
         except RayError as error:
             verb = "died" if isinstance(error, RayActorError) else "failed"
-            reason = f"its actor {verb}: {_first_line(error)}"
+            reason = f"its Ray actor {verb}: {_first_line(error)}"
         else:
             reason = f"exit {status}" if status >= 0 else f"killed by {signal_name(-status)}"
         server.is_alive = False

@@ -306,7 +306,9 @@ class Recovery:
                 "the server group %d is retired after an error in its recovery", case.group
             )
             if not self._has_state(case, GroupState.RETIRED):
-                self._fleet.states.retire(case.group, f"its recovery failed: {error!r}")
+                self._fleet.states.retire(
+                    case.group, f"the recovery of the engine failed: {error!r}"
+                )
         case.processes_ended.set()
         self._case_ended_s[case.group] = now_s()
         if self._cases.get(case.group) is case:
@@ -380,7 +382,7 @@ class Recovery:
             StartFailed: Old processes of the group still run, or the group does not work.
         """
         if case.leftover:
-            raise StartFailed(f"its old processes could not be ended: {case.leftover}")
+            raise StartFailed(f"old processes of the engine could not be ended: {case.leftover}")
         slots = await self._find_new_slots(case.group)
         await self._released.wait()
         await self.start(case.group, slots)

@@ -392,9 +392,9 @@ async def test_every_claimed_group_ends_in_a_final_state_after_any_error(
 @in_virtual_time
 async def test_death_of_the_hosting_actor_is_recovered() -> None:
     harness = await start_fake_fleet()
-    harness.host.die(0, "its actor died: node 10.0.0.7 is gone")
+    harness.host.die(0, "its Ray actor died: node 10.0.0.7 is gone")
     await harness.wait_until(lambda: harness.states()[0] is R)
     await harness.wait_until_active()
 
     [begun] = harness.list_events("rollout.recovery.begun")
-    assert begun["cause"] == "rank 0 died: its actor died: node 10.0.0.7 is gone"
+    assert begun["cause"] == "rank 0 died: its Ray actor died: node 10.0.0.7 is gone"

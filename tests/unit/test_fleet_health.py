@@ -372,7 +372,7 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
         await asyncio.sleep(1.0)
 
     assert harness.last_failure_cause(0) == (
-        "rank 0: it answers probes, but its requests fail and generate no token; "
+        "rank 0: the server answers probes, but requests to it fail and generate no token; "
         "last failure: the server answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0

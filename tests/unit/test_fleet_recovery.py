@@ -273,7 +273,7 @@ async def test_group_does_not_restart_before_its_old_processes_have_ended() -> N
         "message": "old processes of the fleet could not be ended: pid 1"
     }
     [first, *_] = harness.list_events("rollout.recovery.ended")
-    assert first["message"] == "its old processes could not be ended: pid 1"
+    assert first["message"] == "old processes of the engine could not be ended: pid 1"
 
 
 @in_virtual_time

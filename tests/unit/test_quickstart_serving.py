@@ -112,7 +112,7 @@ def test_chat_without_a_text_is_refused(server: InferenceServer, messages: objec
     status, answer = send(server, "/v1/chat/completions", {"messages": messages})
 
     assert status == 400
-    assert answer["error"].startswith("messages: ")
+    assert answer["error"].startswith("messages must be ")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
@@ -121,7 +121,8 @@ def test_stream_is_refused(server: InferenceServer, path: str) -> None:
 
     status, answer = send(server, path, body)
 
-    assert (status, answer["error"][:7]) == (400, "stream:")
+    assert status == 400
+    assert "leave out `stream`" in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ def test_stream_is_refused(server: InferenceServer, path: str) -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["7"]}, "prompt"),
         # A request with a number out of range, or with a boolean instead of a number, is refused.
-        ({"prompt": "7", "n": 0}, "n:"),
-        ({"prompt": "7", "n": True}, "n:"),
-        ({"prompt": "7", "max_tokens": 10**9}, "max_tokens:"),
-        ({"prompt": "7", "temperature": -1}, "temperature:"),
-        ({"prompt": "7", "temperature": float("nan")}, "temperature:"),
+        ({"prompt": "7", "n": 0}, "n must be "),
+        ({"prompt": "7", "n": True}, "n must be "),
+        ({"prompt": "7", "max_tokens": 10**9}, "max_tokens must be "),
+        ({"prompt": "7", "temperature": -1}, "temperature must be "),
+        ({"prompt": "7", "temperature": float("nan")}, "temperature must be "),
     ],
 )
 def test_response_to_a_bad_request_names_the_fault(
