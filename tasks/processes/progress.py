@@ -792,7 +792,7 @@ class ProgressWatch:
             self.emit("run.progress", step=step, total=self.total)
             if is_first and (warning := self._compare_first_step(first_line, step)):
                 self.emit("run.warning", message=warning)
-        elif now > self._slow_at_s:
+        elif now > self._slow_at_s and not self.is_finished:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf
             message = f"no step for {format_duration(now - self._stepped_s)} since {self}"

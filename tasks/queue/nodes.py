@@ -73,9 +73,19 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
         for node in nodes
     )
     existing = join_commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
+    node_count = len(nodes)
+    if not nodes:
+        count = "the cluster has no nodes"
+    elif not fitting and node_count == 1:
+        count = "the cluster's only node is too small"
+    elif not fitting:
+        count = f"none of the cluster's {node_count} nodes is large enough"
+    else:
+        verb = "is" if len(fitting) == 1 else "are"
+        count = f"only {len(fitting)} of the cluster's {node_count} nodes {verb} large enough"
     return (
-        f"the run needs {demand.describe(cluster.accelerator)}, but only {len(fitting)} of the "
-        f"cluster's nodes are large enough. The nodes are: {existing}. "
+        f"the run needs {demand.describe(cluster.accelerator)}, but {count}. "
+        f"The nodes are: {existing}. "
         "Request fewer GPUs or CPUs, use another cluster, or remove `gang` from the spec if the "
         "run needs no GPUs"
     )

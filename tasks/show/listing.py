@@ -1,9 +1,9 @@
 """Format the list of runs that `muster ls` prints, for a terminal of any width.
 
 The run id is never cut, because people copy it. The state, the age and the host are always shown.
-The columns for the step and the metric are omitted if they are empty for all runs. A narrow
-terminal does not show the metric. The message gets the remaining columns and is cut at the right
-edge of the terminal.
+The columns for the step and the metric are omitted if they are empty for all runs. A terminal that
+is too narrow for all columns shows the host, the step, the metric and the message on a second line.
+The message gets the remaining columns and is cut at the right edge of the terminal.
 """
 
 from __future__ import annotations
@@ -86,15 +86,17 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
         yield Text(_GAP.join(_pad_cells(head[:3], widths)), style="bold")
         for run, row in zip(runs, rows, strict=True):
             yield Text(_GAP.join(_pad_cells(row[:3], widths)).rstrip())
-            yield from _indented_line(_join(_clean(run.host, run.step, run.message)), width)
+            yield from _indented_line(
+                _join(_clean(run.host, run.step, run.metric, run.message)), width
+            )
     else:
         for run in runs:
-            run_id, state, age, host, step, _, message = run.cells
+            run_id, state, age, host, step, metric, message = run.cells
             yield Text(run_id)
             facts = _GAP + _join((state, age, host, step))
             if cell_len(facts) <= width:
                 yield Text(facts)
-                yield from _indented_line(message, width)
+                yield from _indented_line(_join((metric, message)), width)
             else:
                 yield Text(_GAP + _join((state, age)))
                 yield from _indented_line(_join((host, message)), width)

@@ -313,6 +313,9 @@ def show_summary(view: RunView) -> Shown:
     failed = view.failed
 
     parts = [f"### {state.capitalize()}"]
+    if message and view.seen.doing == f"{state}: {message}" == view.seen.running:
+        # The message contains only the names of the running components.
+        message = f"Components: {message}"
     # Show the message only if no attempt has failed. Otherwise the section about the failure
     # contains the message.
     if message and failed is None:
@@ -328,7 +331,7 @@ def show_summary(view: RunView) -> Shown:
         parts += ["**Links**", "\n".join(links)]
     parts.append(f"As of {format_datetime(view.at)}.")
 
-    headline = _build_headline(view, state, message)
+    headline = _build_headline(view, *_describe_state(view))
     return Shown(headline=headline, data="\n\n".join(filter(None, parts)))
 
 

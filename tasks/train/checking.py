@@ -24,12 +24,16 @@ from tasks.server.flow_process import EXIT_INFEASIBLE
 from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
+from tasks.spec.errors import MusterError
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.pipeline import is_pipeline_file, load_pipeline
-from tasks.spec.programs import add_active_environment, find_missing_programs
+from tasks.spec.programs import Interpreter, add_active_environment, find_missing_programs
 from tasks.spec.run import Gang, RunSpec
-from tasks.train.interpreters import component_search_path
+from tasks.train.interpreters import component_interpreter, component_search_path
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
+
+#: Longest time in seconds that `muster submit` waits for the clusters of the queue.
+_CHECK_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
         return _check_pipeline(spec, set, json=json)
     root = find_project_root(spec)
     run_spec = add_active_environment(load_spec(spec, set), root)
+    interpreter = component_interpreter(run_spec.env, root)
     path = component_search_path(run_spec.env, root)
     missing = [str(fault) for fault in find_missing_programs(run_spec, root=root, path=path)]
     fits: list[Fit] = []
@@ -78,13 +83,14 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
 
     if json:
         content = {
+            "python": interpreter.path,
             "missing_programs": missing,
             "clusters": [asdict(fit) for fit in fits],
             "unfit_evaluations": [asdict(fault) for fault in unfit],
         }
         print(dumps(content))
     else:
-        _print_result(run_spec, missing, fits)
+        _print_result(run_spec, root, interpreter, missing, fits)
         for fault in unfit:
             print(f"  {fault}")
     # Without a server, the nodes of the queue are unknown, so the run may fit on these nodes.
@@ -110,12 +116,36 @@ def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:
     return EXIT_INFEASIBLE if faults else EXIT_DONE
 
 
-def _print_result(spec: RunSpec, missing: Sequence[str], fits: Sequence[Fit]) -> None:
+def _print_result(
+    spec: RunSpec,
+    root: Path,
+    interpreter: Interpreter,
+    missing: Sequence[str],
+    fits: Sequence[Fit],
+) -> None:
+    """Print the result of a check.
+
+    Args:
+        spec: The spec, which is valid.
+        root: Root folder of the project.
+        interpreter: The Python interpreter that the components of the run find.
+        missing: Faults about programs that do not exist on this machine.
+        fits: Answers for the clusters that the run may use.
+    """
     print(f"The spec of {spec.name} is valid.")
+    print(f"  project {root}, python {interpreter}")
     for fault in missing:
         print(
             f"  missing on this machine, so the run's host must have it: {fault}", file=sys.stderr
         )
+    if missing:
+        places = f"  Muster searches for programs in {Path(interpreter.path).parent} and in PATH."
+        if interpreter.environment is None:
+            places += (
+                f" If the training has an environment of its own, create {root / '.venv'}, or "
+                "activate the environment before you call Muster."
+            )
+        print(places, file=sys.stderr)
     if spec.gang is None:
         print("The run requests no GPUs, so it waits for no cluster.")
     for fit in fits:
@@ -140,6 +170,22 @@ def _check_this_machine(gang: Gang) -> Fit:
     demand = _make_demand(gang).describe()
     reason = f"the run needs {demand}, and this machine has {count} GPUs"
     return Fit(cluster=cluster, fits=False, reason=reason)
+
+
+def explain_misfit(spec: RunSpec) -> str:
+    """Return the reason why a run fits on no cluster of the queue, or an empty string.
+
+    The result is empty, too, if a cluster does not answer in time.
+    """
+    if spec.gang is None:
+        return ""
+    check_within_time = asyncio.wait_for(_check_clusters(spec, spec.gang), _CHECK_WITHIN_S)
+    try:
+        fits = asyncio.run(check_within_time)
+    except (MusterError, TimeoutError):
+        return ""
+    is_too_large = bool(fits) and all(fit.fits is False for fit in fits)
+    return fits[0].reason if is_too_large else ""
 
 
 async def _check_clusters(spec: RunSpec, gang: Gang) -> list[Fit]:

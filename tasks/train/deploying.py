@@ -63,6 +63,7 @@ from tasks.spec.loading import (
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.train.checking import explain_misfit
 from tasks.train.interpreters import print_project
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
@@ -186,6 +187,8 @@ def submit(
         raise BadArgument("--at-most limits the runs of a matrix: add --matrix KEY=VALUE,VALUE")
     with connect_to_configured_server() as client:
         flow_run = queue_run(client, run_spec, root, queue=queue)
+        if reason := explain_misfit(run_spec):
+            print(f"warning: the run cannot start: {reason}", file=sys.stderr)
         return follow_run(client, flow_run, run_spec, watch=watch, json=json)
 
 
@@ -362,9 +365,8 @@ def wait_until_ended(
         if state.is_final():
             return state
         if within_s is not None and time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"the run is still {state.name} after {within_s:g} s: {state.message}"
-            )
+            message = f": {state.message}" if state.message else ""
+            raise TimeoutError(f"the run is still {state.name} after {within_s:g} s{message}")
         time.sleep(_POLL_EVERY_S)
 
 
@@ -469,7 +471,8 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
         make_cron_schedule(cron, timezone)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise BadArgument(f'--cron "{cron}" --timezone {timezone or "UTC"}: {reason}') from error
+        zone = f" --timezone {timezone}" if timezone is not None else ""
+        raise BadArgument(f'--cron "{cron}"{zone}: {reason}') from error
 
 
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:

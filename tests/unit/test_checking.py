@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import yaml
 from cyclopts import App
 
 from tasks.show.arguments import run
-from tasks.train.checking import check
+from tasks.spec.run import RunSpec
+from tasks.train import checking
+from tasks.train.checking import Fit, check, explain_misfit
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
@@ -75,6 +78,37 @@ def test_missing_program_is_reported_and_is_no_fault(
 
     assert code == 0
     assert "no-such-program" in answer["missing_programs"][0]
+
+
+def test_check_names_the_python_and_says_where_a_missing_program_was_searched(
+    spec: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(variable, raising=False)
+    words = ("--set", "components.trainer.command=[no-such-program]")
+
+    code = run(CHECK, [str(spec), *words])
+
+    output = capsys.readouterr()
+    assert code == 0
+    assert f"python {sys.executable} (Muster's own: the project has no .venv" in output.out
+    assert f"Muster searches for programs in {Path(sys.executable).parent}" in output.err
+    assert f"create {spec.parent / '.venv'}, or activate the environment" in output.err
+
+
+def test_run_that_fits_on_no_cluster_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = {"nodes": 1, "gpus_per_node": 4}
+    run_spec = RunSpec.model_validate({**SPEC, "gang": gang})
+    too_small = Fit(cluster="nodes of the queue", fits=False, reason="too small")
+    unknown = Fit(cluster="http://ray", fits=None, reason="no answer")
+
+    async def answer(fits: list[Fit]) -> list[Fit]:
+        return fits
+
+    for fits, reason in (([too_small], "too small"), ([too_small, unknown], ""), ([], "")):
+        monkeypatch.setattr(checking, "_check_clusters", lambda *_, fits=fits: answer(fits))
+        assert explain_misfit(run_spec) == reason
+    assert explain_misfit(RunSpec.model_validate(SPEC)) == ""
 
 
 def test_invalid_spec_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,3 +82,18 @@ def test_explanation_uses_the_accelerators_name() -> None:
 
     assert "needs 1 node with 16 NPUs and 48 CPUs," in why
     assert "1 with 8 NPUs and 32 CPUs, 2 with 8 NPUs." in why
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        ([2], "the cluster's only node is too small"),
+        ([2, 2], "none of the cluster's 2 nodes is large enough"),
+        ([], "the cluster has no nodes"),
+    ],
+)
+def test_reason_counts_the_nodes_that_are_large_enough(gpus: list[int], text: str) -> None:
+    nodes = tuple(ClusterNode(name=f"n{number}", gpus=count) for number, count in enumerate(gpus))
+    demand = Demand(nodes=1, gpus_per_node=4, cpus_per_gpu=0)
+
+    assert text in explain_infeasible(demand, Cluster(nodes=nodes))

@@ -203,6 +203,7 @@ def test_long_message_does_not_hide_other_columns(width: int) -> None:
         assert all(cell in written for cell in (run.run_id, run.state, run.age))
         assert width < 20 or run.host in written
         assert width < 70 or run.step in written
+        assert width < 70 or run.metric in written
     # The output has one heading, and at most three lines for each run.
     assert len(written.splitlines()) <= 1 + 3 * len(RUNS)
     if width >= 40:

@@ -385,3 +385,11 @@ def test_html_of_programs_does_not_reach_the_page(
 )
 def test_duration_has_at_most_two_units(duration: float, expected: str) -> None:
     assert format_duration(duration) == expected
+
+
+def test_summary_of_a_running_run_says_that_the_names_are_its_components() -> None:
+    running = view(attempt(1), state="running")
+    running.seen.doing = running.seen.running
+
+    names = ", ".join(running.seen.names)
+    assert f"### Running\n\nComponents: {names}" in show_summary(running).data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tasks.processes import progress
 from tasks.processes.component import AttemptPlan
 from tasks.processes.progress import ProgressWatch, Silence, StepSource
 from tasks.record.log_file import HeldLog
+from tasks.spec.run import Progress
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
 from tests.support.inline_reader import InlineReader
 from tests.support.step_function import StepFunction
@@ -106,11 +108,12 @@ def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
     assert took_s >= 100.0
 
 
-def slow_messages(*steps_s: float) -> list[str]:
+def slow_messages(*steps_s: float, last_step: int | None = None) -> list[str]:
     """Return the messages about slow steps of a run, each with its time.
 
     Args:
         steps_s: Durations of the steps in seconds. After the last step, the run stalls.
+        last_step: Last step of the run according to its spec, or None.
     """
     times = list(accumulate(steps_s))
 
@@ -126,8 +129,12 @@ def slow_messages(*steps_s: float) -> list[str]:
             if name == "run.slow":
                 messages.append(f"{clock() - began:.0f} s: {fields['message']}")
 
+        plan = make_plan(1000.0)
+        if last_step is not None:
+            progress = Progress(jsonl="/no/metrics.jsonl", step="step", total=last_step)
+            plan = replace(plan, progress=progress, finish_within_s=500.0)
         watch = ProgressWatch(
-            make_plan(1000.0),
+            plan,
             StepFunction(step),
             CountedSilence(),
             emit,
@@ -138,6 +145,11 @@ def slow_messages(*steps_s: float) -> list[str]:
         return messages
 
     return run(collect_messages())
+
+
+def test_time_after_the_last_step_is_no_slow_step() -> None:
+    assert slow_messages(*[10.0] * 12) != []
+    assert slow_messages(*[10.0] * 12, last_step=13) == []
 
 
 def test_step_of_ten_times_the_median_is_reported_once() -> None:

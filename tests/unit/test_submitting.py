@@ -135,6 +135,31 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
 
 
+def test_run_that_fits_on_no_cluster_is_queued_with_a_warning(
+    server: SubmitServer,
+    spec: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reason = "the run needs 1 node with 4 GPUs, but the cluster's only node is too small"
+    monkeypatch.setattr(deploying, "explain_misfit", lambda spec: reason)
+
+    exit_code = run(MUSTER, ["submit", str(spec)])
+
+    assert exit_code == 0 and len(server.created) == 1
+    assert f"warning: the run cannot start: {reason}" in capsys.readouterr().err
+
+
+def test_wait_for_a_run_without_a_message_ends_with_a_clear_error(
+    server: SubmitServer, spec: Path
+) -> None:
+    run(MUSTER, ["submit", str(spec)])
+    server.states = [Running()]
+
+    with pytest.raises(TimeoutError, match=r"the run is still Running after 0 s$"):
+        deploying.wait_until_ended(server, uuid4(), within_s=0)  # type: ignore[arg-type]
+
+
 def test_submitted_matrix_names_the_project_code_and_python_of_its_points(
     server: SubmitServer,
     spec: Path,
@@ -421,6 +446,8 @@ def test_invalid_schedule_options_create_no_deployment(
     err = capsys.readouterr().err
     assert code == 2
     assert err.startswith("--") and said in err
+    # The message quotes only options that the user has written.
+    assert ("--timezone" in err.replace("add --timezone", "")) is ("--timezone" in line)
     assert len(err.splitlines()) == 2 and err.endswith("Nothing was done.\n")
     assert server.deployed == []
 
