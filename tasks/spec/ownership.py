@@ -56,6 +56,11 @@ def _format_user(uid: int) -> str:
         return f"user {uid}"
 
 
+def _describe_untrusted_user(uid: int) -> str:
+    """Return a text such as `alice (1000), whom Muster does not trust`."""
+    return f"{_format_user(uid)}, whom Muster does not trust"
+
+
 def find_ownership_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None = None
 ) -> str:
@@ -70,7 +75,8 @@ def find_ownership_fault(
     """
     if status.st_uid not in (trusted_users() if users is None else users):
         mode = stat.S_IMODE(status.st_mode)
-        return f"{path} belongs to {_format_user(status.st_uid)} (mode {mode:04o})"
+        owner = _describe_untrusted_user(status.st_uid)
+        return f"{path} belongs to {owner} (mode {mode:04o})"
     if stat.S_ISLNK(status.st_mode):
         return ""
     return _find_writable_fault(path, status)
@@ -200,7 +206,7 @@ def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
     """
     for status in (os.lstat(path), os.stat(path)):
         if status.st_uid not in trusted_users():
-            return f"{path} belongs to {_format_user(status.st_uid)}"
+            return f"{path} belongs to {_describe_untrusted_user(status.st_uid)}"
         if is_link_enough:
             break
     return _find_open_fault(path, os.stat(path)) or find_folder_fault(path.parent)
@@ -217,7 +223,7 @@ def find_folder_fault(folder: Path) -> str:
     """
     status = os.stat(folder)
     if status.st_uid not in trusted_users():
-        return f"{folder} belongs to {_format_user(status.st_uid)}"
+        return f"{folder} belongs to {_describe_untrusted_user(status.st_uid)}"
     return _find_open_fault(folder, status)
 
 
