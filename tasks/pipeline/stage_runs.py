@@ -354,7 +354,7 @@ def _read_task_runs(client: SyncPrefectClient, pipeline: UUID) -> Iterator[TaskR
 def cancel_stage_run(
     client: SyncPrefectClient,
     run: StageRun,
-    message: str = "its pipeline was cancelled",
+    message: str = "the pipeline of the run was cancelled",
     *,
     is_now: bool = False,
 ) -> None:

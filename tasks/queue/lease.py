@@ -413,7 +413,8 @@ class SchedulingLease:
             return True
         if lease.lock_id and lease.lock_id == lock.lock_id:
             _log.warning(
-                "the scheduler's lease is taken over: its holder %s has ended", lease.description
+                "the scheduler's lease is taken over, because its holder %s has ended",
+                lease.description,
             )
             await self.sleep(_SETTLE_S)
             return True

@@ -328,7 +328,7 @@ class Scheduler:
         If the run is being cancelled, its state is set to Cancelled instead.
         """
         if entry.state.is_cancelling():
-            cancelled: State[Any] = Cancelled(message="cancelled before its start")
+            cancelled: State[Any] = Cancelled(message="the run was cancelled before its start")
             await grants.set_state(self._client, entry.flow_run, cancelled)
             return
         _log.warning(
@@ -338,7 +338,7 @@ class Scheduler:
         if entry.is_scheduled:
             await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
             return
-        message = "its worker was lost before the start of the run"
+        message = "the worker of the run was lost before the run started"
         if await grants.requeue_unstarted(self._client, entry.flow_run, message):
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)

@@ -526,7 +526,9 @@ class GangWorker(ProcessWorker):
         elif state.is_cancelling():
             # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end
             # the process. The flow run would stay in the state Cancelling, so set Cancelled now.
-            final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
+            final_state: State[Any] = Cancelled(
+                message="the run was cancelled, and its process has ended"
+            )
             await set_state_and_release_lease_async(self.client, flow_run_id, final_state)
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
             # The process of a flow run that has lost its concurrency lease exits before the flow

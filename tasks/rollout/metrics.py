@@ -99,7 +99,7 @@ class Metrics:
         engines = snapshot.get("engines", ())
         requests = CounterMetricFamily(
             f"{_PREFIX}_requests",
-            "Completed requests, by HTTP status. 499: the client closed its connection before.",
+            "Completed requests, by HTTP status. 499: the client closed its connection too early.",
             labels=["code"],
         )
         for status, count in self._ended.items():
