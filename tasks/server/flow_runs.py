@@ -25,7 +25,11 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
+from prefect.client.schemas.responses import (
+    DeploymentResponse,
+    OrchestrationResult,
+    SetStateStatus,
+)
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING
@@ -555,7 +559,9 @@ def cancel(
     # to this state.
     before = read_state(client, str(flow_run_id)) if has_process else None
     is_forced = before is not None and before.is_final()
-    answer = client.set_flow_run_state(flow_run_id, Cancelling(message=message), force=is_forced)
+    answer: OrchestrationResult[Any] = client.set_flow_run_state(
+        flow_run_id, Cancelling(message=message), force=is_forced
+    )
     if answer.status is SetStateStatus.REJECT and answer.state and answer.state.is_cancelled():
         # The flow run has no process, so the server has set Cancelled instead, without a message.
         client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)

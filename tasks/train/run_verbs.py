@@ -239,7 +239,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         try:
             has_flow_run = bool(PREFECT_API_URL.value() and found_run.flow_run_id)
             # The state of a cancelled run has the reason: who cancelled the run.
-            if has_flow_run and found_run.state != RunState.CANCELLED:
+            if has_flow_run and found_run.state != RunState.CANCELLED.value:
                 exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
             else:
                 print(found_run)
