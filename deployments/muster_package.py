@@ -49,8 +49,8 @@ class _OwnFinder:
 def _find_folder() -> Path:
     """Return the folder that contains Muster's packages.
 
-    It is the folder that contains this package, too. An editable installation is an exception:
-    there, it is Muster's checkout, which is on the import path.
+    Usually this is the folder that contains this package. In an editable installation, it is the
+    folder of Muster's checkout, which is on the import path.
 
     Raises:
         ImportError: No folder contains Muster's packages.

@@ -67,12 +67,13 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Return a run, with the state Failed if it is a completed step without a usable result.
+        """Check a completed run, and return it with the facts that the pipeline needs.
 
-        A step is a stage that runs a function or a command. Any other run is returned unchanged.
+        - A step (a function or a command) without a usable result gets the state Failed.
+        - If `best` of the stage compares evaluations, the field `awaits_evaluations` says whether
+          evaluations of the run have not ended yet.
 
-        If `best` of the stage compares evaluations, the result also says whether the evaluations of
-        a completed run have ended. Any other run is returned unchanged.
+        Any other run is returned unchanged.
 
         Args:
             stage: The stage of the run.

@@ -28,7 +28,9 @@ _NAME_LENGTH = slice(12, 16)
 
 
 class DirectoryWatch:
-    """Calls a function after new files in a directory, in a thread, until `close`.
+    """Calls a function whenever a file is created in a directory.
+
+    A thread of this object calls the function, until `close` ends the thread.
 
     If the kernel has no more inotify instances for this user, the function is never called. So the
     caller must also look at the directory from time to time.

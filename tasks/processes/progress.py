@@ -497,10 +497,10 @@ _CHECK_EVERY_S = 10.0
 #: A step counts as slow if it takes longer than the median duration of earlier steps, multiplied by
 #: this factor.
 _SLOW = 10.0
-#: Number of step durations from which a median is reliable. No step counts as slow before this
-#: number of durations is known.
+#: Smallest number of step durations for a reliable median. Before so many durations are known, no
+#: step counts as slow.
 _STEPS_OF_A_PACE = 10
-#: Number of step durations from which the median is calculated. Older durations are dropped.
+#: Largest number of step durations for the calculation of the median. Older durations are dropped.
 _PACE_AT_MOST = 1000
 #: Seconds to wait for the last step after the trainer has ended. A server that reports
 #: the step over HTTP may report the last step late.

@@ -455,9 +455,9 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Registry files in `unreadable_jobs` whose Ray jobs could not be found in the submission
-        #: files of the run either, because a submission file is unreadable, too. The Ray jobs may
-        #: still run.
+        #: The part of `unreadable_jobs` whose Ray jobs are unknown: a submission file of the run is
+        #: unreadable, too, so the names of the jobs cannot be read there. The Ray jobs may still
+        #: run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run from its reserved disk space. A run writes its record there only
         #: if the disk is full. None if there is no record in the reserved space.

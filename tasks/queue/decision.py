@@ -60,8 +60,9 @@ class Shares:
     #: limits of the runs' tags.
     held: Mapping[UUID, Mapping[str, int]]
     #: For each run that Ray placed on other nodes than the granted nodes: the number of GPUs that
-    #: the run uses on each node. The keys are the flow run id and the node name. These GPUs are not
-    #: granted to another run, so the scheduler can change the run's grant to these nodes.
+    #: the run uses on each node. The keys are the flow run id and the node name. A run is
+    #: listed only if no other run was granted these GPUs. So the scheduler can change the grant of
+    #: the run to the nodes that the run uses.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
@@ -228,8 +229,8 @@ class SchedulingPass:
     `QueueReader` sets the fields with the input, and the field `refused`. The method `decide` sets
     the other fields.
 
-    Many fields are mappings by the address of a cluster, which is the URL of its Ray dashboard. The
-    nodes for runs without Ray, which the settings of work pools list, have the address "".
+    The keys of many fields are addresses of clusters. The address of a Ray cluster is the URL of
+    its dashboard. The key "" stands for the nodes that work pools list for runs without Ray.
     """
 
     #: Time of the scheduling pass, in UTC epoch seconds.

@@ -165,9 +165,9 @@ class Layout:
     matches: Callable[[Content], bool]
     #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
-    #: Text for the user that says why a checkpoint of this layout without missing files is
-    #: complete. An empty string if the trainer writes no particular file last. A checkpoint may
-    #: then be incomplete although no file seems to be missing.
+    #: Text for the user: why a checkpoint of this layout is complete if no file is missing, for
+    #: example because the trainer writes a certain file last. Empty if there is no such reason. In
+    #: that case, a checkpoint may be incomplete although no file seems to be missing.
     proof: str = ""
     #: Function that returns the training step that is stored in a checkpoint, or None.
     read_step: Callable[[Content], int | None] = lambda content: None

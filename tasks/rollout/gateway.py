@@ -55,9 +55,9 @@ _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
 class Access:
     """Decides whether a client's request may use the gateway.
 
-    Without a token, only processes of this user and of root may use the gateway. Requests of web
-    pages in a browser are refused even if this user runs the browser. Pages of other websites are
-    refused, and pages whose host name was redirected to this machine (DNS rebinding).
+    Without a token, only processes of this user and of root may use the gateway. Requests that
+    a browser sends for a web page are refused, even if this user runs the browser. This also holds
+    for pages whose host name was redirected to this machine (DNS rebinding).
 
     Args:
         host: Name or address of the interface that the gateway listens on.

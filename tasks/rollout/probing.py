@@ -114,8 +114,8 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Callers distinguish the problems by their class, but formatting has made a plain `str`. So
-        # convert the problem to the class that the reason in `reply.body` has.
+        # `problem` is a plain `str`. Callers distinguish problems by their class, a subclass of
+        # `str`. So return the problem as an object of the same class as `reply.body`.
         for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)

@@ -202,7 +202,7 @@ class Router:
         self._is_closed = True
 
     def open(self) -> None:
-        """Send requests that generate tokens to entrypoints again, after a call of `close`."""
+        """Continue to route requests for tokens to the entrypoints, after a call of `close`."""
         self._is_closed = False
         self._notify(())
 

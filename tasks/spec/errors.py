@@ -46,7 +46,7 @@ class BadArgument(MusterError):
 
 
 class InvalidSpec(MusterError):
-    """A spec has mistakes that the user must correct; Muster started and wrote nothing.
+    """A spec has mistakes that the user must correct. Nothing was started or written.
 
     One exception reports all mistakes of a spec.
 

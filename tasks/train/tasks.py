@@ -400,10 +400,9 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
     """Ask the Prefect server whether a user has cancelled a run, and who.
 
-    Two kinds of cancellations are known only to the server. The thread that watches the server may
-    not have noticed a cancellation of the last moment yet. A worker reports a cancellation to this
-    process only by SIGTERM. If the server does not answer, the run counts as not cancelled by a
-    user, and the signal stays the reason for the end of an interrupted run.
+    This process may not know of a cancellation, or not know its reason. The thread that watches the
+    server notices a cancellation of the last moment too late. A worker sends only SIGTERM, without
+    a reason. If the server does not answer, the result is the same as without a cancellation.
 
     Returns:
         Two values. The first is True if the server accepts no other final state than Cancelled. The

@@ -112,9 +112,10 @@ def _supervisor_of(place: Path, data: Path, hanging: str, events: EventLog) -> S
     """Return the supervisor of an attempt whose metrics, log or checkpoints are in a folder.
 
     Args:
-        place: Folder of the attempt.
-        data: Folder that can hang.
-        hanging: Key in `_PLACES`: the file that is in `data`.
+        place: Folder of the attempt, on a disk that always answers.
+        data: Folder on the file system that the benchmark lets hang.
+        hanging: Name of the file that is put into `data`, a key of `_PLACES`. All other files are
+            in `place`.
         events: Receives the events of the attempt.
     """
     checkpoints = str((data if hanging == "checkpoints" else place) / "checkpoints")

@@ -63,7 +63,8 @@ class _Stage:
     cluster: RayCluster
     #: Folder for the traces and the project of the pipeline.
     directory: Path
-    #: The points, each as NUMBER:SECONDS.
+    #: The points of the sweep, each as NUMBER:SECONDS: the number of the point, and the duration of
+    #: its work.
     points: Sequence[str]
 
     @property

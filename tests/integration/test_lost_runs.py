@@ -40,7 +40,8 @@ Marked = tuple[int, tuple[int, int]]
 def marked() -> Iterator[Marked]:
     """Yield a mark, and the pids of a process and of its daemon that have the mark.
 
-    A mark is a number in a resource limit, with which Muster finds the descendants of a process.
+    A mark is a number that Muster sets as a resource limit of a process. The descendants inherit
+    this limit, so Muster finds them by it.
     """
     mark = tree.new_mark()
     with subprocess.Popen(
@@ -117,9 +118,10 @@ def test_process_with_a_reused_pid_is_not_ended(
 def test_entries_from_before_a_reboot_end_no_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
-    """Pid, start time and mark equal those of running processes; only the boot id differs.
+    """The entries differ from those of running processes only in the boot id.
 
-    A mark is a number in a resource limit, with which Muster finds the descendants of a process.
+    Pid, start time and mark are the same. A mark is a number that Muster sets as a resource limit
+    of a process, to find the descendants of the process.
     """
     running_process = ProcessId.of(sleeper.pid)
     registered_process = running_process.model_copy(update={"boot_id": "another boot"})

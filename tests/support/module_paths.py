@@ -210,7 +210,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the modules that start a program, report a death, and let a run wait for GPUs."""
+    """Print three lists of modules: those that start a program, report a death, or await GPUs."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (

@@ -12,7 +12,7 @@ from tests.benchmarks.records import read_all
 
 
 def limit(bound: float) -> Limit:
-    """Return a limit on the number of runs: the duration must not exceed `bound` milliseconds."""
+    """Return a limit: with this number of runs, the duration reaches `bound` milliseconds."""
     return Limit(what="runs", group="a", bound=bound, bound_text="so much")
 
 

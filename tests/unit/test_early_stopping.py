@@ -29,7 +29,7 @@ def history(
     last_step: int | None = None,
     has_ended: bool = False,
 ) -> PointHistory:
-    """Return a matrix point with one metric value for each step from `begin`."""
+    """Return the metric of one run of a matrix: one value for each step from `begin`."""
     figures = {float(begin + index): value for index, value in enumerate(values)}
     return PointHistory(
         figures=figures,

@@ -72,7 +72,7 @@ def test_control_sequences_are_removed(text: str, shown: str) -> None:
     ("is_terminal", "environ", "expected"),
     [
         (True, {"TERM": "xterm-256color"}, True),
-        # the output is a pipe or a file, even if the environment variables force colours
+        # a pipe or a file gets no colours, even if an environment variable forces colours
         (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
         (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
         # an empty NO_COLOR counts as not set: https://no-color.org
