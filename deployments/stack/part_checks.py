@@ -201,7 +201,7 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
             raise _NoAnswer(
-                f"{_REFUSED}: set {AUTH} to its value in the shell of `muster up`"
+                f"{_REFUSED}: set {AUTH} here to the value that it had when `muster up` was typed"
             ) from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 

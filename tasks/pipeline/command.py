@@ -140,6 +140,7 @@ def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
         return flow_run
     raise MusterError(
         f"{flow_run.name} is {state.name}, so its process may still run. Cancel it first: "
-        f"prefect flow-run cancel {flow_run.id}. If its process was killed, Muster's upkeep on "
-        "its host finds that out within a minute, and resumes a flow run of a deployment by itself."
+        f"prefect flow-run cancel {flow_run.id}. If its process was killed, wait: the upkeep of "
+        "the host notices this within a minute. If a worker started the pipeline, the upkeep also "
+        "resumes the pipeline."
     )

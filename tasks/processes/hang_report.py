@@ -645,7 +645,9 @@ class Diagnosis:
                 # kernel only lets it read child processes. Take the place from the call stack that
                 # faulthandler has written.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
-                self.hangs_in = f"{frame} (node {host_name()}, below pid {self.process.pid})"
+                self.hangs_in = (
+                    f"{frame} (node {host_name()}, in a descendant of pid {self.process.pid})"
+                )
 
     def _write(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as f:

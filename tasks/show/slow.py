@@ -190,9 +190,9 @@ class Slow:
             name = max(growth, key=growth.__getitem__, default="")
             ratio = step.now / step.before
             earlier = format_duration(step.before)
-            yield f"This is {ratio:.1f} times the duration of earlier steps, {earlier}."
+            yield f"Earlier steps took {earlier}, so steps now take {ratio:.1f} times as long."
             if name:
-                yield f"Most of the increase is in {name}: {format_duration(growth[name])}."
+                yield f"The part {name} alone takes {format_duration(growth[name])} longer."
 
     def _gpu_sentence(self) -> str:
         mean = fmean(node.now for node in self.gpus.values())

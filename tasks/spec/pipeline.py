@@ -218,9 +218,10 @@ class Stage(Model):
     )
     matrix: Matrix | None = Field(
         None,
-        description="Values of the points of this stage, by key. Each point is a separate run "
-        "or step. A key is a dotted path in the run spec, the name of an argument in `args`, or "
-        "env.NAME for a command. The values are a list, or {min, max, scale} with `sample`.",
+        description="Parameter sweep: the stage starts one run or step, a point, for each "
+        "combination of values. A key is a dotted path in the run spec, the name of an argument in "
+        "`args`, or env.NAME for a command. Its values are a list. With `sample`, they may also be "
+        "a range, {min, max, scale}, from which random values are drawn.",
         examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
     )
     sample: Count | None = Field(
@@ -237,7 +238,8 @@ class Stage(Model):
     )
     best: Best | None = Field(
         None,
-        description="Choice of the best point, for ${stage.NAME.best.checkpoint}.",
+        description="Rule that chooses the best run or step of a `matrix`. Later stages use the "
+        "result, for example as ${stage.NAME.best.checkpoint}.",
         examples=[{"by": "reward", "mode": "max"}],
     )
     stop_early: StopEarly | None = Field(

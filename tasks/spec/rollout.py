@@ -564,8 +564,9 @@ class Rollout(Model):
     )
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
-        description="Only for SGLang: replicate only the attention layers, within the ranks of "
-        "tensor_parallel. The replicas then need no further GPUs and may span nodes.",
+        description="Only for SGLang: data parallelism for the attention layers only. The "
+        "replicas share the GPUs of tensor_parallel, so they need no further GPUs. They may span "
+        "nodes.",
     )
     command: Words | None = Field(
         None,

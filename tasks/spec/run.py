@@ -274,10 +274,10 @@ class RunSpec(Document):
     )
     inputs: tuple[DataInput, ...] = Field(
         (),
-        description="Paths or URIs of the data from which the run is made, for `muster lineage` "
-        "and the asset events. A relative path starts at `cwd`. Muster does not read the data, and "
-        "passes nothing to the programs. If omitted, only paths in the options of the commands "
-        "count, such as `--dataset` or `data.train_files=`.",
+        description="Paths or URIs of the data that the run uses, for `muster lineage` and the "
+        "asset events. A relative path starts at `cwd`. Muster does not read the data, and passes "
+        "nothing to the programs. If omitted, Muster takes the paths from options of the commands, "
+        "such as `--dataset` or `data.train_files=`.",
         examples=[["data/train.jsonl", "hf://datasets/openai/gsm8k"]],
     )
     start_from: StartFrom | None = Field(

@@ -85,8 +85,8 @@ class WatchRule(Model):
     )
     unless_steady: Names = Field(
         (),
-        description="Names of another metric. The rule `spent` raises no alarm while that metric "
-        "varies by a tenth of its mean or less.",
+        description="Name of another metric, or a list of its possible names. While this metric "
+        "varies by at most a tenth of its mean, the rule `spent` raises no alarm.",
     )
     for_steps: Count = Field(
         5,

@@ -55,7 +55,9 @@ def end_orphans() -> Iterator[RunReport]:
             _log.debug("Run %s was not checked: %s", run_id, error)
         except Exception:
             # A problem with one run must not prevent the check of the other runs.
-            _log.exception("Run %s could not be checked.", run_id)
+            _log.exception(
+                "Muster could not find out whether the flow run of the run %s has ended.", run_id
+            )
 
 
 def _is_working(owner: Owner) -> bool:

@@ -227,7 +227,9 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
     except Exception:
         # An unexpected error occurred, for example because the server has another release. The
         # error must not prevent the start of a worker or discard the reports about lost runs.
-        _log.exception("Flow runs without a process could not be checked on %s.", api_url)
+        _log.exception(
+            "The search for flow runs without a process on the server %s has failed.", api_url
+        )
         return []
 
 
@@ -405,9 +407,9 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     for source, contact_at in last_contacts.items():
         if (age_s := (now - contact_at).total_seconds()) < SILENT_AFTER_S:
             raise BadArgument(
-                f"{source} last reported {max(0.0, age_s):.0f} s ago, so {name} is not lost. "
-                "Either cancel its runs, or switch the host off and run this command again after "
-                f"{SILENT_AFTER_S:.0f} s."
+                f"The host {name} is not lost: {source} last reported {max(0.0, age_s):.0f} s ago. "
+                "To end the runs of the host, cancel them. If the host will not come back, switch "
+                f"it off, and run this command again after {SILENT_AFTER_S:.0f} s."
             )
     owners = filter(None, map(read_owner, registered_runs()))
     known_hosts = {owner.host for owner in owners} | {
