@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import Owner, find_living_owner, send_to_owner
+from tasks.record.cancellation_note import write_note
 from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.errors import BadArgument, MusterError
@@ -43,10 +44,10 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
     if run.state in ENDED_STATES and owner is None:
         raise BadArgument(f"{run.run_id} has ended: it is {run.state}")
     api_url = PREFECT_API_URL.value()
+    command = "muster cancel --now" if is_now else "muster cancel"
+    message = f"cancelled by {_user_name()} with `{command}` on {host_name()}"
     if api_url and run.flow_run_id:
         with suppress(ObjectNotFound), connect_to_server(api_url) as client:
-            command = "muster cancel --now" if is_now else "muster cancel"
-            message = f"cancelled by {_user_name()} with `{command}` on {host_name()}"
             has_process = owner is not None
             flow_run_id = UUID(run.flow_run_id)
             cancel_flow_run(client, flow_run_id, message, is_now=is_now, has_process=has_process)
@@ -57,6 +58,7 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
             "of the run. Run this command on the host of the run, or press Ctrl-C in the terminal "
             "of the run"
         )
+    write_note(run.place.directory, message)
     _signal_process(run, owner, is_now=is_now)
 
 

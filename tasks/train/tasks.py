@@ -23,6 +23,7 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.processes.full_disks import describe_storage_error, is_storage_error
 from tasks.processes.registry import RunHeld
 from tasks.ray.dashboard import add_listed_clusters
+from tasks.record.cancellation_note import take_note
 from tasks.record.code_store import NoCode
 from tasks.record.places import muster_home
 from tasks.record.states import RunState
@@ -412,6 +413,7 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
     is_known = run.verdict.state is RunState.CANCELLED and not is_ended_by_signal
     if run.is_handing_over or is_known:
         return False, ""
+    note = take_note(run.place.directory) if is_ended_by_signal else ""
     with override_client_settings(retries=0):
         observed = observe_flow_run(run.flow_run_id)
     match observed.change:
@@ -422,8 +424,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
             # If the run was not interrupted before, its result replaces the state that a user set.
-            return bool(run.interrupt_reason), ""
-    return False, ""
+            return bool(run.interrupt_reason), note
+    return False, note
 
 
 def conclude(run: RunSession) -> State[Any]:

@@ -28,6 +28,7 @@ from prefect.states import Cancelled, Completed, Running
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.registry import Owner
+from tasks.record.cancellation_note import take_note
 from tasks.record.code_store import read_code, store_project
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
@@ -634,6 +635,7 @@ def test_cancellation_of_a_run_with_a_deleted_flow_run_ends_its_process(
         run_cancellation.cancel_run(run)
 
     assert process.wait(timeout=10) == -signal.SIGTERM
+    assert "with `muster cancel` on" in take_note(run.place.directory)
 
 
 def test_run_that_was_set_to_completed_by_hand_can_be_cancelled(

@@ -12,6 +12,7 @@ from prefect.states import Cancelling, Running
 
 from tasks.processes.component import AttemptPlan
 from tasks.processes.supervisor import Supervisor
+from tasks.record.cancellation_note import take_note, write_note
 from tasks.record.states import RunState
 from tasks.server.interruption import Change, ObservedFlowRun
 from tasks.spec.failure_kinds import FailureKind
@@ -264,6 +265,23 @@ def test_run_that_a_worker_ended_by_a_signal_names_the_user_who_cancelled_it(
     assert run.record.state is RunState.CANCELLED
     assert run.record.content.message.startswith(message)
     assert (final_state.message or "").startswith(message)
+
+
+def test_run_without_a_server_names_the_user_who_cancelled_it(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = ObservedFlowRun(change=Change.NONE)
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: unknown)
+    run = make_run()
+    run.begin_attempt()
+    write_note(run.place.directory, "cancelled by ada with `muster cancel`")
+    run.interrupt("interrupted by SIGTERM")
+    run.end_attempt()
+
+    conclude(run)
+
+    assert run.record.content.message == "cancelled by ada with `muster cancel`"
+    assert take_note(run.place.directory) == ""
 
 
 @pytest.mark.parametrize("is_early", [True, False])

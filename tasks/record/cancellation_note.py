@@ -1,0 +1,40 @@
+"""The note that tells the process of a run who cancels the run.
+
+`muster cancel` ends a run without a flow run on the server by a signal. A signal has no text, so
+the command first writes the reason into a file of the run.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+#: Name of the file in the directory of the run.
+_FILE = "cancelled.txt"
+#: Largest number of characters of the note that are read.
+_READ_AT_MOST = 1000
+
+
+def write_note(directory: Path, reason: str) -> None:
+    """Write the reason of a cancellation into the directory of a run.
+
+    A note that cannot be written is omitted, because the run must be cancelled nevertheless.
+    """
+    with suppress(OSError):
+        (directory / _FILE).write_text(reason, encoding="utf-8")
+
+
+def take_note(directory: Path) -> str:
+    """Return the reason of a cancellation, or an empty string if there is no note.
+
+    The note is removed. Otherwise, a later attempt of the run would show the same reason.
+    """
+    path = directory / _FILE
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            reason = file.read(_READ_AT_MOST)
+    except OSError:
+        return ""
+    with suppress(OSError):
+        path.unlink()
+    return reason.strip()
