@@ -230,9 +230,7 @@ def make_failure(
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""
         if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
-            hint = (
-                f"Find the reason in the last lines that {first_rank.name} has written to the log."
-            )
+            hint = f"Find the reason in the last lines that {first_rank.short_name} has written to the log."
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     tail = last_lines(traceback) or tail
     has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE

@@ -84,6 +84,11 @@ class RankFailure:
     others_failed: bool = False
 
     @property
+    def short_name(self) -> str:
+        """Name of the process without its command line: `rank 1` or `process 812`."""
+        return self.name if self.pid is None or "`" not in self.name else f"process {self.pid}"
+
+    @property
     def signal_name(self) -> str | None:
         """Name of the signal that ended the process; None if no signal is known."""
         if self.exit_code is None or self.exit_code >= 0:

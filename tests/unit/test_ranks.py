@@ -323,6 +323,12 @@ def test_lost_connection_to_a_rank_of_another_machine_is_a_collective_error() ->
     assert failure.kind == "COLLECTIVE_TIMEOUT"
 
 
+def test_advice_names_a_process_without_its_command_line() -> None:
+    failure = fail(STEPS, first_death=death(3, None))
+
+    assert failure.hint.startswith("Find the reason in the last lines that process 7 has written")
+
+
 def test_error_that_the_first_rank_printed_before_its_exit_decides_the_kind() -> None:
     own = traceback_of("ValueError: bad batch 17")
     lost = traceback_of(LOST_RANK[0], "[rank0]: ")
