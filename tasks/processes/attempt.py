@@ -133,6 +133,11 @@ _SIGNAL_HINTS = {
 _SIGKILL_BY_OTHERS = (
     "SIGKILL was sent from outside the run: by a person, another program or a job manager."
 )
+#: Advice for an alarm about a metric that is NaN or infinite.
+_NOT_FINITE_HINT = (
+    "The training diverged. Check the learning rate and the data of the last steps. Or list ALARM "
+    "under `retry` in the spec: the run then resumes from a checkpoint before the alarm."
+)
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
     "Use fewer workers, a smaller batch or less offloading to CPU memory. Or raise the memory "
@@ -230,7 +235,8 @@ def make_failure(
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""
         if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
-            hint = f"Find the reason in the last lines that {first_rank.short_name} has written to the log."
+            process = first_rank.short_name
+            hint = f"Find the reason in the last lines that {process} has written to the log."
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     tail = last_lines(traceback) or tail
     has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE
@@ -1099,7 +1105,18 @@ class SupervisedAttempt:
         *,
         kind: FailureKind | None = None,
         exit: Exit | None = None,
+        hint: str = "",
     ) -> None:
+        """Decide that a component has failed.
+
+        Args:
+            component: The component.
+            message: One line that describes the failure.
+            rule: Name of the rule that noticed the failure.
+            kind: Kind of the failure, or None if the log of the component decides the kind.
+            exit: Exit of the component, or None if it has not ended.
+            hint: Advice for the user. If it is empty, the log of the component decides the advice.
+        """
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
         limits: asyncio.Future[tuple[HostLimit, ...]] | None = None
@@ -1137,6 +1154,8 @@ class SupervisedAttempt:
                 exit=exit,
                 evidence=evidence,
             )
+            if hint:
+                failure = failure.with_changes(hint=hint)
             failure = name_full_disk(failure, file_systems)
             limits_at_exit: tuple[HostLimit, ...] = ()
             if limits is not None and limits.done() and limits.exception() is None:
@@ -1412,7 +1431,15 @@ class SupervisedAttempt:
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"
-                self._fail(self._stalled_component(), alarm.message, rule, kind=FailureKind.ALARM)
+                watch_rule = (self._plan.alarms or {}).get(alarm.rule)
+                is_about_nan = watch_rule is not None and bool(watch_rule.finite)
+                self._fail(
+                    self._stalled_component(),
+                    alarm.message,
+                    rule,
+                    kind=FailureKind.ALARM,
+                    hint=_NOT_FINITE_HINT if is_about_nan else "",
+                )
 
     async def _publish_gpu_use(self) -> None:
         """Publish the GPU utilisation of the run repeatedly, with growing intervals."""
