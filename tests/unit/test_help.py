@@ -75,6 +75,8 @@ INTERNAL = {
     "tests.benchmarks.watched",
     "tests.benchmarks.stubborn",
     "tests.benchmarks.sglang_watchdog",
+    "tests.benchmarks.sweep_point",
+    "tests.benchmarks.sweep_tune",
 }
 
 
