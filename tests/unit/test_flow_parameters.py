@@ -43,7 +43,7 @@ class Server:
     def read_flow_run(self, id: UUID) -> FlowRun:
         return FlowRun(id=id, name="a-run", flow_id=uuid4(), parameters=self.parameters)
 
-    def set_flow_run_state(self, id: UUID, state: State[Any]) -> None:
+    def set_flow_run_state(self, id: UUID, state: State[Any], **_: Any) -> None:
         self.states.append(state)
 
 

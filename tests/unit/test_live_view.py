@@ -146,8 +146,8 @@ def test_fleet_shows_the_number_of_serving_engines() -> None:
     before = observe_run(spawned, *states, ready, of=of)
     after = observe_run(spawned, *states, ready, lost, of=of)
 
-    assert rows(before)["rollout"] == (Standing.READY, "3 of 3 engines serve")
-    assert rows(after)["rollout"] == (Standing.READY, "2 of 3 engines serve")
+    assert rows(before)["rollout"] == (Standing.READY, "3 of 3 engines serve requests")
+    assert rows(after)["rollout"] == (Standing.READY, "2 of 3 engines serve requests")
 
 
 def test_queued_run_shows_its_position_and_the_reason() -> None:
