@@ -45,7 +45,7 @@ FromRun = Annotated[
         name="--from",
         show_default=False,
         help="Start from a checkpoint of another run: `RUN` for its newest complete checkpoint, or "
-        "`RUN@STEP`. The checkpoint stays where it is and is not removed by `keep`.",
+        "`RUN@STEP`. The checkpoint is not moved, and not removed by `keep`.",
     ),
 ]
 PipelineFile = Annotated[

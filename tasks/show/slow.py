@@ -190,7 +190,7 @@ class Slow:
             name = max(growth, key=growth.__getitem__, default="")
             ratio = step.now / step.before
             earlier = format_duration(step.before)
-            yield f"Earlier steps took {earlier}, so steps now take {ratio:.1f} times as long."
+            yield f"Earlier steps took {earlier}, so the duration is now {ratio:.1f} times that."
             if name:
                 yield f"The part {name} alone takes {format_duration(growth[name])} longer."
 

@@ -161,7 +161,7 @@ def test_undeploy_cancels_waiting_runs_and_keeps_running_runs(
     ("name", "message"),
     [
         ("nightl", "there is no deployment nightl. The Prefect server has "),
-        ("ani", "did you mean `any`? The server has "),
+        ("ani", "did you mean `any`? The Prefect server has "),
         ("any", "train/any cannot be removed, because `muster submit`"),
     ],
 )

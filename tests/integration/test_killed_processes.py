@@ -180,7 +180,7 @@ if __name__ == "__main__":
     [
         ("fork", "os.kill(os.getpid(), 9)", "was killed by SIGKILL first", "UNKNOWN"),
         ("spawn", "os.kill(os.getpid(), 11)", "was killed by SIGSEGV first", "RUNTIME_ERROR"),
-        ("fork", "os._exit(3)", "ended first, with exit code 3", "UNKNOWN"),
+        ("fork", "os._exit(3)", "ended first, with exit code 3", "RUNTIME_ERROR"),
     ],
 )
 def test_worker_that_dies_first_is_named(
