@@ -11,6 +11,7 @@ import pytest
 from tests.support.house import ROOT
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("muster_home")
 def test_house_report_lists_the_modules_of_each_path() -> None:
     result = subprocess.run(
