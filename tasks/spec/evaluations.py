@@ -32,7 +32,7 @@ from tasks.spec.values import (
 
 
 class Evaluation(Model):
-    """Program that evaluates a checkpoint. Muster starts the program for complete checkpoints."""
+    """Program that evaluates the checkpoints that its keys `every` and `late` choose."""
 
     command: Words = Field(
         description="Program of the evaluation and its arguments, with one list item for each "

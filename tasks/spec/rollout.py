@@ -405,7 +405,7 @@ UrlPath = Annotated[str, Field(strict=True, pattern=r"^/\S*$")]
 
 
 class FleetToken(Model):
-    """Request that makes a server generate a token."""
+    """Request of a health check that makes an inference server generate a token."""
 
     path: UrlPath = Field(
         description="Path of the request on the server. Status 200 means that the server has "
@@ -422,7 +422,7 @@ class FleetToken(Model):
 
 
 class FleetHealth(Model):
-    """Health checks of the fleet's servers."""
+    """Health checks of the inference servers of a fleet."""
 
     interval_s: Seconds = Field(
         30, description="Seconds between two health checks of the same server."
@@ -474,7 +474,7 @@ Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_check_budget)]
 
 
 class FleetRecovery(Model):
-    """Restart of failed engines."""
+    """Restart of failed inference engines."""
 
     budget: Budget | None = Field(
         None,

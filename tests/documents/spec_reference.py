@@ -119,6 +119,11 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
                 yield f".{key}", special
 
 
+def _lower_first_letter(text: str) -> str:
+    """Return the text with a small first letter, unless its first word is an abbreviation."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
 def _model_of(schema: Schema, root: Schema) -> str | None:
     """Return the name of the pydantic model that validates a value, or None if there is no model.
 
@@ -146,10 +151,14 @@ class _Section:
         lines = [f"### {f'`{part.path}`' if part.path else 'The top'}", ""]
         if part.path:
             description = inspect.cleandoc(part.schema.get("description", ""))
-            first_paragraph = description.partition("\n\n")[0]
-            lines += [" ".join(first_paragraph.split()), ""]
+            first_paragraph = " ".join(description.partition("\n\n")[0].split())
+            meaning, _, further_sentences = first_paragraph.partition(". ")
+            meaning = _lower_first_letter(meaning.removesuffix("."))
+            introduction = f"The table lists the keys below `{part.path}` in a spec ({meaning}). "
+            lines += [(introduction + further_sentences).strip(), ""]
         if part.also:
-            lines += [f"The same at {', '.join(f'`{path}`' for path in part.also)}.", ""]
+            other_paths = ", ".join(f"`{path}`" for path in part.also)
+            lines += [f"The same keys are allowed below {other_paths}.", ""]
         required = part.schema.get("required", ())
         rows = [
             (
