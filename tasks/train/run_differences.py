@@ -151,6 +151,8 @@ def _describe_code(
             yield "the code differs, but the files of at least one run are not stored here"
             patches = [str(properties.get("diff") or "") for properties in (first, second)]
             yield from _diff_texts("uncommitted changes", *patches)
+        elif not (first.get("tree") and second.get("tree")):
+            yield "the code of at least one run was not recorded, so it cannot be compared"
         return
     for name in sorted(names):
         old_mode, old_content = old_files.get(name, (0, b""))

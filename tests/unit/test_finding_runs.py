@@ -426,7 +426,16 @@ def test_diff_shows_changed_values_with_their_names(
     write_record(FAILED)
     write_specs(first, second)
 
-    assert diff_text(capsys).splitlines() == [line]
+    assert diff_text(capsys).splitlines()[:-1] == [line]
+
+
+def test_diff_says_if_the_code_of_a_run_was_not_recorded(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(OLD)
+    write_record(FAILED)
+
+    assert diff_text(capsys).splitlines()[-1].startswith("the code of at least one run was not")
 
 
 def test_diff_shows_the_code_as_a_unified_diff(
