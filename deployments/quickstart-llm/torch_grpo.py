@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
-#: Clip range of GRPO. It limits the ratio of a token's new probability to its old probability: with
-#: a positive advantage to 1 + CLIP_RANGE, with a negative advantage to 1 - CLIP_RANGE. Beyond this
-#: limit, the token's gradient is 0.
+#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. If the
+#: advantage is positive, the gradient is 0 for ratios above 1 + CLIP_RANGE. If the advantage is
+#: negative, the gradient is 0 for ratios below 1 - CLIP_RANGE.
 CLIP_RANGE = 0.2
 #: Maximal norm of the gradient. A longer gradient is scaled down to this norm.
 GRADIENT_NORM = 1.0

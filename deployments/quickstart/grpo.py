@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
-#: Clip range of GRPO. It limits the ratio of a token's new probability to its old probability: with
-#: a positive advantage to 1 + CLIP_RANGE, with a negative advantage to 1 - CLIP_RANGE. Beyond this
-#: limit, the token's gradient is 0.
+#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. If the
+#: advantage is positive, the gradient is 0 for ratios above 1 + CLIP_RANGE. If the advantage is
+#: negative, the gradient is 0 for ratios below 1 - CLIP_RANGE.
 CLIP_RANGE = 0.2
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999

@@ -18,8 +18,8 @@ from tasks.spec.programs import build_component_path
 
 #: Root of the checkout. In an installed wheel, the directory that contains the packages.
 ROOT = Path(__file__).resolve().parents[2]
-#: Prefect's project file with Muster's deployments. An installed wheel has the file in its package
-#: `deployments`.
+#: Path of `prefect.yaml`, the file that defines Muster's deployments: in a checkout, and in an
+#: installed wheel.
 _CHECKOUT_PROJECT_FILE = ROOT / "prefect.yaml"
 _WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
 PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE

@@ -25,8 +25,8 @@ _FLOW_RUN = "prefect.flow-run."
 _END_EVENTS = [
     f"{_FLOW_RUN}{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 ]
-#: Delay in seconds from the first loss of the event stream to the next connection. Each further
-#: loss doubles the delay.
+#: Seconds to wait before a new connection, after the event stream was lost for the first time. Each
+#: further loss doubles this time.
 _RECONNECT_S = 1.0
 #: Longest delay in seconds from a loss of the event stream to the next connection.
 _RECONNECT_AT_MOST_S = 30.0

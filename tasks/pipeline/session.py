@@ -257,10 +257,10 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a stage or matrix point, without values of other stages.
+        """Return the run spec of a stage, or of one point of its matrix, before the run starts.
 
-        A fixed text replaces each placeholder `${stage.NAME.KEY}`. So the spec can be read before
-        the other stages have ended.
+        Results of other stages may be unknown at this time. So a fixed text replaces each
+        placeholder for such a result, `${stage.NAME.KEY}`.
         """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 

@@ -82,8 +82,8 @@ _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 _CLAIM_WITHIN_S = 60.0
 #: Seconds between two attempts to lock the registry directory of a run.
 _LOOK_EVERY_S = 0.1
-#: Seconds that a living guardian has to end its component, if the component's registry entry cannot
-#: be read. The entry contains the real grace period, which is then unknown to this process.
+#: Seconds that a living guardian gets to end its component if the component's registry entry cannot
+#: be read. Only the entry contains the grace period of the component.
 _UNKNOWN_GRACE_S = 600.0
 #: Seconds from the stop signal to SIGKILL for a Ray job whose registry entry cannot be read.
 _UNKNOWN_JOB_GRACE_S = 60.0

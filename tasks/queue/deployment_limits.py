@@ -1,4 +1,4 @@
-"""The concurrency limits of deployments, as they are stored on the Prefect server.
+"""Read the concurrency limits of deployments from the Prefect server.
 
 The server refuses to start a run if its deployment has reached its concurrency limit. The scheduler
 must know this before it grants GPUs to the run.

@@ -440,8 +440,8 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # A node is sufficient if it has enough free GPUs and CPUs for the waiting run. The waiting
-        # run waits for the ended runs on the nodes that have become sufficient.
+        # A node is sufficient if it has enough free GPUs and CPUs for the waiting run. The message
+        # of the waiting run names the runs whose end makes a node sufficient.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         is_assumed = any(gang.is_end_assumed and gang.id in waits_for for gang in self._running)

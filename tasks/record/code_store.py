@@ -513,8 +513,7 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
             # The list is empty if the repository is in a parent folder and ignores the whole
-            # project folder. The code below then lists the folder as a project without a
-            # repository.
+            # project folder. In that case, list the files as if there were no repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)

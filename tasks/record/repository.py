@@ -425,8 +425,8 @@ class GitView:
         Raises:
             GitFailed: The command failed or did not end in time.
         """
-        # Remove the variables GIT_*. If Muster runs inside a git hook, they name the repository of
-        # the hook instead of the repository that is read here.
+        # Remove the variables GIT_*. A git hook sets them to the repository of the hook. If Muster
+        # runs in a hook, git would read that repository instead of the project's.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",

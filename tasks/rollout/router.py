@@ -234,7 +234,7 @@ class Router:
     async def take(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """Choose an entrypoint for one request.
+        """Return the entrypoint (inference server) that gets a request.
 
         The request waits in the queue while all entrypoints are at their limit or the router is
         closed. The caller must call `done` when the request ends, even if it fails.
@@ -275,7 +275,7 @@ class Router:
     def pick(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """Choose an entrypoint for one request without waiting.
+        """Return the entrypoint (inference server) that gets a request, without waiting.
 
         The request counts as outstanding until the caller calls `done`.
 

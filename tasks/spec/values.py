@@ -51,8 +51,8 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for a field that the form shows last, because the field
 #: takes much space.
 LAST = 1000
-#: Key that Muster adds to the JSON schema of a spec's mapping, so that the order of the keys is not
-#: lost. Its value is a list of the names of all keys, in the order of the pydantic model.
+#: Name of an entry that Muster adds to the JSON schema of a mapping in a spec. The entry lists all
+#: keys of the mapping in the order of the pydantic model, because a JSON schema keeps no order.
 _ALL_KEYS = "x-keys"
 
 

@@ -170,7 +170,7 @@ class PlanInputs:
         }
 
     def _plan_component(self, name: str) -> ComponentPlan:
-        """Return the plan of one component, for example its command, its probes and its signals."""
+        """Return the plan of a component: how it is started, checked and stopped."""
         spec = self.spec
         fleet = self.fleet
         component = spec.processes.get(name)

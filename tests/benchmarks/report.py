@@ -21,8 +21,7 @@ Sample = Callable[[], float]
 #: a small model of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units of values that are whole numbers. Values with units such as "of 5", as in "3 of 5", are
-#: whole numbers, too, but these units are not in this set.
+#: Units whose values are whole numbers. The report prints them without decimal places.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 

@@ -90,10 +90,11 @@ class Trial:
     host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: How the run is started, and what happens to its Ray job after the kill. "adopt": a worker
-    #: starts the run, and the run's next flow process adopts the running job. "stop": a worker
-    #: starts the run, and `muster reconcile` stops the job. "direct": the run is started without a
-    #: worker, and `muster reconcile` stops the job.
+    #: Program that starts the run, and end of the run's Ray job after the kill:
+    #:
+    #: - "adopt": a worker starts the run. The run's next flow process continues the job.
+    #: - "stop": a worker starts the run. `muster reconcile` stops the job.
+    #: - "direct": the test starts the run without a worker. `muster reconcile` stops the job.
     way: str
     #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str

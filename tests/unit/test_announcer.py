@@ -43,7 +43,7 @@ class PrefectServer:
         return (200, content) if content else (404, None)
 
     def objects(self) -> dict[str, Any]:
-        """Return the flow and the deployment that the server knows, by the path of their URL."""
+        """Return the objects on this fake server, by the path of their URL."""
         return {
             f"/flows/{FLOW}": {"id": str(FLOW), "name": "train"},
             f"/deployments/{DEPLOYMENT}": {

@@ -279,7 +279,7 @@ def test_lost_connection_of_a_later_rank_decides_nothing(
     cases = [
         fail(lost + table(entry(1, code, 7), entry(0, 1, 6))),
         fail(lost + deepspeed, first_death=death(code), code=abs(code)),
-        # Processes of `multiprocessing` print the traceback after the name of the process.
+        # `multiprocessing` prints a line with the name of the process before its traceback.
         fail(STEPS + "Process Process-1:\n" + lost, first_death=death(code, None)),
         fail(lost, first_death=death(code, None)),
     ]
