@@ -21,7 +21,7 @@ Sample = Callable[[], float]
 #: a small model of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units whose values are whole numbers. The report prints them without decimal places.
+#: Units whose values are whole numbers. The report does not round these values.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
