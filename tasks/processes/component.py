@@ -69,9 +69,10 @@ class ComponentPlan:
     #: Returns True while the component writes a checkpoint. The call may block. None if it is
     #: unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
-    #: Returns True if a checkpoint has grown since the last call. The call may block. None if it is
-    #: unknown whether the component writes checkpoints.
-    has_grown: Callable[[], bool] | None = None
+    #: Returns the seconds since a checkpoint last grew, or None if no checkpoint has grown since
+    #: the last call. The call may block. None if it is unknown whether the component writes
+    #: checkpoints.
+    seconds_since_growth: Callable[[], float | None] | None = None
     #: Returns the step and the time of the newest complete checkpoint. The call may block and raise
     #: OSError. None if the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None

@@ -411,10 +411,10 @@ def _shape_of(line: str) -> str:
 
 
 class Silence:
-    """Measures the time in which a run has made no progress.
+    """Measures the time in which a run has shown no sign of work.
 
-    A new step is progress. Until the first step is known, a new line in a log of a component is
-    progress, too.
+    Progress and the growth of a checkpoint are signs of work. A new step is progress. Until the
+    first step is known, a new line in a log of a component is progress, too.
     """
 
     def __init__(
@@ -436,7 +436,10 @@ class Silence:
         self._clock = clock
         self._resumed_step = resumed_step
         self._step: float | None = None
-        self._since = clock()
+        #: Time of the last progress. If there was none, the time of the last call of `restart`.
+        self._progress_s = clock()
+        #: Time at which a checkpoint last grew; None if no checkpoint has grown.
+        self._growth_s: float | None = None
 
     @property
     def is_by_step(self) -> bool:
@@ -449,7 +452,25 @@ class Silence:
 
     def restart(self) -> None:
         """Count the time without progress from now, for example after the start of a component."""
-        self._since = self._clock()
+        self._progress_s = self._clock()
+
+    def note_growth(self, ago_s: float) -> None:
+        """Take the growth of a checkpoint as a sign of work.
+
+        Args:
+            ago_s: Seconds since the checkpoint last grew.
+        """
+        self._growth_s = self._clock() - ago_s
+
+    @property
+    def has_grown_since_progress(self) -> bool:
+        """True if a checkpoint has grown after the last progress."""
+        return self._growth_s is not None and self._growth_s > self._progress_s
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Seconds since the last progress, regardless of the growth of checkpoints."""
+        return self._clock() - self._progress_s
 
     def measure_logs(self) -> dict[Path, int]:
         """Return the size of each log in bytes, by its path; -1 for a log that does not exist.
@@ -464,8 +485,8 @@ class Silence:
         # first log with a new line.
         return any([output.has_grown() for output in self._outputs])
 
-    def seconds_without_progress(self, step: float | None, has_output: bool | None = None) -> float:
-        """Check for progress, and return the seconds since the last progress.
+    def seconds_without_work(self, step: float | None, has_output: bool | None = None) -> float:
+        """Check for progress, and return the seconds since the last sign of work.
 
         Args:
             step: Step that the trainer has reached; None if it is unknown now.
@@ -482,8 +503,10 @@ class Silence:
         if has_output is None and not moved and not self.is_by_step:
             has_output = self.has_output()
         if moved or (not self.is_by_step and has_output):
-            self._since = self._clock()
-        return self._clock() - self._since
+            self._progress_s = self._clock()
+        if self._growth_s is not None and self.has_grown_since_progress:
+            return self._clock() - self._growth_s
+        return self.seconds_since_progress
 
 
 #: Time limit in seconds of one check whether a checkpoint has grown.
@@ -625,19 +648,22 @@ class ProgressWatch:
                     finished_step = self.step
                 within_s = self.plan.finish_within_s
                 if within_s is not None and loop.time() - finished_s > within_s:
-                    if not await self.has_checkpoint_grown():
+                    growth_s = await self.seconds_since_growth()
+                    if growth_s is None or growth_s > within_s:
                         return ProgressEnd.FINISHED, self.describe_end()
-                    finished_s = loop.time()
+                    # Count from the growth itself. It may have ended long before this check.
+                    finished_s = loop.time() - growth_s
             elif limit_s is not None and loop.time() >= check_at:
                 check_at = loop.time() + check_every_s
                 if self.is_quiet():
                     self.silence.restart()
                 has_output = not self.silence.is_by_step and await self._has_output()
-                silent_s = self.silence.seconds_without_progress(self.step, has_output)
+                silent_s = self.silence.seconds_without_work(self.step, has_output)
                 if silent_s > limit_s:
-                    if not await self.has_checkpoint_grown():
+                    growth_s = await self.seconds_since_growth()
+                    if growth_s is None or growth_s > limit_s:
                         return ProgressEnd.STALLED, self._describe_silence(silent_s)
-                    self.silence.restart()
+                    self.silence.note_growth(growth_s)
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.source is None else every_s)
 
@@ -660,28 +686,34 @@ class ProgressWatch:
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         return is_server and await self._has_output()
 
-    async def has_checkpoint_grown(self) -> bool:
-        """Return True if a checkpoint of a component has grown since the last call."""
+    async def seconds_since_growth(self) -> float | None:
+        """Return the seconds since a checkpoint of a component last grew.
+
+        Returns:
+            None if no checkpoint has grown since the last call.
+        """
+        ages_s = []
         for component in self.plan.components:
-            if component.has_grown is None:
+            if component.seconds_since_growth is None:
                 continue
             with suppress(PlaceTimeout):
                 reader = self.readers.of(component.checkpoints)
-                if await reader.ask(component.has_grown, _GROWTH_WITHIN_S):
-                    return True
-        return False
+                ages_s.append(await reader.ask(component.seconds_since_growth, _GROWTH_WITHIN_S))
+        return min((age_s for age_s in ages_s if age_s is not None), default=None)
 
     def _describe_silence(self, silent_s: float) -> str:
         """Return the reason for a stall, with the files and folders that do not answer.
 
         Args:
-            silent_s: Seconds since the last progress.
+            silent_s: Seconds since the last sign of work.
         """
         text = f"no new step since {self}"
         if not self.silence.is_by_step:
             no_output = "no output of any component except repeated lines"
             text = f"no step, and {no_output}," if self.source is not None else f"{no_output},"
-        text += f" for {silent_s:.0f} s"
+        text += f" for {self.silence.seconds_since_progress:.0f} s"
+        if self.silence.has_grown_since_progress:
+            text += f", and no checkpoint has grown for {silent_s:.0f} s"
         unanswered = [self.source.unanswered] if self.source is not None else []
         if not self.silence.is_by_step and self.log_reader.is_overdue:
             unanswered.append(str(self.log_reader))

@@ -8,6 +8,7 @@ checkpoint an attempt could not load.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -691,44 +692,76 @@ def is_writing_checkpoint(written: str, root: Path) -> bool:
     return False
 
 
-class CheckpointGrowth:
-    """Detects whether a trainer is writing a checkpoint, by comparing the files at each call."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileState:
+    """State of a file that may belong to an unfinished checkpoint."""
 
-    def __init__(self, written: str, root: Path) -> None:
+    #: Size in bytes.
+    size: int
+    #: Time of the last change in UTC epoch seconds.
+    changed_at: float
+    #: Number of blocks of 512 bytes on the disk.
+    disk_blocks: int
+
+
+class CheckpointGrowth:
+    """Finds the time at which a trainer last wrote to a checkpoint.
+
+    Each call compares the files with those of the last call. The last call may have been hours ago.
+    So a change alone does not show that the trainer works now: the time of the change counts.
+    """
+
+    def __init__(self, written: str, root: Path, clock: Callable[[], float] = time.time) -> None:
         """
         Args:
             written: Path or URL of the folder of the checkpoints, as written in the run spec.
             root: Directory from which a relative path in `written` starts.
+            clock: Returns the current time in UTC epoch seconds, like the times of files.
         """
         self._written = written
         self._root = root
-        self._seen: dict[CheckpointPath, tuple[int, int, int]] | None = None
+        self._clock = clock
+        #: State of each file at the last successful call. Empty before the first call.
+        self._states: dict[CheckpointPath, _FileState] = {}
+        #: Time of the last successful call. Minus infinity before the first call.
+        self._read_at = -math.inf
 
-    def has_grown(self) -> bool:
-        """Return True if a file of an unfinished checkpoint has changed since the last call.
+    def seconds_since_growth(self) -> float | None:
+        """Return the seconds since the last change of a file of an unfinished checkpoint.
 
-        The first call returns True if a file has changed in the last 30 seconds.
+        Returns:
+            None if no file has changed since the last call, or if the files cannot be listed. At
+            the first call, each existing file counts as changed.
         """
-        if self._seen is None:
-            self._seen = self._read()
-            return is_writing_checkpoint(self._written, self._root)
-        present = self._read()
-        if present is None:
-            return False
-        before = self._seen
-        self._seen = present
-        return any(before.get(path) != state for path, state in present.items())
+        now = self._clock()
+        states = self._read()
+        if states is None:
+            return None
+        changed_at = [
+            state.changed_at for path, state in states.items() if self._states.get(path) != state
+        ]
+        last_read_at = self._read_at
+        self._states = states
+        self._read_at = now
+        if not changed_at:
+            return None
+        # The change was between the last call and this call, even if the clock of a file server
+        # says something else.
+        return now - min(max(*changed_at, last_read_at), now)
 
-    def _read(self) -> dict[CheckpointPath, tuple[int, int, int]] | None:
+    def _read(self) -> dict[CheckpointPath, _FileState] | None:
         """Return the state of each file that may belong to an unfinished checkpoint, by its path.
 
         Returns:
-            Size in bytes, modification time in nanoseconds, and number of disk blocks of each file.
             None if the files cannot be listed.
         """
         with suppress(OSError):
             return {
-                path: (stat.st_size, stat.st_mtime_ns, stat.st_blocks)
+                path: _FileState(
+                    size=stat.st_size,
+                    changed_at=stat.st_mtime_ns / 1e9,
+                    disk_blocks=stat.st_blocks,
+                )
                 for path, stat in _list_unfinished_files(
                     self._written, self._root, with_unknown_files=True
                 )

@@ -342,8 +342,8 @@ class RunSpec(Document):
         None,
         description="Longest time without a new step, in seconds. After it, the run fails as "
         "STALLED. Without `progress`, it is the longest time without output; lines that only "
-        "repeat do not count. Time in which a checkpoint grows does not count. If omitted, there "
-        "is no limit.",
+        "repeat do not count. While a checkpoint grows, the run does not fail: the time counts "
+        "from the last growth. If omitted, there is no limit.",
         examples=[1800],
     )
     timeout_s: Seconds | None = Field(

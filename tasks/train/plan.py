@@ -202,11 +202,12 @@ class PlanInputs:
             memory_limit_bytes=component.memory_bytes,
         )
         is_saving = None
-        has_grown = None
+        seconds_since_growth = None
         find_checkpoint = None
         if folder := component.checkpoints:
             is_saving = partial(is_writing_checkpoint, folder, command.cwd)
-            has_grown = CheckpointGrowth(folder, command.cwd).has_grown
+            growth = CheckpointGrowth(folder, command.cwd)
+            seconds_since_growth = growth.seconds_since_growth
             find_checkpoint = partial(find_newest_step, folder, command.cwd, self.foreign)
         make_component = None
         if component.launcher == "ray_job":
@@ -219,7 +220,7 @@ class PlanInputs:
             on_exit_zero=spec.on_exit_zero(name),
             checkpoints=_locate_checkpoints(folder or "", command.cwd),
             is_saving=is_saving,
-            has_grown=has_grown,
+            seconds_since_growth=seconds_since_growth,
             find_checkpoint=find_checkpoint,
             warning=_plan_warning(component.stop),
             log_max_bytes=component.log_max_bytes,

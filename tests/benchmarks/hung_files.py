@@ -137,7 +137,7 @@ def _supervisor_of(place: Path, data: Path, hanging: str, events: EventLog) -> S
                 component,
                 checkpoints=checkpoints,
                 is_saving=partial(is_writing_checkpoint, checkpoints, place),
-                has_grown=CheckpointGrowth(checkpoints, place).has_grown,
+                seconds_since_growth=CheckpointGrowth(checkpoints, place).seconds_since_growth,
                 find_checkpoint=partial(find_newest_step, checkpoints, place, {}),
             )
         components.append(component)

@@ -110,7 +110,7 @@ def end_while_hanging(
             trainer,
             checkpoints=str(checkpoints),
             is_saving=partial(is_writing_checkpoint, str(checkpoints), data.path),
-            has_grown=CheckpointGrowth(str(checkpoints), data.path).has_grown,
+            seconds_since_growth=CheckpointGrowth(str(checkpoints), data.path).seconds_since_growth,
             find_checkpoint=partial(find_newest_step, str(checkpoints), data.path, {}),
         )
     progress = None

@@ -1,11 +1,11 @@
-"""A reader of files for unit tests in virtual time."""
+"""Readers of files for unit tests in virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from tasks.processes.place_reader import PlaceReader
+from tasks.processes.place_reader import PlaceReader, PlaceReaders
 
 T = TypeVar("T")
 
@@ -18,3 +18,10 @@ class InlineReader(PlaceReader):
 
     async def ask(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         return work()
+
+
+class InlineReaders(PlaceReaders):
+    """Readers that read in the thread of the caller, see `InlineReader`."""
+
+    def of(self, place: object) -> PlaceReader:
+        return InlineReader(place)

@@ -393,7 +393,7 @@ async def test_bug_in_a_watcher_fails_the_run(
     def broken(step: float | None) -> float:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(attempt._progress.silence, "seconds_without_progress", broken)
+    monkeypatch.setattr(attempt._progress.silence, "seconds_without_work", broken)
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None and verdict.failure.rule == "internal-error"
@@ -501,7 +501,7 @@ async def test_silence_starts_with_the_start_of_a_component(
     clock[0] = 100.0
     await attempt.start("trainer")
 
-    assert attempt._progress.silence.seconds_without_progress(None) == 0.0
+    assert attempt._progress.silence.seconds_without_work(None) == 0.0
     attempt.interrupt("enough")
     await verdict_of(attempt)
 

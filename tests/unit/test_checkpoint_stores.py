@@ -335,13 +335,13 @@ def test_growth_of_an_unfinished_checkpoint_is_noticed(store: Store) -> None:
     store.write(files.hugging_face, 10)
     store.put("checkpoint-20/optimizer.pt", b"first part")
     growth = CheckpointGrowth(store.url, Path("/"))
-    growth.has_grown()
-    has_grown_before = growth.has_grown()
+    growth.seconds_since_growth()
+    before = growth.seconds_since_growth()
 
     store.put("checkpoint-20/model.safetensors", b"second part")
 
-    assert not has_grown_before
-    assert growth.has_grown()
+    assert before is None
+    assert growth.seconds_since_growth() is not None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 
 from tasks.processes import progress
-from tasks.processes.component import AttemptPlan
-from tasks.processes.progress import ProgressWatch, Silence, StepSource
+from tasks.processes.component import AttemptPlan, ComponentPlan
+from tasks.processes.guarded import Command
+from tasks.processes.progress import ProgressEnd, ProgressWatch, Silence, StepSource
+from tasks.record.checkpoints import CheckpointGrowth
 from tasks.record.log_file import HeldLog
 from tasks.spec.run import Progress
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
-from tests.support.inline_reader import InlineReader
+from tests.support.inline_reader import InlineReader, InlineReaders
 from tests.support.step_function import StepFunction
 
 HOUR_S = 3600.0
@@ -32,9 +36,9 @@ class CountedSilence(Silence):
         super().__init__(map(HeldLog, logs), clock=lambda: asyncio.get_running_loop().time())
         self.check_count = 0
 
-    def seconds_without_progress(self, step: float | None, has_output: bool | None = None) -> float:
+    def seconds_without_work(self, step: float | None, has_output: bool | None = None) -> float:
         self.check_count += 1
-        return super().seconds_without_progress(step, has_output)
+        return super().seconds_without_work(step, has_output)
 
 
 def make_plan(limit_s: float | None) -> AttemptPlan:
@@ -185,3 +189,135 @@ def test_log_that_has_not_grown_is_not_opened(
     watch_until_stalled(limit_s=100.0, log=log)
 
     assert opened == [log]
+
+
+#: Events of a training by their time in seconds: a step, or the path of a file of a checkpoint that
+#: is written at this time.
+History = Mapping[float, int | str]
+
+
+def watch_history(
+    checkpoints: Path, history: History, **settings: Any
+) -> tuple[ProgressEnd, str, float]:
+    """Watch a training that makes steps and writes checkpoints, until the watch ends.
+
+    Args:
+        checkpoints: Folder of the checkpoints. Its files get the times of the history.
+        history: Events of the training. After the last event, the training hangs.
+        settings: Further fields of the `AttemptPlan`.
+
+    Returns:
+        The reason and the description of the end, and its time on the clock of the history.
+    """
+
+    async def watch() -> tuple[ProgressEnd, str, float]:
+        began = asyncio.get_running_loop().time()
+        due = sorted(history.items())
+        last_step: float | None = None
+
+        def clock() -> float:
+            return asyncio.get_running_loop().time() - began
+
+        async def step() -> float | None:
+            nonlocal last_step
+            while due and due[0][0] <= clock():
+                at, event = due.pop(0)
+                if isinstance(event, str):
+                    write_file_at(checkpoints / event, at)
+                else:
+                    last_step = event
+            return last_step
+
+        trainer = ComponentPlan(
+            name="trainer",
+            command=Command(argv=("train",), env={}, cwd=checkpoints, log=Path("/no/log")),
+            ready=None,
+            live=None,
+            on_exit_zero="complete",
+            checkpoints=str(checkpoints),
+            seconds_since_growth=CheckpointGrowth(".", checkpoints, clock).seconds_since_growth,
+        )
+        end, why = await ProgressWatch(
+            replace(make_plan(None), components=(trainer,), **settings),
+            StepFunction(step),
+            CountedSilence(),
+            lambda *_, **fields: None,
+            is_quiet=lambda: False,
+            readers=InlineReaders(),
+            log_reader=InlineReader("the logs"),
+        ).until_over()
+        return end, why, clock()
+
+    return run(watch())
+
+
+def write_file_at(path: Path, at: float) -> None:
+    """Append a byte to a file, and set the time of its last change in UTC epoch seconds.
+
+    The folder of the file gets the same time.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(b"x")
+    for changed in (path, path.parent):
+        os.utime(changed, (at, at))
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "history", "last_work_s"),
+    [
+        # a checkpoint of an unknown layout is saved in one piece before the last step
+        (25.0, {10: 5, 10.5: "step_5/state.pt", 11: 6}, 11.0),
+        # the same save, after the last step
+        (25.0, {10: 5, 10.5: "step_5/state.pt"}, 10.5),
+        # A long save exceeds the limit, and the training continues. Hours later, the training hangs
+        # after another save.
+        (
+            100.0,
+            {0: 5, **{at: "step_5/state.pt" for at in range(10, 300, 10)}, 300: 6}
+            | {at: at for at in range(350, 7000, 50)}
+            | {6960: "step_9/state.pt", 7000: 7},
+            7000.0,
+        ),
+        # the training hangs in the middle of a save
+        (100.0, {0: 5, **{at: "step_5/state.pt" for at in range(10, 300, 10)}}, 290.0),
+    ],
+)
+def test_stall_is_decided_in_time_after_a_save(
+    tmp_path: Path, limit_s: float, history: History, last_work_s: float
+) -> None:
+    end, _, ended_s = watch_history(tmp_path, history, stall_after_s=limit_s)
+
+    two_checks_s = 2 * max(limit_s / 50, 0.5)
+    assert end is ProgressEnd.STALLED
+    assert last_work_s + limit_s < ended_s <= last_work_s + limit_s + two_checks_s
+
+
+def test_stall_after_a_save_names_the_step_and_the_save(tmp_path: Path) -> None:
+    _, why, _ = watch_history(
+        tmp_path, {10: 5, 20: "step_5/state.pt", 30: "step_5/state.pt"}, stall_after_s=25.0
+    )
+
+    assert why == "no new step since step 5 for 46 s, and no checkpoint has grown for 26 s"
+
+
+def test_stall_with_an_old_save_names_only_the_step(tmp_path: Path) -> None:
+    _, why, _ = watch_history(tmp_path, {10: 5, 10.5: "step_5/state.pt", 11: 6}, stall_after_s=25.0)
+
+    assert why == "no new step since step 6 for 26 s"
+
+
+def test_time_after_the_last_step_counts_from_the_last_growth_of_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    progress = Progress(jsonl="/no/metrics.jsonl", step="step", total=5)
+    end, _, ended_s = watch_history(
+        tmp_path,
+        {10: 5, 20: "step_5/state.pt"},
+        progress=progress,
+        success_step=5.0,
+        finish_within_s=25.0,
+    )
+
+    assert end is ProgressEnd.FINISHED
+    assert 45.0 < ended_s <= 46.0

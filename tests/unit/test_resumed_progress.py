@@ -41,7 +41,7 @@ def test_step_of_the_checkpoint_is_no_progress(steps: list[float | None], silent
 
     for step in steps:
         clock.now_s += 10.0
-        lasted_s = silence.seconds_without_progress(step)
+        lasted_s = silence.seconds_without_work(step)
 
     assert lasted_s == silent_s
 
@@ -51,53 +51,53 @@ def test_new_output_counts_until_the_training_has_made_a_step(tmp_path: Path) ->
     log.write_text("")
     clock = Clock()
     silence = Silence([HeldLog(log)], clock, resumed_step=20)
-    silence.seconds_without_progress(20)
+    silence.seconds_without_work(20)
 
     clock.now_s = 10.0
     log.write_text("compiling the kernels\n")
 
-    assert silence.seconds_without_progress(20) == 0.0
+    assert silence.seconds_without_work(20) == 0.0
 
 
 def test_checkpoint_that_is_written_grows(tmp_path: Path) -> None:
     files.plain_torch(tmp_path, 10)
     growth = CheckpointGrowth(".", tmp_path)
-    growth.has_grown()
+    growth.seconds_since_growth()
     part = files.write_text(tmp_path / "step_20" / "model.bin", "x").parent / "model.bin"
 
-    seen = [growth.has_grown(), growth.has_grown()]
+    ages_s = [growth.seconds_since_growth(), growth.seconds_since_growth()]
     with part.open("a") as file:
         file.write("y")
-    seen.append(growth.has_grown())
+    ages_s.append(growth.seconds_since_growth())
 
-    assert seen == [True, False, True]
+    assert [age_s is not None for age_s in ages_s] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", [".step_20.pt.tmp", "tmp-checkpoint-20/model.pt", "step_20.part"])
 def test_temporary_files_grow_too(tmp_path: Path, name: str) -> None:
     growth = CheckpointGrowth(".", tmp_path)
-    growth.has_grown()
+    growth.seconds_since_growth()
 
     files.write_text(tmp_path / name, "x")
 
-    assert growth.has_grown()
+    assert growth.seconds_since_growth() is not None
 
 
 def test_complete_checkpoint_does_not_grow(tmp_path: Path) -> None:
     checkpoint = files.plain_torch(tmp_path, 10)
     growth = CheckpointGrowth(".", tmp_path)
-    growth.has_grown()
+    growth.seconds_since_growth()
 
     os.utime(checkpoint)
 
-    assert not growth.has_grown()
+    assert growth.seconds_since_growth() is None
 
 
 def test_log_beside_the_checkpoints_is_no_save(tmp_path: Path) -> None:
     growth = CheckpointGrowth(".", tmp_path)
-    growth.has_grown()
+    growth.seconds_since_growth()
 
     files.write_text(tmp_path / "train_rank0.log", "step 3")
     files.write_text(tmp_path / "events.out.tfevents.1763900000", "x")
 
-    assert not growth.has_grown()
+    assert growth.seconds_since_growth() is None

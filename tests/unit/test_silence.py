@@ -35,7 +35,7 @@ class Watched:
         self.now += 10
         with self.log.open("a") as f:
             f.write(text)
-        return self.silence.seconds_without_progress(step)
+        return self.silence.seconds_without_work(step)
 
 
 @pytest.fixture
