@@ -72,7 +72,7 @@ from tasks.record.ranks import (
 from tasks.record.states import RunState
 from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import RunEnded
-from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
+from tasks.spec.failure_kinds import HANG_REPORT, FailureKind, find_kind_of_start_error
 from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
@@ -137,6 +137,19 @@ _SIGKILL_BY_OTHERS = (
 _NOT_FINITE_HINT = (
     "The training diverged. Check the learning rate and the data of the last steps. Or list ALARM "
     "under `retry` in the spec: the run then resumes from a checkpoint before the alarm."
+)
+#: Advice for a run that was stopped before its first step, because it did not seem to work.
+_FIRST_STEP_HINT = (
+    "If imports, the loading of the model or a compilation take longer than this, raise "
+    "`stall_after_s` in the spec (now {limit_s:g} s). Otherwise read the file {hang_report}. It "
+    "shows the code that the component executed at this time."
+)
+#: Advice for a run without `progress` that has written no output for too long.
+_NO_OUTPUT_HINT = (
+    "If a part of the training, such as imports or the loading of the model, writes no output for "
+    "longer than this, raise `stall_after_s` in the spec (now {limit_s:g} s), or let Muster read "
+    "the steps with `progress`. Otherwise read the file {hang_report}. It shows the code at which "
+    "the component hung."
 )
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
@@ -1106,6 +1119,7 @@ class SupervisedAttempt:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
         hint: str = "",
+        place_words: str = "it hangs in",
     ) -> None:
         """Decide that a component has failed.
 
@@ -1116,6 +1130,7 @@ class SupervisedAttempt:
             kind: Kind of the failure, or None if the log of the component decides the kind.
             exit: Exit of the component, or None if it has not ended.
             hint: Advice for the user. If it is empty, the log of the component decides the advice.
+            place_words: Words in the message before the code that a hung component executes.
         """
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
@@ -1140,7 +1155,7 @@ class SupervisedAttempt:
                     file_systems = await self._disk_reader.until_done(measured, _MEASURE_WITHIN_S)
             full_message = message
             if component.hangs_in:
-                full_message = f"{message}; it hangs in {component.hangs_in}"
+                full_message = f"{message}; {place_words} {component.hangs_in}"
             if problem and problem not in message:
                 full_message = f"{full_message}; {problem}"
             # Use a thread, because the search in a long log can take two seconds.
@@ -1395,8 +1410,23 @@ class SupervisedAttempt:
         end, why = await self._progress.until_over()
         if end is ProgressEnd.FINISHED:
             self._finish(why)
-        else:
-            self._fail(self._stalled_component(), why, "stall", kind=FailureKind.STALLED)
+            return
+        hint = ""
+        place_words = "it hangs in"
+        if end is ProgressEnd.NO_FIRST_STEP:
+            hint = _FIRST_STEP_HINT
+            # The component may still be at work, for example on an import.
+            place_words = "it was in"
+        elif self._plan.progress is None:
+            hint = _NO_OUTPUT_HINT
+        self._fail(
+            self._stalled_component(),
+            why,
+            "stall",
+            kind=FailureKind.STALLED,
+            hint=hint.format(limit_s=self._plan.stall_after_s, hang_report=HANG_REPORT),
+            place_words=place_words,
+        )
 
     def _finish(self, why: str) -> None:
         """Decide that the attempt is completed, although some components still run.

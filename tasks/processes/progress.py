@@ -436,6 +436,8 @@ class Silence:
         self._clock = clock
         self._resumed_step = resumed_step
         self._step: float | None = None
+        #: Time of the last call of `restart`, or the time of the creation.
+        self._start_s = clock()
         #: Time of the last progress. If there was none, the time of the last call of `restart`.
         self._progress_s = clock()
         #: Time at which a checkpoint last grew; None if no checkpoint has grown.
@@ -451,8 +453,9 @@ class Silence:
         return bool(self._step)
 
     def restart(self) -> None:
-        """Count the time without progress from now, for example after the start of a component."""
-        self._progress_s = self._clock()
+        """Count the times from now, for example after the start of a component."""
+        self._start_s = self._clock()
+        self._progress_s = self._start_s
 
     def note_growth(self, ago_s: float) -> None:
         """Take the growth of a checkpoint as a sign of work.
@@ -466,6 +469,11 @@ class Silence:
     def has_grown_since_progress(self) -> bool:
         """True if a checkpoint has grown after the last progress."""
         return self._growth_s is not None and self._growth_s > self._progress_s
+
+    @property
+    def seconds_since_start(self) -> float:
+        """Seconds since the last start of a component, see `restart`."""
+        return self._clock() - self._start_s
 
     @property
     def seconds_since_progress(self) -> float:
@@ -535,6 +543,9 @@ class ProgressEnd(Enum):
 
     #: The run has made no progress for longer than `stall_after_s`.
     STALLED = "stalled"
+    #: The run has made no first step, and no component has written output for longer than
+    #: `stall_after_s`. The run may hang, or it may still import, load or compile.
+    NO_FIRST_STEP = "no first step"
     #: The last step was reached, but the components did not end within `finish_within_s`.
     FINISHED = "finished"
 
@@ -662,7 +673,10 @@ class ProgressWatch:
                 if silent_s > limit_s:
                     growth_s = await self.seconds_since_growth()
                     if growth_s is None or growth_s > limit_s:
-                        return ProgressEnd.STALLED, self._describe_silence(silent_s)
+                        end = ProgressEnd.STALLED
+                        if self.source is not None and not self.silence.is_by_step:
+                            end = ProgressEnd.NO_FIRST_STEP
+                        return end, self._describe_silence(silent_s)
                     self.silence.note_growth(growth_s)
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.source is None else every_s)
@@ -709,8 +723,11 @@ class ProgressWatch:
         """
         text = f"no new step since {self}"
         if not self.silence.is_by_step:
-            no_output = "no output of any component except repeated lines"
-            text = f"no step, and {no_output}," if self.source is not None else f"{no_output},"
+            text = "no output of any component except repeated lines"
+        if not self.silence.is_by_step and self.source is not None:
+            first_step = f"no step after {self}" if self.step else "no first step"
+            start_s = self.silence.seconds_since_start
+            text = f"{first_step} within {start_s:.0f} s of the start, and {text}"
         text += f" for {self.silence.seconds_since_progress:.0f} s"
         if self.silence.has_grown_since_progress:
             text += f", and no checkpoint has grown for {silent_s:.0f} s"

@@ -9,14 +9,11 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.show.run_view import describe_ending
-from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import HANG_REPORT, FailureKind
 from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
-#: Words in the general advice for a kind of failure. Before the advice is shown, these words are
-#: replaced by the actual path of the component's hang report.
-_HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
 
 
 class Fact(NamedTuple):
@@ -56,7 +53,7 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
         log = place.attempt(attempt.number).log(failure.component)
         hang_report = log.with_suffix(".hang.txt")
         if remedy:
-            yield Fact("what to do", remedy.replace(_HANG_REPORT, str(hang_report)))
+            yield Fact("what to do", remedy.replace(HANG_REPORT, str(hang_report)))
         yield Fact("log", str(log), is_code=True)
         if hang_report.exists():
             yield Fact("hang report", str(hang_report), is_code=True)

@@ -15,6 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+#: Words for the path of a hang report in advice to the user. Before the advice is shown, the words
+#: are replaced by the path of the failed component's hang report.
+HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
+
 
 class NodeBlame(StrEnum):
     """Condition under which the next attempt of a run avoids the nodes of a failed attempt."""

@@ -186,6 +186,24 @@ def test_run_without_new_steps_and_output_is_stalled(harness: ComponentHarness) 
     assert verdict.failure.component == "trainer"
 
 
+def test_training_that_is_still_importing_is_not_described_as_a_hang(
+    harness: ComponentHarness,
+) -> None:
+    imports = python("import time; time.sleep(600)  # as long as a slow import")
+
+    verdict = harness.run(
+        harness.component("trainer", imports, on_exit_zero="complete"),
+        progress=Progress(jsonl="steps", step="step"),
+        stall_after_s=1.5,
+    )
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
+    assert "no first step within " in verdict.message
+    assert "hangs" not in verdict.message
+    assert "imports" in verdict.failure.hint
+    assert "raise `stall_after_s` in the spec (now 1.5 s)" in verdict.failure.hint
+
+
 def test_run_at_its_time_limit_is_stopped_with_its_grace_period(harness: ComponentHarness) -> None:
     trainer = sh("trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done")
 

@@ -32,8 +32,12 @@ class CountedSilence(Silence):
     `Silence` measures how long a run has made no progress.
     """
 
-    def __init__(self, *logs: Path) -> None:
-        super().__init__(map(HeldLog, logs), clock=lambda: asyncio.get_running_loop().time())
+    def __init__(self, *logs: Path, resumed_step: float | None = None) -> None:
+        super().__init__(
+            map(HeldLog, logs),
+            clock=lambda: asyncio.get_running_loop().time(),
+            resumed_step=resumed_step,
+        )
         self.check_count = 0
 
     def seconds_without_work(self, step: float | None, has_output: bool | None = None) -> float:
@@ -197,13 +201,17 @@ History = Mapping[float, int | str]
 
 
 def watch_history(
-    checkpoints: Path, history: History, **settings: Any
+    checkpoints: Path,
+    history: History,
+    resumed_step: float | None = None,
+    **settings: Any,
 ) -> tuple[ProgressEnd, str, float]:
     """Watch a training that makes steps and writes checkpoints, until the watch ends.
 
     Args:
         checkpoints: Folder of the checkpoints. Its files get the times of the history.
         history: Events of the training. After the last event, the training hangs.
+        resumed_step: Step of the checkpoint from which the training resumes, or None.
         settings: Further fields of the `AttemptPlan`.
 
     Returns:
@@ -240,7 +248,7 @@ def watch_history(
         end, why = await ProgressWatch(
             replace(make_plan(None), components=(trainer,), **settings),
             StepFunction(step),
-            CountedSilence(),
+            CountedSilence(resumed_step=resumed_step),
             lambda *_, **fields: None,
             is_quiet=lambda: False,
             readers=InlineReaders(),
@@ -321,3 +329,28 @@ def test_time_after_the_last_step_counts_from_the_last_growth_of_a_checkpoint(
 
     assert end is ProgressEnd.FINISHED
     assert 45.0 < ended_s <= 46.0
+
+
+@pytest.mark.parametrize(
+    ("history", "resumed_step", "expected"),
+    [
+        ({}, None, "no first step within 26 s of the start"),
+        # a server that reports step 0 before the first step
+        ({1: 0}, None, "no first step within 26 s of the start"),
+        # the trainer repeats the step of the checkpoint from which it resumes
+        ({1: 20}, 20.0, "no step after step 20 within 26 s of the start"),
+    ],
+)
+def test_stall_before_the_first_step_says_so(
+    tmp_path: Path, history: History, resumed_step: float | None, expected: str
+) -> None:
+    end, why, _ = watch_history(tmp_path, history, resumed_step, stall_after_s=25.0)
+
+    assert end is ProgressEnd.NO_FIRST_STEP
+    assert why.startswith(f"{expected}, and no output of any component except repeated lines for ")
+
+
+def test_stall_of_a_training_without_known_steps_names_the_output() -> None:
+    why, _, _ = watch_until_stalled(limit_s=25.0)
+
+    assert why == "no output of any component except repeated lines for 26 s"
