@@ -185,6 +185,8 @@ class ObservedRun:
         self.names = tuple(spec.components)
         #: Step at which the training is complete, or None if it is unknown.
         self.total = spec.progress.total if spec.progress else None
+        #: Step that the run must reach for success, or None if the spec requires no step.
+        self._success_step = spec.success.step if spec.success else None
         #: Number of engines of the inference fleet, or 0 if the run has no fleet.
         self.engines = spec.fleet.engines if spec.fleet is not None else 0
         #: Path of `run.json`, or None if it does not exist yet.
@@ -255,8 +257,9 @@ class ObservedRun:
                 self.why = event.message
                 self.doing = f"waiting: {event.message}"
             case "run.progress":
+                shows_running = self._is_slow or self.doing == self.running
                 self.pace.add_step(event.at, event.step)
-                if self._is_slow:
+                if shows_running:
                     self._is_slow = False
                     self.doing = self.running
             case "run.slow":
@@ -357,11 +360,21 @@ class ObservedRun:
         return not _LOST.isdisjoint(self.groups.values())
 
     @property
+    def is_at_last_step(self) -> bool:
+        """True if the training has reported its last step, or a step after it."""
+        steps = [step for step in (self.total, self._success_step) if step is not None]
+        return bool(steps) and self.pace.step is not None and self.pace.step >= max(steps)
+
+    @property
     def running(self) -> str:
         """Text with the components of the run, such as `running: trainer, rollout`.
 
         If some engines of the fleet do not serve, the text also has the number of serving engines.
+        After the last step, the text says that the training is finishing.
         """
+        if self.is_at_last_step:
+            total = f" of {self.total:g}" if self.total else ""
+            return f"finishing: the training is at its last step, step {self.pace.step:g}{total}"
         components = f"running: {', '.join(self.names)}"
         if not self.groups or self.serving == self.engines:
             return components

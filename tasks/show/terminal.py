@@ -36,7 +36,7 @@ from tasks.show.pictures import (
     list_curve_metrics,
     number_text,
 )
-from tasks.show.run_view import ObservedRun, Pace, Row, Standing
+from tasks.show.run_view import ObservedRun, Row, Standing
 from tasks.show.screen import ForeignLines, Screen
 from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
@@ -290,7 +290,7 @@ def build_region(seen: ObservedRun, now: float) -> Group:
         activity = "waiting" if seen.is_waiting else "stopping"
         parts.append(Text(f"{activity}: {one_line(seen.why)}", style="yellow"))
     if seen.pace.step is not None and not seen.is_waiting:
-        parts.append(_build_progress_line(seen.pace, seen.total, now))
+        parts.append(_build_progress_line(seen, now))
     return Group(*parts)
 
 
@@ -330,17 +330,23 @@ def _cut_text(content: str, style: str = "") -> Text:
     return Text(one_line(content), style, no_wrap=True, overflow="ellipsis")
 
 
-def _build_progress_line(pace: Pace, total: float | None, now: float) -> Table:
-    """Return the line with the step, a progress bar, the speed and the remaining time."""
-    step = pace.step or 0.0
-    rate = pace.per_second(now)
-    remaining_s = pace.remaining_s(now)
+def _build_progress_line(seen: ObservedRun, now: float) -> Table:
+    """Return the line with the step, a progress bar, the speed and the remaining time.
+
+    After the last step of the training, the line says that the training is finishing.
+    """
+    total = seen.total
+    step = seen.pace.step or 0.0
+    rate = seen.pace.per_second(now)
+    remaining_s = seen.pace.remaining_s(now)
 
     estimates = []
     if rate:
         estimates.append(f"{format_duration(1 / rate)}/step")
     if remaining_s:
         estimates.append(f"{format_duration(remaining_s)} left")
+    if seen.is_at_last_step and not seen.is_stopping:
+        estimates.append("last step, finishing")
 
     line = Table.grid(padding=(0, 2, 0, 0))
     if total:

@@ -181,6 +181,49 @@ def test_new_attempt_shows_nothing_of_the_previous_attempt() -> None:
     assert set(rows(view).values()) == {(Standing.WAITING, "")}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"progress": {"jsonl": "f", "step": "step", "total": 40}},
+        {"progress": {"jsonl": "f", "step": "step"}, "success": {"step": 40}},
+    ],
+)
+def test_training_at_its_last_step_is_finishing(fields: dict[str, Any]) -> None:
+    view = observe_run(
+        event("attempt.ready"),
+        event("run.progress", at=T + 1, step=39.0),
+        event("run.slow", message="no step for 5 s since step 39"),
+        event("run.progress", at=T + 7, step=40.0),
+        of=spec(**fields),
+    )
+
+    assert lines(view, at=T + 60)[-1].endswith("last step, finishing")
+    assert view.doing.startswith("finishing: the training is at its last step, step 40")
+
+
+def test_stopped_run_at_its_last_step_is_stopping() -> None:
+    view = observe_run(
+        event("attempt.ready"),
+        event("run.progress", step=40.0),
+        event("teardown.begun", reason="step 40 of 40 reached", cause="trainer"),
+        of=spec(progress={"jsonl": "f", "step": "step", "total": 40}),
+    )
+
+    assert "finishing" not in "".join(lines(view))
+    assert view.doing == "stopping: step 40 of 40 reached"
+
+
+def test_alarm_is_still_shown_at_the_last_step() -> None:
+    view = observe_run(
+        event("attempt.ready"),
+        event("run.alarm", message="loss is nan"),
+        event("run.progress", step=40.0),
+        of=spec(progress={"jsonl": "f", "step": "step", "total": 40}),
+    )
+
+    assert view.doing == "alarm: loss is nan"
+
+
 def test_step_bar_shows_progress_speed_and_remaining_time() -> None:
     of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
     steps = [event("run.progress", at=T + n, step=10.0 + n) for n in range(11)]
