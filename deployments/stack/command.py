@@ -39,11 +39,14 @@ from deployments.stack.part_checks import (
 )
 from deployments.stack.ray_session import BrokenSession, check_session
 from deployments.stack.state import Stack, StackError, StackPlace
+from tasks.processes.identity import host_name, user_name
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import listeners
-from tasks.processes.registry import describe_unreadable_files
+from tasks.processes.registry import Owner, describe_unreadable_files
 from tasks.processes.signals import interrupt_on_signals
+from tasks.processes.stop_notes import write_stop_notes
 from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.record.cancellation_note import take_note
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count
@@ -137,13 +140,30 @@ def down(*, port: Port = None) -> int:
         _refuse_other_port(stack, port)
         if stack.is_running:
             _say("Stopping the worker with its runs, Ray, and the Prefect server.")
-            stop(stack)
+            _stop_with_reason(stack)
         elif stack.state in ("starting", "up"):
             _say("The stack's supervisor was killed: waiting for the end of its parts.")
         with place.no_supervisor():
             place.clear()
         _say("The stack is stopped, and all of its processes have ended.")
         return EXIT_DONE
+
+
+def _stop_with_reason(stack: Stack) -> None:
+    """Stop the stack, and let its runs record who has stopped it."""
+    reason = f"{user_name()} stopped the stack with `muster down` on {host_name()}"
+
+    def is_run_of_stack(owner: Owner) -> bool:
+        is_own_worker = owner.worker == stack.worker
+        return is_own_worker and stack.is_reached_at(owner.api_url or "")
+
+    directories = write_stop_notes(f"cancelled, because {reason}", is_run_of_stack)
+    try:
+        stop(stack)
+    finally:
+        # A run that ended by itself at the same moment has not used its note.
+        for directory in directories:
+            take_note(directory)
 
 
 def status(*, port: Port = None) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from tasks.processes import tree
 from tasks.processes.registry import teardown_s
+from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 
 #: Time, in seconds, between two checks whether the runs have ended.
 _CHECK_EVERY_S = 0.1
@@ -31,6 +32,7 @@ def end_runs(worker: int, *, within_s: float) -> None:
     """
     tree.signal_process(worker, signal.SIGSTOP, parent=tree.read_parent(worker))
     runs = tree.children(worker)
+    write_stop_notes(describe_stopped_worker(), lambda owner: owner.process.pid in runs)
     # Compute the grace period before the first SIGTERM. It contains the grace periods of the
     # running components, which may be missing in the registry of components as soon as they end.
     grace_s = max(map(teardown_s, runs), default=0.0)

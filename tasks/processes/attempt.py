@@ -767,12 +767,54 @@ class SupervisedAttempt:
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt for a reason outside the attempt, such as a cancel by the user.
 
+        The attempt is completed nevertheless if its training has reached its last step, and its
+        trainer then ends with exit code 0.
+
         Args:
             why: Reason for the end, in one line for the user.
             state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
                 another process resumes the run.
         """
-        self._decide(Decision.of(Verdict(state=state, message=why), warns=True))
+
+        async def make_verdict() -> Verdict:
+            trainer = self._find_completed_trainer() if state is RunState.CANCELLED else None
+            if trainer is None:
+                return Verdict(state=state, message=why)
+            return self._complete(f"{self._progress.describe_end()}; {trainer.name} has ended")
+
+        self._decide(
+            Decision(
+                at_monotonic_s=time.monotonic(),
+                state=state,
+                reason=why,
+                make_verdict=make_verdict,
+                warns=True,
+            )
+        )
+
+    def _find_completed_trainer(self) -> RunningComponent | None:
+        """Return the component that has ended with exit code 0 after the last step.
+
+        Returns:
+            None if the last step is unknown or was not reached, or if no component whose exit code
+            0 completes the run has ended so.
+        """
+        if not self._progress.is_finished:
+            return None
+        ended = (
+            component
+            for component in self._launched
+            if component.plan.on_exit_zero == "complete" and component.is_ready
+            if component.exit is not None and component.exit.is_zero
+        )
+        return next(ended, None)
+
+    def _complete(self, message: str) -> Verdict:
+        """Return the verdict of a completed attempt, with a warning if a metric is not finite."""
+        not_finite = self._alarms.describe_not_finite() if self._alarms else ""
+        if not_finite:
+            message = f"warning: {message}, but {not_finite}"
+        return Verdict(state=RunState.COMPLETED, message=message)
 
     def crash(self, error: BaseException) -> None:
         """Fail the attempt after an error in Muster's own code.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import select
 import socket
@@ -20,6 +21,14 @@ def host_name() -> str:
     container, because its host name differs from that of its machine.
     """
     return HOST.read() or socket.gethostname()
+
+
+def user_name() -> str:
+    """Return the name of the user who runs this process, or `a user` if the name is unknown."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "a user"
 
 
 #: Function that returns an id of this boot of the machine and this PID namespace. A pid is only

@@ -48,6 +48,7 @@ from pydantic import Field, PrivateAttr
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import teardown_s
+from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 from tasks.processes.temporary import use_own_temporary_folder
 from tasks.queue.crash_messages import CrashReporter
 from tasks.queue.decision import SchedulingPass
@@ -366,6 +367,11 @@ async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) ->
     finally:
         if not done.done():
             with anyio.CancelScope(shield=True):
+                await asyncio.to_thread(
+                    write_stop_notes,
+                    describe_stopped_worker(),
+                    lambda owner: owner.process.pid == process.pid,
+                )
                 await _end_process(process)
 
 

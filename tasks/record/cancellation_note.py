@@ -1,7 +1,8 @@
-"""The note that tells the process of a run who cancels the run.
+"""The note that tells the process of a run why a signal ends the run.
 
-`muster cancel` ends a run without a flow run on the server by a signal. A signal has no text, so
-the command first writes the reason into a file of the run.
+`muster cancel` ends a run without a flow run on the server by a signal. `muster down` and a stopped
+worker end their runs by signals, too. A signal has no text, so the reason is first written into a
+file of the run.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ _READ_AT_MOST = 1000
 def write_note(directory: Path, reason: str) -> None:
     """Write the reason of a cancellation into the directory of a run.
 
-    A note that cannot be written is omitted, because the run must be cancelled nevertheless.
+    A note that exists stays, because the first cancellation is the reason. A note that cannot be
+    written is omitted, because the run must be cancelled nevertheless.
     """
-    with suppress(OSError):
-        (directory / _FILE).write_text(reason, encoding="utf-8")
+    with suppress(OSError), (directory / _FILE).open("x", encoding="utf-8") as file:
+        file.write(reason)
 
 
 def take_note(directory: Path) -> str:

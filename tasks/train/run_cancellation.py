@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import signal
 import time
 from contextlib import suppress
@@ -11,7 +10,7 @@ from uuid import UUID
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
-from tasks.processes.identity import host_name
+from tasks.processes.identity import host_name, user_name
 from tasks.processes.registry import Owner, find_living_owner, send_to_owner
 from tasks.record.cancellation_note import write_note
 from tasks.server.flow_runs import cancel as cancel_flow_run
@@ -45,7 +44,7 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
         raise BadArgument(f"{run.run_id} has ended: it is {run.state}")
     api_url = PREFECT_API_URL.value()
     command = "muster cancel --now" if is_now else "muster cancel"
-    message = f"cancelled by {_user_name()} with `{command}` on {host_name()}"
+    message = f"cancelled by {user_name()} with `{command}` on {host_name()}"
     if api_url and run.flow_run_id:
         with suppress(ObjectNotFound), connect_to_server(api_url) as client:
             has_process = owner is not None
@@ -60,14 +59,6 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
         )
     write_note(run.place.directory, message)
     _signal_process(run, owner, is_now=is_now)
-
-
-def _user_name() -> str:
-    """Return the name of the user who runs this process, or `a user` if the name is unknown."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "a user"
 
 
 def _find_working_process(run: Run) -> Owner | None:

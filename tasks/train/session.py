@@ -24,6 +24,7 @@ from tasks.processes.registry import RunRegistration
 from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
+from tasks.record.cancellation_note import take_note
 from tasks.record.checkpoint_paths import check_access
 from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.record.checkpoints import (
@@ -165,6 +166,8 @@ class RunSession:
         # flow run gets its final state, `muster reconcile` finds the run.
         atexit.register(self._register.close)
         self.place.directory.mkdir(parents=True, exist_ok=True)
+        # Remove a note about the end of an earlier process, which that process has not used.
+        take_note(self.place.directory)
 
         self._secrets = RunSecrets(spec)
         self._write_spec()

@@ -26,6 +26,7 @@ import pytest
 
 from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack.state import Stack, processes_of
+from tasks.processes.identity import user_name
 from tasks.processes.ports import PortsReserved
 from tasks.ray.control_store import convert_grpc_errors, open_channel, prepare_request
 from tasks.ray.dashboard import Denied
@@ -734,6 +735,8 @@ def test_down_ends_a_running_run_and_leaves_no_process(home: Home) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
-    assert home.record(flow_run)["state"] == "cancelled"
+    record = home.record(flow_run)
+    assert record["state"] == "cancelled"
+    assert record["message"].startswith(f"cancelled, because {user_name()} stopped the stack with")
     assert not stack.ray_temp.exists()
     assert not (home.directory / "stack" / "stack.json").exists()

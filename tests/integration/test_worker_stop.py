@@ -36,6 +36,7 @@ def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
         run.wait_until_gone()
     assert stop_result.returncode == 0
     assert record["state"] == "cancelled"
+    assert record["message"].startswith("cancelled, because the worker on ")
     assert record["attempts"][0]["components"]["trainer"]["exit_code"] == 0
     assert state == "CANCELLED"
 
@@ -56,6 +57,7 @@ def test_worker_that_gets_a_signal_lets_its_runs_save(
         remaining_pids = run.pids()
     assert has_saved(saved_file)
     assert (record["state"], state) == ("cancelled", "CANCELLED")
+    assert record["message"].startswith("cancelled, because the worker on ")
     assert remaining_pids == []
 
 

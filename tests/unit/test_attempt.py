@@ -490,6 +490,32 @@ async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) 
     assert verdict.unseen == {"trainer": ("node 10.0.0.5 could not be checked",)}
 
 
+@pytest.mark.parametrize(
+    ("step", "code", "state"),
+    [
+        (20, 0, RunState.COMPLETED),
+        # a trainer that saves its state after SIGTERM and exits with 0
+        (19, 0, RunState.CANCELLED),
+        (20, 1, RunState.CANCELLED),
+    ],
+)
+async def test_interrupted_attempt_is_completed_if_its_trainer_ends_after_the_last_step(
+    begin: MakeAttempt, tmp_path: Path, step: int, code: int, state: RunState
+) -> None:
+    attempt = await begin(
+        {"progress": Progress(jsonl="steps", step="step", total=20)}, trainer="complete"
+    )
+    (tmp_path / "steps").write_text(f'{{"step": {step}}}\n')
+
+    attempt.interrupt("interrupted by SIGTERM")
+    process("trainer").ends(time.monotonic() - ORIGIN_S, code=code)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is state
+    message = "step 20 of 20 reached; trainer has ended"
+    assert verdict.message == (message if state is RunState.COMPLETED else "interrupted by SIGTERM")
+
+
 async def test_silence_starts_with_the_start_of_a_component(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

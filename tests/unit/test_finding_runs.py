@@ -543,7 +543,7 @@ def test_cancelled_state_of_a_waiting_run_names_the_user(
             return SimpleNamespace(status=status, state=Cancelled())
 
     monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
-    monkeypatch.setattr(run_cancellation.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr("tasks.processes.identity.getpass.getuser", lambda: "ada")
     record = RunJson.read(RunPlace.of(LIVE).record)
 
     with temporary_settings({PREFECT_API_URL: "http://a/api"}):

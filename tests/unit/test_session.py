@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,8 +12,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelling, Running
 
 from tasks.processes.component import AttemptPlan
+from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 from tasks.processes.supervisor import Supervisor
 from tasks.record.cancellation_note import take_note, write_note
+from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.server.interruption import Change, ObservedFlowRun
 from tasks.spec.failure_kinds import FailureKind
@@ -282,6 +285,48 @@ def test_run_without_a_server_names_the_user_who_cancelled_it(
 
     assert run.record.content.message == "cancelled by ada with `muster cancel`"
     assert take_note(run.place.directory) == ""
+
+
+def test_run_that_a_stopped_stack_ends_names_the_stop(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: State[Any] = Running()
+    observed = ObservedFlowRun(change=Change.NONE, state=running)
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: observed)
+    run = make_run()
+    run.begin_attempt()
+    own_pid = os.getpid()
+
+    # `muster down` writes its reason first, and then stops the worker, which writes another one.
+    written = write_stop_notes("cancelled, because ada stopped the stack", lambda _: True)
+    write_stop_notes(describe_stopped_worker(), lambda owner: owner.process.pid == own_pid)
+    run.interrupt("interrupted by SIGTERM")
+    run.end_attempt()
+    conclude(run)
+
+    assert written == [run.place.directory]
+    assert run.record.content.message == "cancelled, because ada stopped the stack"
+
+
+def test_reason_of_a_stop_is_written_only_for_the_stopped_runs(muster_home: Path) -> None:
+    run = make_run()
+
+    written = write_stop_notes("cancelled", lambda owner: owner.worker == "another-worker")
+
+    assert written == []
+    assert take_note(run.place.directory) == ""
+    run.close()
+
+
+def test_note_about_an_earlier_process_is_not_shown_later(muster_home: Path) -> None:
+    place = RunPlace.of(RUN_ID)
+    place.directory.mkdir(parents=True)
+    write_note(place.directory, "cancelled by ada")
+
+    run = make_run()
+
+    assert take_note(run.place.directory) == ""
+    run.close()
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -1,0 +1,49 @@
+"""Write down why the processes of runs are stopped, before these processes get their signals.
+
+A run whose process gets SIGTERM does not know the reason. So the program that stops a worker or a
+stack first writes the reason into the directory of each run that it stops.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks.processes.identity import host_name
+from tasks.processes.registry import Owner, find_living_owner, registered_runs
+from tasks.record.cancellation_note import write_note
+
+_log = logging.getLogger(__name__)
+
+
+def describe_stopped_worker() -> str:
+    """Return the reason for the end of the runs of a worker that is stopped on this machine."""
+    return f"cancelled, because the worker on {host_name()} was stopped"
+
+
+def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[Path]:
+    """Write the reason of a stop into the directories of the runs that are stopped.
+
+    A run that has a reason already keeps it: `muster down` stops the worker, and the worker stops
+    the run, but only `muster down` knows the user.
+
+    Args:
+        reason: Reason for the end of the runs, for the user.
+        is_stopped: Returns True for the process of a run that is stopped.
+
+    Returns:
+        The directories of the runs that have a reason now.
+    """
+    directories = []
+    try:
+        owners = [owner for owner in map(find_living_owner, registered_runs()) if owner is not None]
+    except OSError as error:
+        # The runs must be stopped nevertheless. Their records then name only the signal.
+        _log.warning("the reason of a stop could not be written for the runs: %s", error)
+        return []
+    for owner in owners:
+        if owner.directory is not None and is_stopped(owner):
+            write_note(owner.directory, reason)
+            directories.append(owner.directory)
+    return directories
