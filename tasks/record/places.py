@@ -228,6 +228,19 @@ def callers_umask() -> int | None:
         return None
 
 
+def write_for_caller(path: Path, text: str) -> None:
+    """Write a text file into a project of the user. The file is not one of Muster's own files.
+
+    A new file gets the mode that a program of the user's shell would give it. An existing file
+    keeps its mode.
+    """
+    is_new = not path.exists()
+    path.write_text(text, encoding="utf-8")
+    mask = callers_umask()
+    if is_new and mask is not None:
+        path.chmod(0o666 & ~mask)
+
+
 def _umask() -> int:
     """Return the umask in the environment variable MUSTER_UMASK, by default 077.
 

@@ -64,6 +64,12 @@ _GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)
 _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentParser)\b")
 #: Matches the number of steps in the text of a script, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
+#: Matches a loop over the training steps, with the first argument of `range` as its only group.
+_STEP_LOOP = re.compile(
+    r"\bfor\s+(?:\w*step\w*|\w*iter\w*|it?|t)\s+in\s+(?:\w+\()?range\(((?:[^(),]|\([^()]*\))*)[,)]"
+)
+#: Matches the first argument of `range` in a loop that counts from 1, such as `start + 1`.
+_FROM_ONE = re.compile(r"(?:^|\+)\s*1\s*$")
 #: Matches a word that YAML reads as the same text in a list such as `[python, train.py]`.
 _PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
 #: Number of GPUs in a run spec that is written on a machine without GPUs. The lines with this
@@ -273,10 +279,12 @@ class _SpecWriter:
         """Return the text of the run spec."""
         parts = []
         for part in ("head", *self._framework["parts"]):
+            if not self._is_needed(part):
+                continue
             if part == "gang" and not self._gpus:
                 part = "no_gang"
-            elif part.endswith("_hook") and self.hook is None:
-                continue
+            elif part == "success" and self._counts_from_zero:
+                part = "success_from_zero"
             parts.append(
                 self._write_variables() if part == "variables" else self._templates["parts"][part]
             )
@@ -295,6 +303,14 @@ class _SpecWriter:
             text = text.replace(", total: TOTAL}", "}  # add total: NUMBER OF STEPS")
         values = self._make_values()
         return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
+
+    def _is_needed(self, part: str) -> bool:
+        """Return True if the run spec needs a part of the template."""
+        if part.endswith("_hook"):
+            return self.hook is not None
+        if part == "success":
+            return self._find_total() is not None
+        return True
 
     def _choose_options(self) -> dict[Purpose, ScriptOption]:
         """Return the options of the script whose purpose is known, by their purpose."""
@@ -349,6 +365,27 @@ class _SpecWriter:
         match = _STEPS.search(self._script.content)
         return int(match[1]) or None if match is not None else None
 
+    @property
+    def _counts_from_zero(self) -> bool:
+        """True if the script has a loop over its steps that probably begins with step 0.
+
+        The trainers of frameworks count from 1, whatever loops a script has.
+        """
+        if "loop_hook" not in self._framework["parts"]:
+            return False
+        loops = _STEP_LOOP.finditer(self._script.content)
+        return any(not self._begins_with_one(loop) for loop in loops)
+
+    @staticmethod
+    def _begins_with_one(loop: re.Match[str]) -> bool:
+        """Return True if a loop over the steps begins with step 1.
+
+        Args:
+            loop: A match of `_STEP_LOOP`.
+        """
+        has_start = loop[0].endswith(",")
+        return has_start and _FROM_ONE.search(loop[1]) is not None
+
     def _make_values(self) -> dict[str, str]:
         """Return the value of each variable in the template of the run spec, by its name."""
         file = self._script.file
@@ -363,6 +400,7 @@ class _SpecWriter:
         if not self._machine_gpus:
             without_gang = f"This machine shows no GPUs. {without_gang}"
         total = self._find_total()
+        last_step = total - 1 if total and self._counts_from_zero else total
         return {
             "TRAINING": self._framework["name"],
             "FILE": _quote(str(file)),
@@ -377,6 +415,7 @@ class _SpecWriter:
             "PROCESSES": str(self._gpus or 1),
             "WITHOUT": without_gang,
             "TOTAL": str(total),
+            "LAST": str(last_step),
         }
 
 

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from tasks.pipeline.stage_specs import add_code, require_deployment
 from tasks.processes.devices import Devices
 from tasks.queue.ledger import parse_request
-from tasks.record.places import muster_home
+from tasks.record.places import muster_home, write_for_caller
 from tasks.server.artifacts import make_code_label, store_submitted_code
 from tasks.server.deployments import (
     WORKING_DIR,
@@ -547,14 +547,14 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
     spec_path = directory / "muster.yaml"
     if spec_path.exists() and not force:
         raise MusterError(f"{spec_path} exists already: add --force to replace it")
-    spec_path.write_text(draft.text, encoding="utf-8")
+    write_for_caller(spec_path, draft.text)
     load_spec(spec_path)
 
     print(f"Found {draft.framework} ({draft.file}). Wrote {spec_path}.")
     if draft.hook is not None:
         hook = directory / draft.hook
         if not hook.exists():
-            hook.write_text(read_hook(), encoding="utf-8")
+            write_for_caller(hook, read_hook())
         print(f"To see the steps of the training, import {hook}, as {spec_path.name} shows.")
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cyclopts import App
 
+from tasks.record.places import CALLERS_UMASK
 from tasks.show.arguments import run
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import InvalidSpec
@@ -281,7 +284,39 @@ def test_options_of_the_script_are_used(tmp_path: Path) -> None:
         *("--max_steps", "${progress.total}"),
     )
     assert spec.progress is not None and spec.progress.total == 60
+    assert spec.success is not None and spec.success.step == 60
     assert draft.missing_arguments == ("--data", "model")
+
+
+@pytest.mark.parametrize(
+    ("loop", "last_step"),
+    [
+        ("for step in range(args.steps):", 39),
+        ("for step in tqdm(range(start, args.steps)):", 39),
+        ("for i in range(40):", 39),
+        ("for it in range(len(batches)):", 39),
+        ("for step in range(1, args.steps + 1):", 40),
+        ("for step in range(start + 1, args.steps + 1):", 40),
+        ("for row in range(40):", 40),
+        ("while step < args.steps:", 40),
+    ],
+)
+def test_success_is_the_last_step_that_the_script_counts(
+    tmp_path: Path, loop: str, last_step: int
+) -> None:
+    source = f"parser.add_argument('--steps', type=int, default=40)\n{loop}\n    pass\n"
+    folder = project(tmp_path, {"train.py": source})
+
+    spec = load_draft(folder)
+
+    assert spec.progress is not None and spec.progress.total == 40
+    assert spec.success is not None and spec.success.step == last_step
+
+
+def test_script_with_an_unknown_number_of_steps_has_no_success(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"train.py": "print()\n"})
+
+    assert load_draft(folder).success is None
 
 
 def test_script_with_a_metrics_option_needs_no_hook(tmp_path: Path) -> None:
@@ -351,6 +386,36 @@ def test_draft_says_how_torchrun_starts_one_process_per_gpu(tmp_path: Path) -> N
     spec = load_spec(folder / "muster.yaml")
     assert "--nproc-per-node=${gang.gpus_per_node}" in spec.processes["trainer"].command
     assert spec.gang is not None
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_written_files_have_the_umask_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, mode: int
+) -> None:
+    folder = project(tmp_path, {"train.py": TORCHRUN})
+    monkeypatch.setenv(CALLERS_UMASK, f"{umask:03o}")
+    own_umask = os.umask(0o077)  # the umask of Muster's own files
+
+    try:
+        run(INIT, [str(folder)])
+    finally:
+        os.umask(own_umask)
+
+    modes = {
+        name: stat.S_IMODE((folder / name).stat().st_mode)
+        for name in ("muster.yaml", "muster_metrics.py")
+    }
+    assert modes == {"muster.yaml": mode, "muster_metrics.py": mode}
+
+
+def test_replaced_spec_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project(tmp_path, {"train.py": TORCHRUN, "muster.yaml": "mine"})
+    (folder / "muster.yaml").chmod(0o640)
+    monkeypatch.setenv(CALLERS_UMASK, "022")
+
+    run(INIT, [str(folder), "--force"])
+
+    assert stat.S_IMODE((folder / "muster.yaml").stat().st_mode) == 0o640
 
 
 def test_init_requests_the_gpus_that_muster_gpus_names(
