@@ -31,7 +31,7 @@ from uuid import UUID
 from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
-from tasks.queue.grants import failed_nodes, not_before
+from tasks.queue.grants import failed_nodes, not_before, read_expected_end
 from tasks.queue.ledger import Ledger, Limited, QueueEntry
 from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
@@ -636,21 +636,31 @@ class SchedulingPass:
             granted_at = entry.grant.at if entry.grant is not None else 0.0
             return granted_at or (entry.flow_run.start_time or entry.state_since).timestamp()
 
-        return [
-            Held(
-                id=str(entry.id),
-                gpus=shares.held[entry.id],
-                cpus_per_gpu=entry.demand.cpus_per_gpu,
-                place=entry.place,
-                # A run that already takes longer than its estimate is expected to end now.
-                # Otherwise the first run of the queue would get a reservation for a time in the
-                # past.
-                ends_at=max(self.at, find_start(entry) + entry.request.estimate_s),
-                is_end_assumed=entry.request.is_estimate_assumed,
-                tags=entry.request.tags,
+        held_gangs = []
+        for entry in gangs:
+            start = find_start(entry)
+            ends_at = start + entry.request.estimate_s
+            is_end_assumed = entry.request.is_estimate_assumed
+            expected_end = read_expected_end(entry.flow_run, since=start)
+            if expected_end is not None:
+                # The estimate in the spec stays the latest end, but a default estimate does not.
+                ends_at = expected_end if is_end_assumed else min(ends_at, expected_end)
+                is_end_assumed = False
+            held_gangs.append(
+                Held(
+                    id=str(entry.id),
+                    gpus=shares.held[entry.id],
+                    cpus_per_gpu=entry.demand.cpus_per_gpu,
+                    place=entry.place,
+                    # A run that already takes longer than its estimate is expected to end now.
+                    # Otherwise the first run of the queue would get a reservation for a time in the
+                    # past.
+                    ends_at=max(self.at, ends_at),
+                    is_end_assumed=is_end_assumed,
+                    tags=entry.request.tags,
+                )
             )
-            for entry in gangs
-        ]
+        return held_gangs
 
     def _add_holders(self, key: str) -> None:
         """Fill in the field `held` of a cluster's nodes: the runs that hold GPUs of each node."""

@@ -27,7 +27,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Scheduled
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.server.concurrency_lease import set_state_and_release_lease_async
@@ -53,6 +53,9 @@ _FAILURES = TypeAdapter(dict[str, int])
 #: value of the label is the number of processes that the flow run has had so far. If the flow run
 #: has had more processes since, the label is outdated.
 _HANDED_OVER = "muster.gang.goes_on"
+
+#: Name of the label with the expected end of a run. It follows from the progress of the training.
+_EXPECTED_END = "muster.gang.expected_end"
 
 #: Time, in seconds, between two changes of the label `HEARTBEAT`. The changes show that the process
 #: of a waiting run is alive.
@@ -115,6 +118,17 @@ class Grant(BaseModel):
     def label(self) -> dict[str, Any]:
         """Return the name and the value of the flow run label that stores this grant."""
         return {GRANT: self.model_dump_json()}
+
+
+class _ExpectedEnd(BaseModel):
+    """Content of the label _EXPECTED_END."""
+
+    model_config = ConfigDict(frozen=True)
+
+    #: Expected end of the run, in UTC epoch seconds.
+    ends_at: FiniteFloat
+    #: Time at which the run wrote the label, in UTC epoch seconds.
+    at: FiniteFloat
 
 
 def state_of(flow_run: FlowRun) -> State[Any]:
@@ -198,6 +212,35 @@ def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
 def not_before(flow_run: FlowRun) -> float:
     """Return the earliest next start of a requeued run in UTC epoch seconds, or 0 if unset."""
     return _to_number(flow_run.labels.get(_NOT_BEFORE))
+
+
+def expected_end_labels(ends_at: float, at: float) -> dict[str, Any]:
+    """Return the label with the expected end of a run.
+
+    Args:
+        ends_at: Expected end in UTC epoch seconds.
+        at: Present time in UTC epoch seconds.
+    """
+    return {_EXPECTED_END: _ExpectedEnd(ends_at=ends_at, at=at).model_dump_json()}
+
+
+def read_expected_end(flow_run: FlowRun, since: float) -> float | None:
+    """Return the expected end of a run according to its progress, in UTC epoch seconds.
+
+    Args:
+        flow_run: The flow run.
+        since: Start of the present attempt in UTC epoch seconds. An older label is about an earlier
+            attempt.
+
+    Returns:
+        None if the run has reported no expected end in this attempt.
+    """
+    # Users can set any labels when they submit a flow run, so the content may be invalid.
+    with suppress(ValidationError):
+        label = str(flow_run.labels.get(_EXPECTED_END) or "")
+        expected_end = _ExpectedEnd.model_validate_json(label)
+        return expected_end.ends_at if expected_end.at >= since else None
+    return None
 
 
 def handover_labels(flow_run: FlowRun) -> dict[str, Any]:

@@ -150,6 +150,15 @@ class RunPage:
         """Current activity of the run, such as `starting trainer`."""
         return self._seen.doing
 
+    def remaining_s(self, now: float) -> float | None:
+        """Return the estimated seconds until the last step, or None if unknown.
+
+        Args:
+            now: Present time in UTC epoch seconds.
+        """
+        with self._lock:
+            return self._seen.pace.remaining_s(now)
+
     def _schedule(self, *keys: str) -> None:
         """Schedule an update of artifacts as soon as their minimum intervals allow."""
         for key in keys:

@@ -26,6 +26,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Failed, Running
 
+from tasks.queue.grants import expected_end_labels
 from tasks.record.events import Event, event_listeners
 from tasks.server.events import is_retryable, override_client_settings
 from tasks.server.flow_runs import make_context_thread, set_running_message
@@ -33,6 +34,7 @@ from tasks.server.server import find_lasting_api_url
 from tasks.show.failure import format_failure
 from tasks.show.lines import lines_of
 from tasks.spec.formatting import join_commas
+from tasks.train.expected_end import ExpectedEnd
 from tasks.train.page_writer import RunPage
 from tasks.train.session import RunSession
 
@@ -109,6 +111,7 @@ class Reporter:
         #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
+        self._expected_end = ExpectedEnd()
         #: The recoveries of inference servers that are in progress, by the id of the recovery. A
         #: value contains the id of the task run that shows the recovery, and a description.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
@@ -191,6 +194,14 @@ class Reporter:
                 self._reports.put(partial(self._end_recovery, event))
             case "attempt.decided":
                 self._reports.put(self._log_end_of_attempt)
+            case "attempt.begun":
+                self._expected_end.restart()
+            case "run.progress" if self._run.spec.gang is not None:
+                expected_end = self._expected_end.take_step(
+                    event.at, self._page.remaining_s(event.at)
+                )
+                if expected_end is not None:
+                    self._reports.put(partial(self._send_expected_end, expected_end))
         # The activity of a waiting run is not reported, because the flow run gets a Prefect state
         # for the wait.
         if self._page.activity != previous_activity and event.name != "run.waiting":
@@ -257,6 +268,16 @@ class Reporter:
             with get_client(sync_client=True) as client:
                 tags = sorted({*present_tags, *spec_tags})
                 client.update_flow_run(self._flow_run.id, tags=tags)
+
+    def _send_expected_end(self, expected_end: float) -> None:
+        """Set the label of the flow run from which the queue reads the expected end of the run.
+
+        Args:
+            expected_end: Expected end in UTC epoch seconds.
+        """
+        labels = expected_end_labels(expected_end, at=time.time())
+        with get_client(sync_client=True) as client:
+            client.update_flow_run_labels(self._flow_run.id, labels)
 
     def _log(self, message: str) -> None:
         """Write a message to the log of the flow run on the server."""

@@ -150,6 +150,41 @@ def test_message_of_a_queued_run_names_request_free_gpus_and_blocker(pool: GangP
     assert holder.state()[0] == "RUNNING"
 
 
+#: Program of a training with 100,000 steps of 0.2 seconds. Its argument is the metrics file.
+STEADY_TRAINING = """
+import json, sys, time
+for step in range(1, 100_001):
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps({"step": step}) + "\\n")
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.thorough
+def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run(
+    pool: GangPool,
+) -> None:
+    metrics = "${attempt.dir}/metrics.jsonl"
+    command = [sys.executable, "-I", "-S", "-c", STEADY_TRAINING, metrics]
+    active = pool.submit(
+        pool.spec(
+            gpus=16,
+            components={"trainer": {"command": command, "stop": {"grace_s": 2}}},
+            progress={"jsonl": metrics, "step": "step", "total": 100_000},
+        )
+    )
+    wait_for_grant(active)
+    run = pool.submit(pool.spec(gpus=16))
+
+    wait_for_message(run, "assumed, because a spec sets no `gang.hours`")
+    # The training needs about 6 hours, and the default duration of a run is 24 hours.
+    wait_for(
+        lambda: "assumed" not in wait_for_message(run, f"waits for {active.name} to end, expected"),
+        "the expected start follows from the steps",
+        WITHIN_S,
+    )
+
+
 def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     pool.hold(ALL)
     run = pool.submit(pool.spec())

@@ -23,6 +23,7 @@ from tasks.queue.deployment_limits import DeploymentLimit
 from tasks.queue.grants import (
     Grant,
     SchedulerProcess,
+    expected_end_labels,
     grant_of,
     handover_labels,
     is_handed_over,
@@ -682,3 +683,68 @@ def test_duration_is_assumed_if_the_spec_names_none(
     run = flow_run(spec={"gang": {"gpus_per_node": 8, **durations}})
 
     assert parse_request(run).is_estimate_assumed is is_assumed
+
+
+#: The run on the GPUs was granted them at NOW. It reports its expected end one minute later.
+REPORTED_AT = NOW + 60.0
+HOUR_S = 3600.0
+
+
+def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEntry:
+    """Return the entry of a run that holds all GPUs of node n1, with labels and keys of `gang`."""
+    granted = Grant(nodes={"n1": 8}, state_id="", at=NOW, by=None).label()
+    spec = {"gang": {"nodes": 1, "gpus_per_node": 8, **gang}}
+    running = flow_run(
+        8, type=StateType.RUNNING, name="Running", labels=granted | labels, spec=spec
+    )
+    return entry(running)
+
+
+@pytest.mark.parametrize(
+    ("gang", "ends_after_h", "expected_h", "is_assumed"),
+    [
+        # without a report of the run, the default of 24 hours or the key `hours` counts
+        ({}, None, 24.0, True),
+        ({"hours": 4}, None, 4.0, False),
+        # the progress replaces the default, in both directions
+        ({}, 2.0, 2.0, False),
+        ({}, 30.0, 30.0, False),
+        # the keys `hours` and `max_hours` stay the latest end
+        ({"hours": 4}, 2.0, 2.0, False),
+        ({"hours": 4}, 30.0, 4.0, False),
+        ({"max_hours": 4}, 30.0, 4.0, False),
+    ],
+)
+def test_expected_start_follows_from_the_progress_of_the_active_run(
+    gang: dict[str, Any], ends_after_h: float | None, expected_h: float, is_assumed: bool
+) -> None:
+    labels = {}
+    if ends_after_h is not None:
+        labels = expected_end_labels(NOW + ends_after_h * HOUR_S, at=REPORTED_AT)
+    waiting = entry(flow_run(8, number=1))
+
+    scheduling_pass = run_pass(
+        [waiting], [holder_with_labels(gang, labels)], nodes=(ClusterNode(name="n1", gpus=8),)
+    )
+
+    message = scheduling_pass.messages[waiting.id]
+    assert message.starts_at == NOW + expected_h * HOUR_S
+    assert message.is_start_assumed is is_assumed
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        expected_end_labels(NOW + 2 * HOUR_S, at=NOW - 60.0),  # of an earlier attempt
+        {key: "soon" for key in expected_end_labels(NOW, at=NOW)},
+        {key: '{"ends_at": "nan", "at": 1e300}' for key in expected_end_labels(NOW, at=NOW)},
+    ],
+)
+def test_outdated_or_invalid_expected_end_is_ignored(labels: dict[str, Any]) -> None:
+    waiting = entry(flow_run(8, number=1))
+
+    scheduling_pass = run_pass(
+        [waiting], [holder_with_labels({}, labels)], nodes=(ClusterNode(name="n1", gpus=8),)
+    )
+
+    assert scheduling_pass.messages[waiting.id].starts_at == NOW + 24 * HOUR_S
