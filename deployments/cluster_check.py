@@ -121,8 +121,8 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
     if leaks & {*_HELD_BY_GROUPS}:
         lines.append(
             "Child processes of killed Ray workers keep running. Set "
-            "RAY_process_group_cleanup_enabled=true in the environment of every `ray start` (Ray "
-            "2.60 does so by default), and restart Ray."
+            "RAY_process_group_cleanup_enabled=true in the environment of every `ray start` "
+            "(this is the default of Ray 2.60), and restart Ray."
         )
     if leaks - {*_HELD_BY_GROUPS}:
         lines.append(
@@ -132,11 +132,11 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
         )
     if any(code != _EXIT_CODE for code in codes):
         lines.append(
-            "Programs do not see the exit codes of their child processes, so a crash looks like "
-            "success. Remove "
-            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment of "
-            "`ray start`, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your programs. "
-            "Muster resets SIGCHLD for the driver of a job."
+            "Programs in this Ray cluster do not see the exit codes of their child processes, so "
+            "a crash looks like success. Remove "
+            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment "
+            "of `ray start`, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your "
+            "programs. Muster already resets SIGCHLD in the driver of each job."
         )
     if not lines:
         lines.append("No setting is needed: all processes ended, and exit codes are correct.")

@@ -175,7 +175,8 @@ def serve() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     flows = "; ".join(
-        f"`{served.flow.name}/<host>` each {served.interval_s} s ({served.description.rstrip('.')})"
+        f"`{served.flow.name}/<host>` every {served.interval_s} s "
+        f"({served.description.rstrip('.')})"
         for served in SERVED
     )
     return argparse.ArgumentParser(

@@ -306,8 +306,8 @@ def _build_app(called: str = "") -> App:
             imported, because the function's docstring is the help of the verb.
     """
     epilogue = (
-        "`muster VERB --help` explains a verb, with an example. `muster` without a verb shows the "
-        "runs that are running, waiting, and failed last."
+        "`muster VERB --help` explains a verb, with an example. `muster` without a verb shows "
+        "the running and waiting runs, and the runs that failed last."
     )
     app = App(
         name="muster",

@@ -76,8 +76,8 @@ Gpus = Annotated[
         accepts_keys=False,
         n_tokens=1,
         converter=lambda _type, tokens: Fleet.parsed(tokens[0].value),
-        help="NxG starts N Ray nodes on this machine with G logical GPUs each; G means 1xG. "
-        "Default: only Ray's head.",
+        help="Ray nodes to start on this machine: NxG starts N nodes with G logical GPUs each, "
+        "and G means 1xG. Default: only the head node of Ray.",
     ),
 ]
 #: Type of an option that takes a port, or 0 for any free port.
@@ -145,7 +145,7 @@ def down(*, port: Port = None) -> int:
             _say("The stack's supervisor was killed: waiting for the end of its parts.")
         with place.no_supervisor():
             place.clear()
-        _say("The stack is stopped, and all of its processes have ended.")
+        _say("The Muster stack is stopped, and all of its processes have ended.")
         return EXIT_DONE
 
 
@@ -279,7 +279,8 @@ def _repair_ray(place: StackPlace, stack: Stack) -> None:
             check_session(stack)
     except BrokenSession as error:
         _say(
-            f"The Ray session is broken: {error}. Restarting the Ray cluster, which ends its jobs."
+            f"Ray's session is broken: {error}. Muster restarts the Ray cluster of this stack, "
+            "which ends all jobs of the cluster."
         )
         restart_ray(place, stack)
 

@@ -105,8 +105,8 @@ def _create_deployments(names: list[str], project_file: Path) -> None:
     code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
     if code != 0:
         raise MusterError(
-            f"`prefect deploy` exited {code} and did not create all of: {', '.join(names)}. "
-            "The reason is in its output above."
+            f"`prefect deploy` exited with code {code}, so not all of these deployments were "
+            f"created: {', '.join(names)}. Its output above shows the reason."
         )
 
 

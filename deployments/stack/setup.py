@@ -168,8 +168,9 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
-        description="Pipelines of runs. Each pipeline has its own process. This pool needs no "
-        f"limit, because the runs of a pipeline are queued in the pool {POOL}.",
+        description="Flow runs of Muster's pipelines. Each pipeline has its own process. This "
+        "pool needs no concurrency limit, because the training runs of a pipeline wait in the "
+        f"queue of the pool {POOL}.",
         base_job_template=ProcessWorker.get_default_base_job_template(),
     )
     with suppress(ObjectAlreadyExists):
@@ -190,7 +191,11 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
         for deployment in client.read_deployments(flow_filter=name_filter):
             if deployment.work_pool_name is None and deployment.pull_steps is not None:
                 client.update_deployment(deployment.id, DeploymentUpdate(work_pool_name=pool))
-                print(f"Moved {flow}/{deployment.name} back to the work pool {pool}.", flush=True)
+                print(
+                    f"The deployment {flow}/{deployment.name} had no work pool any more. Muster "
+                    f"moved it back to the work pool {pool}.",
+                    flush=True,
+                )
 
 
 def ensure_quick_runs(client: SyncPrefectClient) -> None:

@@ -405,8 +405,8 @@ def wait_while_starting(
     if start is None or (api_url is not None and not start.is_start_of(api_url)):
         return
     say(
-        f"`muster up` (pid {start.process.pid}) is starting the stack of this machine. This "
-        f"command waits until the stack is up, at most {limit_s:g} s."
+        f"`muster up` (pid {start.process.pid}) is starting the Muster stack of this machine. "
+        f"This command waits until the stack is up, at most {limit_s:g} s."
     )
     deadline = time.monotonic() + limit_s
     while place.load_start() is not None:

@@ -160,10 +160,10 @@ _OOM_HINT = (
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
 _EXIT_CODE_HINTS = {
-    126: "Exit code 126 of a shell means that it could not execute a program. Check the mode of "
-    "the file, and its first line.",
-    127: "Exit code 127 of a shell means that it did not find a program. Check the name of the "
-    "program and the variable PATH.",
+    126: "Exit code 126 of a shell means that the shell could not execute a program. Check that "
+    "the program's file is executable, and that its first line names an existing interpreter.",
+    127: "Exit code 127 of a shell means that the shell did not find a program. Check the name of "
+    "the program and the variable PATH.",
 }
 
 

@@ -80,8 +80,8 @@ class Devices:
                 wanted = _list_visible_gpus(uuids)
             if missing := [index for index in wanted if index not in uuids]:
                 raise BadDevices(
-                    f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}. "
-                    f"This machine has {len(uuids)} GPUs: choose from {format_devices(uuids)}."
+                    f"{MUSTER_GPUS}={named} names GPU {missing[0]}, which does not exist. This "
+                    f"machine has {len(uuids)} GPUs: choose from {format_devices(uuids)}."
                 )
             indices = [index for index in wanted if index not in problems]
         else:

@@ -200,8 +200,9 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
         description = _join(limits_at_exit or measure_process_limits())
         rule = PROCESS_RULE
         hint = (
-            "No process or thread could be started. Use fewer worker processes and threads (for "
-            "example OMP_NUM_THREADS), or raise the limit that the message names."
+            "The program could not start another process or thread. Use fewer worker processes "
+            "and threads (for example OMP_NUM_THREADS), or raise the limit that the message "
+            "names."
         )
     elif _NO_FILE.search(text):
         description = describe_file_limits()

@@ -84,7 +84,8 @@ class PoolSettings(BaseModel):
     drained: tuple[str, ...] = Field(
         (),
         title="Drained nodes",
-        description="Names of nodes on which no new run starts. Running runs continue.",
+        description="Names of drained nodes. No new run starts on them, but the runs that are "
+        "running there continue.",
     )
     faulty: tuple[FaultyNode, ...] = Field(
         (),

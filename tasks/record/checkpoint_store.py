@@ -531,7 +531,7 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
             "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
         }.get(protocol, "correct the rights")
         return StoreRefused(
-            f"{subject}: access was refused ({reason})",
+            f"{subject}: the store refused access ({reason})",
             f"{remedy} for Muster's own process, and allow this user to list, read, write and "
             "delete files of the folder",
         )

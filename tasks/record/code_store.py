@@ -163,8 +163,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
-            f"{name[:12]} is the name of a list of files, not of a copy of a project's code. "
-            "Use the name in the key `code` of a run's spec.yaml."
+            f"Muster's store of project copies has a list of files under the name {name[:12]}, "
+            "but no copy. Use the name that the key `code` of a run's spec.yaml contains."
         )
         raise NoCode(message) from None
 

@@ -56,9 +56,10 @@ _OWNER_VARIABLE = HOME_OWNER.name
 CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
 #: Advice to the user if another user could change files in Muster's home directory.
 _REMEDY = (
-    "The home, the folders above it and Muster's files in it must belong to you or to root, and "
-    "no other user may write there. Correct their owners and modes, or set MUSTER_HOME to your own "
-    f"folder. To read the home of another user that you trust, set {_OWNER_VARIABLE} to that user."
+    "Muster's home directory, the folders above it and Muster's files in it must belong to you "
+    "or to root, and no other user may write there. Correct their owners and modes, or set "
+    "MUSTER_HOME to a folder of your own. To read the home directory of another user whom you "
+    f"trust, set {_OWNER_VARIABLE} to the name of that user."
 )
 #: Home directories of Muster that this process has checked and found trusted. Each entry consists
 #: of the directory's path, the id of this user, and the ids of the trusted users.

@@ -113,8 +113,16 @@ class Metrics:
         )
         router = self._fleet.router
         yield _gauge("waiting", "Requests that wait in the queue.", router.waiting)
-        yield _gauge("outstanding", "Requests that a server is working on.", router.outstanding)
-        yield _gauge("version", "Version of the fleet's weights.", snapshot.get("version", 0))
+        yield _gauge(
+            "outstanding",
+            "Number of requests that the inference servers are processing.",
+            router.outstanding,
+        )
+        yield _gauge(
+            "version",
+            "Version of the last weights that the fleet has committed; 0 before the first update.",
+            snapshot.get("version", 0),
+        )
         states = GaugeMetricFamily(
             f"{_PREFIX}_engines", "Number of engines in each state.", labels=["state"]
         )
@@ -123,7 +131,7 @@ class Metrics:
         yield states
         version = GaugeMetricFamily(
             f"{_PREFIX}_engine_version",
-            "Version of an engine's weights, if known.",
+            "Version of the weights in each engine whose version is known.",
             labels=["engine"],
         )
         restarts = CounterMetricFamily(
@@ -140,7 +148,8 @@ class Metrics:
         yield restarts
         tokens = CounterMetricFamily(
             f"{_PREFIX}_tokens",
-            "Pieces of generated responses by server rank. A streamed piece is about one token.",
+            "Number of pieces of responses that each server rank has generated. A piece of a "
+            "streamed response is about one token.",
             labels=["rank"],
         )
         pieces_of_rank: Counts[int] = Counts()

@@ -353,7 +353,9 @@ _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 def show_timeline(view: RunView) -> Shown:
     """Return the artifact with the timeline of the components in the last attempts."""
     if view.record.attempt is None:
-        return Shown(headline="no attempt has started yet", data="No attempt has started yet.")
+        return Shown(
+            headline="no attempt has started yet", data="No attempt of this run has started yet."
+        )
     caption = f"{_title(view)}, as of {format_time(view.at)}"
     return Shown(
         headline=escape_markdown(caption),

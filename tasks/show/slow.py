@@ -182,7 +182,7 @@ class Slow:
     def _step_sentences(self, step: Measured) -> Iterator[str]:
         percentages = ((name, f"{share:.0%}") for name, share in self.shares.items())
         parts = join_commas(f"{name} {share}" for name, share in percentages if share != "0%")
-        yield f"A step takes {format_duration(step.now)}{f': {parts}' if parts else ''}."
+        yield f"A training step takes {format_duration(step.now)}{f': {parts}' if parts else ''}."
 
         is_sure = step.now - (step.before or 0.0) > _SURE_ERRORS * self.step_error_s
         if step.before and step.now / step.before >= _SLOWER_RATIO and is_sure:
@@ -190,7 +190,7 @@ class Slow:
             name = max(growth, key=growth.__getitem__, default="")
             ratio = step.now / step.before
             earlier = format_duration(step.before)
-            yield f"Earlier steps took {earlier}, so the duration is now {ratio:.1f} times that."
+            yield f"Earlier steps took {earlier}, so a step now takes {ratio:.1f} times as long."
             if name:
                 yield f"The part {name} alone takes {format_duration(growth[name])} longer."
 

@@ -136,10 +136,10 @@ class Component(Model):
     )
     memory_gib: Positive | None = Field(
         None,
-        description="Largest main memory of this component and all its processes together, in "
-        "GiB. If they need more, the kernel kills one of them, and the run fails as HOST_OOM. Only "
-        "for `launcher: process`. If this machine cannot limit the memory, the run fails before it "
-        "starts. If omitted, there is no limit.",
+        description="Largest amount of main memory, in GiB, that this component may use with all "
+        "its processes together. If they need more, the kernel kills one of them, and the run "
+        "fails as HOST_OOM. Only for `launcher: process`. If this machine cannot limit the "
+        "memory, the run fails before it starts. If omitted, there is no limit.",
         examples=[64],
     )
     ports: tuple[PartName, ...] = Field(
@@ -150,8 +150,8 @@ class Component(Model):
     )
     ready: ReadyProbe | None = Field(
         None,
-        description="Probe that decides when the component may receive work and the next component "
-        "starts. If omitted, the component is ready as soon as it has started.",
+        description="Probe that decides when the component is ready. Muster then starts the next "
+        "component. If omitted, the component is ready as soon as it has started.",
         examples=[{"http": "http://127.0.0.1:${api.port}/info", "within_s": 60}],
     )
     live: LiveProbe | None = Field(
@@ -273,7 +273,8 @@ class ComponentsByName:
 
     #: Components that the form in the Prefect UI offers: name and description.
     offered: ClassVar[Mapping[str, str]] = {
-        "api": "The server that connects the other components, such as run-api of Atropos.",
+        "api": "The server through which the other components exchange data, such as run-api of "
+        "Atropos.",
         "rollout": "A fleet of inference servers.",
         "trainer": "The training program.",
         "environment": "The program that generates the rollouts for the training.",

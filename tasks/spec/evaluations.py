@@ -60,9 +60,9 @@ class Evaluation(Model):
     )
     on: Literal["ray", "host"] | None = Field(
         None,
-        description="Place of the evaluation. ray: a node of the Ray cluster. host: the host of "
-        "the worker that starts the evaluation, without Ray. If omitted, it is ray for a run with "
-        "the key `ray`, and host for every other run.",
+        description="Place where the evaluation runs. ray: a node of the Ray cluster. host: the "
+        "host of the worker that starts the evaluation, without Ray. If omitted, it is ray for a "
+        "run with the key `ray`, and host for every other run.",
         examples=["host"],
     )
     resources: Resources = Field(

@@ -356,8 +356,8 @@ def find_unknown_variables(environment: Mapping[str, str] | None = None) -> tupl
         suggestion = suggest_name(name, names)
         advice = f"{suggestion} " if suggestion else ""
         warnings.append(
-            f"{name} is no setting of Muster, and has no effect: {advice}docs/settings.md lists "
-            "the settings."
+            f"The environment variable {name} is no setting of Muster and has no effect: "
+            f"{advice}docs/settings.md lists the settings of Muster."
         )
     return tuple(warnings)
 

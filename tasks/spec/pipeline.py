@@ -141,10 +141,10 @@ class Stage(Model):
     )
     spec: Mapping[str, Any] | None = Field(
         None,
-        description="Run spec of this stage. In a pipeline file, it may also be the name of a run "
-        "spec file. It may use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir}, "
-        "${stage.NAME.run_id} and ${stage.NAME.result} of earlier stages, in all places for "
-        "placeholders.",
+        description="Run spec of this stage. In a pipeline file, it may also be the path of a "
+        "run spec file. Wherever a spec may have placeholders, this spec may also have "
+        "${stage.NAME.checkpoint}, ${stage.NAME.run_dir}, ${stage.NAME.run_id} and "
+        "${stage.NAME.result} of earlier stages.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
@@ -187,15 +187,17 @@ class Stage(Model):
     )
     on: Literal["ray", "host"] = Field(
         "ray",
-        description="Place of the step. ray: a node of the Ray cluster. host: the host of the "
-        "worker that starts the step, without Ray.",
+        description="Place where the step runs. ray: a node of the Ray cluster. host: the host "
+        "of the worker that starts the step, without Ray.",
     )
     resources: Resources = Field(
         default_factory=Resources,
         description="Resources that the step takes while it runs. On a host, only `gpus`.",
     )
     retries: CountOrZero = Field(
-        0, description="Number of times that a failed step is tried again.", examples=[2]
+        0,
+        description="Number of times that Muster runs the step again after a failure.",
+        examples=[2],
     )
     timeout_s: Seconds | None = Field(
         None,

@@ -164,8 +164,8 @@ class Probe(Model):
     )
     log: Pattern | None = Field(
         None,
-        description="Regular expression. The probe succeeds if it matches a line of the "
-        "component's log.",
+        description="Regular expression. The probe succeeds if the expression matches a line of "
+        "the component's log.",
         examples=["server is ready"],
     )
     file: Text | None = Field(
@@ -270,9 +270,9 @@ class LiveProbe(Probe):
     )
     notify: Literal[True] | None = Field(
         None,
-        description="The probe succeeds if the component has sent WATCHDOG=1 to its NOTIFY_SOCKET "
-        "(sd_notify) since the last check. The variable WATCHDOG_USEC of the component contains "
-        "`every_s` in microseconds.",
+        description="true: the probe succeeds if, since the last check, the component has sent "
+        "WATCHDOG=1 to the socket in its variable NOTIFY_SOCKET, as sd_notify does. Its variable "
+        "WATCHDOG_USEC contains `every_s` in microseconds.",
     )
     log: Pattern | None = Field(
         None,

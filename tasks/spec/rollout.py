@@ -440,13 +440,13 @@ class FleetHealth(Model):
     )
     first_after_s: Seconds | None = Field(
         None,
-        description="Seconds from the successful start of a server to its first health check. If "
-        "omitted, it is interval_s.",
+        description="Seconds from the successful start of an inference server to its first "
+        "health check. If omitted, the value of `interval_s` applies.",
     )
     path: UrlPath | None = Field(
         None,
-        description="Only for the backend `command`: path that answers with status 200 if the "
-        "server is ready. If omitted, it is /health.",
+        description="Only for the backend `command`: URL path on the server that answers with "
+        "status 200 if the server is ready. If omitted, the path is /health.",
         examples=["/health"],
     )
     token: FleetToken | None = Field(
@@ -535,7 +535,8 @@ class Rollout(Model):
 
     backend: Backend | None = Field(
         None,
-        description="Program that serves the model: SGLang, LMDeploy, vLLM, or your own `command`.",
+        description="Program that serves the model: SGLang, LMDeploy, vLLM, or your own program in "
+        "the key `command`.",
         examples=["sglang"],
     )
     model: Text | None = Field(
@@ -556,11 +557,12 @@ class Rollout(Model):
     tensor_parallel: Count = Field(1, description="Number of ranks that share each tensor.")
     expert_parallel: Count = Field(
         1,
-        description="Number of ranks that share the experts. With LMDeploy, each of these ranks "
-        "accepts requests.",
+        description="Expert parallelism: number of ranks over which each engine distributes the "
+        "experts of a mixture-of-experts model. With LMDeploy, each of these ranks accepts "
+        "requests.",
     )
     data_parallel: Count = Field(
-        1, description="Number of replicas of the model within one engine."
+        1, description="Data parallelism: number of replicas of the model within one engine."
     )
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
@@ -583,8 +585,9 @@ class Rollout(Model):
     )
     env: Env = Field(
         default_factory=dict,
-        description="Environment variables of the servers. They override the `env` of the run. To "
-        "use the value of a Prefect Secret block, write {secret: BLOCK} instead of a text.",
+        description="Environment variables of the inference servers. They override the `env` of "
+        "the run. To use the value of a Prefect Secret block, write {secret: BLOCK} in place of "
+        "the value.",
         examples=[{"NCCL_DEBUG": "WARN"}],
     )
     cwd: Text | None = Field(
@@ -593,12 +596,13 @@ class Rollout(Model):
         "root. If omitted, it is the `cwd` of the run.",
     )
     stop: Stop = Field(
-        default_factory=Stop, description="Signal and grace period to stop each server."
+        default_factory=Stop,
+        description="Signal and grace period with which Muster stops each inference server.",
     )
     start_within_s: Seconds = Field(
         1800,
-        description="Seconds within which a started server must generate a token. A slower start "
-        "has failed.",
+        description="Longest time in seconds from the start of an inference server until the "
+        "server generates a token. If it takes longer, the start has failed.",
     )
     host: Text = Field(
         "127.0.0.1",
@@ -614,14 +618,14 @@ class Rollout(Model):
     )
     concurrency: Count | None = Field(
         None,
-        description="Largest number of simultaneous requests to each server. Further requests wait "
-        "at the gateway. If omitted, there is no limit.",
+        description="Largest number of requests that the fleet's gateway sends to one server at "
+        "the same time. Further requests wait at the gateway. If omitted, there is no limit.",
         examples=[64],
     )
     queue_size: Count = Field(
         16384,
-        description="Largest number of requests that wait at the gateway. It rejects further "
-        "requests.",
+        description="Largest number of requests that wait in the queue of the fleet's gateway. "
+        "The gateway rejects further requests.",
     )
     queue_timeout_s: Seconds = Field(
         1800,

@@ -243,9 +243,9 @@ class RunSpec(Document):
         examples=["quickstart"],
     )
     workload: Workload = Field(
-        description="Kind of training. It decides which alarm rules are on by default, and which "
-        "metric the run's page draws. rm is a reward model, and other is any other training. "
-        "step is a step of a pipeline, which trains nothing and has no alarm rules.",
+        description="Kind of the training. It decides which alarm rules are on by default, and "
+        "which metric the page of the run shows. rm: training of a reward model. other: any "
+        "other training. step: a step of a pipeline, which trains nothing and has no alarm rules.",
         examples=["grpo"],
     )
     tags: tuple[Text, ...] = Field(
@@ -322,9 +322,9 @@ class RunSpec(Document):
     )
     components: Components = Field(
         description="Programs of the run, and its fleet of inference servers. They start in this "
-        "order unless `start_order` says otherwise, and stop in reverse order. The form in the "
-        "UI shows the usual components and keys. To see or change all of them in the form, choose "
-        "`Use JSON input` in the menu of this field.",
+        "order unless `start_order` has another order, and stop in reverse order. The form in "
+        "the Prefect UI shows only the usual components and keys. To see or change all of them "
+        "in the form, choose `Use JSON input` in the menu of this field.",
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
         json_schema_extra={"position": LAST},
     )
@@ -362,8 +362,8 @@ class RunSpec(Document):
     watch: Watch | None = Field(
         None,
         description="Alarm rules for the metrics in the file of `progress.jsonl`. They find a "
-        "training that runs but does not learn. If omitted, the rules for the workload apply, and "
-        "an alarm is only reported.",
+        "training that runs but does not learn. If omitted, the predefined rules for the "
+        "`workload` apply, and Muster only reports an alarm.",
     )
     tracker: Annotated[Literal["on", "off"], BeforeValidator(_switch_to_word)] = Field(
         "on",
@@ -382,15 +382,16 @@ class RunSpec(Document):
 
     evals: Mapping[Text, Evaluation] = Field(
         default_factory=dict,
-        description="Evaluations by name. Muster evaluates each complete checkpoint during the "
-        "training. Each evaluation is a separate run, which waits in the queue. A failed "
-        "evaluation never fails the training.",
+        description="Programs that evaluate the checkpoints of the run, by name of the "
+        "evaluation. Muster evaluates complete checkpoints during the training. Each evaluation "
+        "is a separate run, which waits in the queue. A failed evaluation never fails the "
+        "training.",
         examples=[{"math": {"command": ["python", "evaluate.py", "${checkpoint}"]}}],
     )
     keep_best: KeepBest | None = Field(
         None,
-        description="Choice of the best checkpoint by a number in the result of an evaluation. "
-        "`keep` never removes the best checkpoint.",
+        description="Rule that chooses the best checkpoint by a number in the results of an "
+        "evaluation. The key `keep` removes old checkpoints, but never the best checkpoint.",
         examples=[{"by": "math.accuracy", "mode": "max"}],
     )
 

@@ -41,8 +41,8 @@ class Resources(Model):
     )
     labels: Mapping[Text, Word] = Field(
         default_factory=dict,
-        description="Labels and values that the Ray node must have. A step with GPUs may not have "
-        "this key, because the queue chooses the node of such a step.",
+        description="Ray labels, with their values, that the node of the step must have. A step "
+        "with GPUs may not have this key, because the queue chooses the node of such a step.",
         examples=[{"ray.io/node-type": "worker"}],
     )
 

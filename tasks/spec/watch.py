@@ -52,15 +52,15 @@ class WatchRule(Model):
     )
     finite: Literal[True] | None = Field(
         None,
-        description="Raise an alarm if the metric is NaN or infinite, or null in 10 lines in a "
-        "row. If the metric was already null in N lines in a row between two values, the alarm "
-        "needs at least 2 N lines.",
+        description="true: raise an alarm if the metric is NaN or infinite, or null in 10 lines "
+        "of the metrics file in a row. If the metric had null in N lines in a row before, and "
+        "then a value, an alarm needs at least 2 N lines with null.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
     )
     below: Finite | None = Field(
-        None, description="Raise an alarm if the metric is below this number."
+        None, description="Raise an alarm if the metric of this rule is below this number."
     )
     constant: Literal[True] | None = Field(
         None,

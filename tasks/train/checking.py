@@ -111,7 +111,9 @@ def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:
             print(f"  {fault}")
         if not PREFECT_API_URL.value():
             print(
-                "The clusters of the queue are unknown: no Prefect server is set.", file=sys.stderr
+                "Muster does not know the GPUs of the queue, because no Prefect server is set. "
+                "Set PREFECT_API_URL to check whether the run fits.",
+                file=sys.stderr,
             )
     return EXIT_INFEASIBLE if faults else EXIT_DONE
 
@@ -151,7 +153,11 @@ def _print_result(
     for fit in fits:
         print(f"  {fit.cluster}: {'the run fits' if fit.fits else fit.reason}")
     if spec.gang is not None and not PREFECT_API_URL.value():
-        print("The clusters of the queue are unknown: no Prefect server is set.", file=sys.stderr)
+        print(
+            "Muster does not know the GPUs of the queue, because no Prefect server is set. Set "
+            "PREFECT_API_URL to check whether the run fits.",
+            file=sys.stderr,
+        )
 
 
 def _make_demand(gang: Gang) -> Demand:

@@ -162,7 +162,10 @@ def _align_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def undeploy(
-    name: Annotated[str, Parameter(help="Name of the deployment, such as `train/nightly`.")], /
+    name: Annotated[
+        str, Parameter(help="Name of the deployment to remove, such as `train/nightly`.")
+    ],
+    /,
 ) -> None:
     """Remove a deployment with its schedules.
 
@@ -236,7 +239,7 @@ def _find_name(name: str, full_names: list[str]) -> str:
     if matches:
         raise BadArgument(f"{name} is ambiguous: choose from {join_commas(matches)}")
     suggestion = suggest_name(name, [*full_names, *map(_get_end, full_names)])
-    known = f"The Prefect server has {join_commas(full_names) or 'no deployments'}."
+    known = f"Deployments on the Prefect server: {join_commas(full_names) or 'none'}."
     raise BadArgument(f"there is no deployment {name}. {suggestion} {known}".replace("  ", " "))
 
 

@@ -95,8 +95,8 @@ class Retention(BaseModel):
     )
     outputs: bool = Field(
         default=False,
-        description="Also deletes the files that a run's own programs wrote into its directory, "
-        "such as checkpoints.",
+        description="true: Muster also deletes the files that a run's own programs wrote into "
+        "the directory of the run, such as checkpoints.",
     )
 
     @staticmethod

@@ -46,10 +46,10 @@ def test_two_simultaneous_runs_both_learn_on_different_ports(
         slow = json.loads(_run_muster(run, "why", run.directory.name, "--json"))["slow"]
         assert {"waiting", "training", "weight sync"} <= slow["parts"].keys()
         assert sum(part["now"] for part in slow["parts"].values()) >= slow["step"]["now"] > 0
-        assert "A step takes" in slow["said"] and slow["said"] in story.replace("\n", " ")
+        assert "A training step takes" in slow["said"] and slow["said"] in story.replace("\n", " ")
         query = {"flow_run_id": {"any_": [run.record()["flow_run_id"]]}, "key": {"any_": ["time"]}}
         [page] = send_request("POST", f"{run.api}/artifacts/filter", {"artifacts": query})
-        assert "A step takes" in page["data"]
+        assert "A training step takes" in page["data"]
     ports = [_read_ports(run.directory) for run in runs]
     assert not ports[0] & ports[1]
 

@@ -160,8 +160,8 @@ def test_undeploy_cancels_waiting_runs_and_keeps_running_runs(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nightl", "there is no deployment nightl. The Prefect server has "),
-        ("ani", "did you mean `any`? The Prefect server has "),
+        ("nightl", "there is no deployment nightl. Deployments on the Prefect server: "),
+        ("ani", "did you mean `any`? Deployments on the Prefect server: "),
         ("any", "train/any cannot be removed, because `muster submit`"),
     ],
 )

@@ -490,7 +490,7 @@ def test_checkpoint_that_is_stored_again_after_an_interrupted_removal_is_kept(
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
             "set AWS_ACCESS_KEY_ID",
         ),
-        (f"s3://{BUCKET}/run", {"AWS_PROFILE": "missing"}, "access was refused"),
+        (f"s3://{BUCKET}/run", {"AWS_PROFILE": "missing"}, "the store refused access"),
         (f"s3://{BUCKET}/run", {"AWS_ENDPOINT_URL_S3": "nonsense"}, "Invalid endpoint"),
     ],
 )
@@ -516,7 +516,7 @@ def test_refusal_names_the_remedy(
 def test_wrong_credentials_are_refused(s3: S3Server) -> None:
     s3.check_credentials(True)
     try:
-        with pytest.raises(StoreRefused, match="access was refused"):
+        with pytest.raises(StoreRefused, match="the store refused access"):
             check_access(f"s3://{BUCKET}/run")
     finally:
         s3.check_credentials(False)

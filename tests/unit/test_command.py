@@ -426,7 +426,7 @@ def test_verb_waits_while_muster_up_starts_the_stack(
     command.wait_for_stack()
 
     [error] = errors_while_waiting
-    assert f"`muster up` (pid {os.getpid()}) is starting the stack" in error
+    assert f"`muster up` (pid {os.getpid()}) is starting the Muster stack" in error
     assert os.environ["PREFECT_API_URL"] == STACK_URL
 
 

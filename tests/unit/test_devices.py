@@ -65,7 +65,9 @@ def test_missing_gpu_in_muster_gpus_is_rejected(
 ) -> None:
     monkeypatch.setenv("MUSTER_GPUS", "3,4")
 
-    with pytest.raises(BadDevices, match=r"there is no GPU 4\. This machine has 4 GPUs"):
+    with pytest.raises(
+        BadDevices, match=r"names GPU 4, which does not exist\. This machine has 4 GPUs"
+    ):
         Devices.here()
 
 

@@ -101,7 +101,7 @@ def test_stalled_component_shows_a_hang_report_and_no_exit_code(tmp_path: Path) 
     assert "  first failure      trainer: never started" in shown
     assert f"  hang report        {hang}" in shown
     [remedy] = [line for line in shown if line.startswith("  what to do")]
-    assert remedy.startswith(f"  what to do         Read the file {hang}. It shows the code")
+    assert remedy.startswith(f"  what to do         Read the file {hang}. The file shows the line")
     assert not any("last log lines" in line for line in shown)
 
 

@@ -744,13 +744,14 @@ def test_why_prints_the_artifact_of_another_host_as_plain_text(
     records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact = (
-        "A step takes 2.0 s in my\\_loop\n\n|  | recent |\n| --- | --- |\n| one step | 2.0 s |"
+        "A training step takes 2.0 s in my\\_loop\n\n"
+        "|  | recent |\n| --- | --- |\n| one step | 2.0 s |"
     )
     monkeypatch.setattr(run_verbs, "read_artifacts", lambda run, *keys: [artifact])
 
     run_verb(App(name="why", default_command=why), [OLD])
 
     text = capsys.readouterr().out
-    assert "A step takes 2.0 s in my_loop" in text
+    assert "A training step takes 2.0 s in my_loop" in text
     assert "one step  2.0 s" in text
     assert not {"|", "\\"} & {*text}

@@ -161,7 +161,7 @@ def test_unknown_variable_is_reported_with_the_most_similar_setting(
 ) -> None:
     [warning] = find_unknown_variables({name: "4200"})
 
-    assert warning.startswith(f"{name} is no setting of Muster")
+    assert warning.startswith(f"The environment variable {name} is no setting of Muster")
     assert suggestion in warning
     assert "docs/settings.md" in warning
 

@@ -111,7 +111,7 @@ def test_infinite_and_nan_metrics_are_printed_as_null(
     metrics()
 
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] is None
-    assert "A step takes 2.0 s" in tell_story(find_run("latest"))
+    assert "A training step takes 2.0 s" in tell_story(find_run("latest"))
 
 
 def test_missing_log_is_rejected_with_the_existing_logs(place: RunPlace) -> None:
@@ -206,7 +206,7 @@ def test_summary_contains_attempts_alarms_failure_metrics_and_files(place: RunPl
         "first failure: trainer: exit code 1",
         "  | OSError: 28",
         "reward: first 1, last 2, range 1 to 2",
-        "A step takes 2.0 s: training 100%.",
+        "A training step takes 2.0 s: training 100%.",
         f"files: {place.directory}",
     ):
         assert any(part in line for line in more), (part, text)

@@ -94,8 +94,8 @@ def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
     assert analysis.step is not None
     assert (analysis.step.now, analysis.step.before) == (25.0, 10.0)
     assert text_of(analysis) == (
-        "A step takes 25 s: waiting 72%, training 28%. "
-        "Earlier steps took 10 s, so the duration is now 2.5 times that. "
+        "A training step takes 25 s: waiting 72%, training 28%. "
+        "Earlier steps took 10 s, so a step now takes 2.5 times as long. "
         "The part waiting alone takes 14 s longer."
     )
 
@@ -147,7 +147,7 @@ def test_slower_steps_are_noticed_if_the_step_is_read_at_intervals(step_s: float
 
 @pytest.mark.parametrize("count", [1, 12])
 def test_few_or_equal_steps_are_not_compared(count: int) -> None:
-    assert text_of(slow([{"step_time": 10.0}] * count)) == "A step takes 10 s."
+    assert text_of(slow([{"step_time": 10.0}] * count)) == "A training step takes 10 s."
 
 
 def test_repeated_step_counts_once_and_its_lines_are_merged() -> None:
