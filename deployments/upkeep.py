@@ -184,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Maintain this host: finish the runs whose process has ended, every minute. "
         f"This program also serves flows on the Prefect server of PREFECT_API_URL: {flows}. Start "
         "it once on each host that starts runs. It waits if the server does not answer.",
-        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 an argument was passed, or another user may "
-        "write in MUSTER_HOME.",
+        epilog="Exit: 0 the program was ended by SIGINT or SIGTERM; 2 the program takes no "
+        "arguments but got one, or another user may write in MUSTER_HOME.",
     )
 
 

@@ -135,7 +135,7 @@ def down(*, port: Port = None) -> int:
             # stack.json later. So this command waits until no supervisor runs.
             with place.no_supervisor():
                 place.clear()
-            _say(f"No stack of {place.directory.parent} is running.")
+            _say(f"No Muster stack with the home directory {place.directory.parent} is running.")
             return EXIT_DONE
         _refuse_other_port(stack, port)
         if stack.is_running:

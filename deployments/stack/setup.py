@@ -93,7 +93,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         else:
             print(f"The work pool {POOL} exists already and was not changed.", flush=True)
     if is_restored:
-        print(f"The work pool {POOL} was deleted. It is set up again.", flush=True)
+        print(f"The work pool {POOL} was deleted. Muster has set it up again.", flush=True)
 
     _update_settings(client, _read_local_node())
 

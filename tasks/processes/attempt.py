@@ -122,10 +122,10 @@ _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", 
 
 #: Advice for a signal that ended a component, if the log does not show the cause.
 _SIGNAL_HINTS = {
-    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (see dmesg) "
-    "or by a person.",
+    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (dmesg on the "
+    "host shows it) or by a person.",
     "SIGTERM": "SIGTERM was sent from outside the run: by a person, another program or a job "
-    "manager.",
+    "manager such as Slurm.",
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow. Check the free space "
     "with df -h /dev/shm and df -h.",
 }
@@ -349,7 +349,7 @@ def _describe_shell_code(exit: Exit) -> str:
     """Return a sentence that names the signal for which the exit code of a shell stands."""
     return (
         f"Exit code {exit.exit_code} of a shell or launcher means that {_signal_of_shell(exit)} "
-        "ended its program."
+        "ended the program that it had started."
     )
 
 

@@ -243,5 +243,8 @@ async def _change(
     await settings.write_settings(client, pool, new_settings)
     print(f"Settings of the work pool {pool.name}: {settings.format_settings(new_settings)}")
     if pool.type != TYPE:
-        note = f"Note: the pool is of type {pool.type}. Only pools of type gang use these settings."
+        note = (
+            f"Note: the work pool is of type {pool.type}, but only work pools of type gang use "
+            "these settings."
+        )
         print(note, file=sys.stderr)

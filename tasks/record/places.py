@@ -123,7 +123,10 @@ def _home_fault(home: Path, owners: frozenset[int]) -> str:
     if fault := find_path_fault(home, owners):
         return fault
     if home.exists() and not home.is_dir():
-        return f"{home} is not a directory. Set MUSTER_HOME to a directory, or remove the file."
+        return (
+            f"Muster's home {home} is not a directory. Set MUSTER_HOME to a directory, or remove "
+            "this file."
+        )
     entries = (home / name for name in _ENTRIES)
     faults = (
         find_path_fault(entry, owners, from_root=False) for entry in entries if is_present(entry)

@@ -115,6 +115,9 @@ def _format_range(numbers: Sequence[int]) -> str:
 
 
 if __name__ == "__main__":
-    app = App(name="python -m tasks.rollout", help="The same as `muster plan SPEC`.")
+    app = App(
+        name="python -m tasks.rollout",
+        help="Show the plan for the inference engines of a run spec, like `muster plan SPEC`.",
+    )
     app.command(plan)
     raise SystemExit(run(app))

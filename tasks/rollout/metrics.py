@@ -99,7 +99,8 @@ class Metrics:
         engines = snapshot.get("engines", ())
         requests = CounterMetricFamily(
             f"{_PREFIX}_requests",
-            "Completed requests, by HTTP status. 499: the client closed its connection too early.",
+            "Number of completed requests, by HTTP status. 499: the client closed its connection "
+            "before the end of the response.",
             labels=["code"],
         )
         for status, count in self._ended.items():
@@ -107,7 +108,8 @@ class Metrics:
         yield requests
         yield HistogramMetricFamily(
             f"{_PREFIX}_request_seconds",
-            "Seconds from a request to the end of its response, with the wait in the queue.",
+            "Seconds from the arrival of a request at the gateway to the end of its response, "
+            "with the wait in the gateway's queue.",
             buckets=list(zip(_BUCKET_LABELS, accumulate(self._buckets), strict=True)),
             sum_value=self._total_s,
         )

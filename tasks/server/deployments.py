@@ -49,9 +49,12 @@ CRON_SLUG = "cron"
 Overlap = Literal["skip", "queue", "allow"]
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
-#: Pattern of the deployment descriptions that Muster writes, for example
-#: "/home/a/spec.yaml, of the project /home/a."
-_WRITTEN_DESCRIPTION = re.compile(r"/.*, of the project /.*\.", re.DOTALL)
+#: Pattern of the deployment descriptions that Muster writes, for example "Run spec:
+#: /home/a/spec.yaml. Project: /home/a." Older releases wrote "/home/a/spec.yaml, of the project
+#: /home/a."
+_WRITTEN_DESCRIPTION = re.compile(
+    r"Run spec: /.*\. Project: /.*\.|/.*, of the project /.*\.", re.DOTALL
+)
 
 
 def list_deployments(

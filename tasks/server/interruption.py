@@ -242,7 +242,7 @@ class ForwardedRequests:
                 message = (
                     f"set back to Running: a user set {state.name}, but its process still works"
                 )
-                remedy = "To end the run, cancel it."
+                remedy = "To end the run, cancel the flow run."
                 running: State[Any] = Running(message=f"{message}. {remedy}")
                 correct_state(self._flow_run_id, state, running)
             case Change.DELETED if self._missing_answers >= _MISSING_ANSWERS:

@@ -52,8 +52,8 @@ PipelineFile = Annotated[
     Path | None,
     Parameter(
         name="PIPELINE",
-        help="Path of the pipeline spec, a YAML file. May be omitted with --resume: then the spec "
-        "of the resumed flow run is used.",
+        help="Path of the pipeline spec, a YAML file. With --resume, it may be omitted: Muster "
+        "then uses the spec of the resumed flow run.",
     ),
 ]
 RunName = Annotated[

@@ -66,7 +66,8 @@ def show_components(view: RunView) -> Shown:
         names = ", ".join(view.spec.components)
         return Shown(
             headline="no component was started yet",
-            data=f"These components were not started yet: {escape_markdown(names)}.",
+            data="These components of the run have not been started yet: "
+            f"{escape_markdown(names)}.",
         )
     rows = [[*_component_cells(view, attempt, name)] for name in view.spec.components]
     host = f" on {escape_markdown(view.host)}" if view.host else ""
@@ -244,7 +245,7 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
     if not_finite := figures.describe_not_finite():
         caption += f", {not_finite}"
     source = inline_code(figures.path)
-    data = f"{escape_markdown(caption)}. From {source}, as of {format_datetime(view.at)}."
+    data = f"{escape_markdown(caption)}. Read from {source}, as of {format_datetime(view.at)}."
     picture = draw_curve(points, x=step, y=name, title=title)
     return Shown(headline=escape_markdown(caption), picture=picture, data=data)
 

@@ -177,7 +177,7 @@ class Slow:
                 format_duration(self.requests[key].now) for key in _REQUEST_STATISTICS
             )
             statistics = f"median {p50}, 99th percentile {p99}, maximum {longest}"
-            yield f"Response times of the fleet: {statistics}."
+            yield f"Response times of the inference servers: {statistics}."
 
     def _step_sentences(self, step: Measured) -> Iterator[str]:
         percentages = ((name, f"{share:.0%}") for name, share in self.shares.items())

@@ -55,20 +55,21 @@ class ComponentStop(Stop):
 
     warn: SignalName | None = Field(
         None,
-        description="Name of the signal that warns the component before Muster ends the attempt. "
-        "Only processes that handle the signal get it. If omitted, there is no warning.",
+        description="Name of the signal that warns the component before Muster ends the attempt, "
+        "for example so that the component writes a checkpoint. Only processes with a handler "
+        "for the signal get it. If omitted, there is no warning.",
         examples=["SIGUSR1"],
     )
     warn_s: Seconds = Field(
         600,
-        description="Seconds from the warning to the end of the attempt. If less time is left, "
-        "Muster sends the warning at once.",
+        description="Seconds from the warning signal `warn` to the end of the attempt. If the "
+        "attempt ends in less time, Muster sends the warning at once.",
     )
     save_grace_s: SecondsOrZero | None = Field(
         None,
-        description="Longest total time in seconds for which Muster waits while the component "
-        "writes a checkpoint: before the stop signal, and between this signal and SIGKILL. If "
-        "omitted, it is `grace_s`.",
+        description="Longest time in seconds that Muster gives the component to finish a "
+        "checkpoint. Muster waits before the stop signal, and between this signal and SIGKILL; "
+        "both waits count. If omitted, `grace_s` applies.",
         examples=[900],
     )
 

@@ -67,7 +67,8 @@ class Evaluation(Model):
     )
     resources: Resources = Field(
         default_factory=Resources,
-        description="Resources that the evaluation takes while it runs. On a host, only `gpus`.",
+        description="Resources that the evaluation takes while it runs. With `on: host`, only "
+        "`gpus` is allowed.",
         examples=[{"gpus": 1}],
     )
     retries: CountOrZero = Field(

@@ -118,13 +118,14 @@ class Stage(Model):
     needs: tuple[Text, ...] | None = Field(
         None,
         description="Names of the stages that must have ended before this stage begins. If "
-        "omitted, all stages before it in the file. []: the stage begins at once.",
+        "omitted, these are all stages before it in the file. []: the stage begins at once.",
         examples=[["sft", "eval"]],
     )
     when: Annotated[Text, AfterValidator(_check_condition)] | None = Field(
         None,
-        description="Condition of the stage. If it is false, the stage is skipped. It may use "
-        "literals, comparisons, and, or, not, in, arithmetic, and placeholders of earlier stages.",
+        description="Condition of the stage. If the condition is false, the stage is skipped. "
+        "The condition may contain literals, comparisons, arithmetic, `and`, `or`, `not`, `in`, "
+        "and placeholders of earlier stages.",
         examples=["${stage.eval.result.score} > 0.6"],
     )
     on_failure: Literal["stop", "continue"] = Field(
@@ -220,10 +221,10 @@ class Stage(Model):
     )
     matrix: Matrix | None = Field(
         None,
-        description="Parameter sweep: the stage starts one run or step, a point, for each "
-        "combination of values. A key is a dotted path in the run spec, the name of an argument in "
-        "`args`, or env.NAME for a command. Its values are a list. With `sample`, they may also be "
-        "a range, {min, max, scale}, from which random values are drawn.",
+        description="Parameter sweep: the stage starts one run or step, called a point, for each "
+        "combination of values. A key is a dotted path in the run spec, the name of an argument "
+        "in `args`, or env.NAME for a command. The value of a key is a list. With `sample`, it "
+        "may also be a range, {min, max, scale}, from which Muster draws random values.",
         examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
     )
     sample: Count | None = Field(

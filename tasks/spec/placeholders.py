@@ -437,7 +437,7 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
         return Fault(path=use.path, problem="a `${` has no closing `}`", remedy=remedy)
     if use.name in _NUMBER_NAMES:
         section, _, key = use.name.partition(".")
-        problem = f"`{use}` has no value, because the spec has no `{use.name}`"
+        problem = f"the placeholder `{use}` has no value, because the spec has no key `{use.name}`"
         remedy = f"write {section}: {{{key}: NUMBER}}, or leave out the placeholder"
         return Fault(path=use.path, problem=problem, remedy=remedy)
     shell = f"for a variable of the shell, write `$${{{use.name}}}`"

@@ -286,7 +286,9 @@ class LiveProbe(Probe):
     )
     every_s: Seconds = Field(10, description="Seconds between two checks.")
     timeout_s: Seconds = Field(
-        5, description="Longest time in seconds for an answer. A slower answer is a failed check."
+        5,
+        description="Longest time in seconds for the answer to a check. A slower answer is a "
+        "failed check.",
     )
     misses: Count = Field(
         3, description="Number of failed checks in a row that make the run fail as STALLED."

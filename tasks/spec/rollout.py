@@ -408,15 +408,15 @@ class FleetToken(Model):
     """Request of a health check that makes an inference server generate a token."""
 
     path: UrlPath = Field(
-        description="Path of the request on the server. Status 200 means that the server has "
-        "generated a token.",
+        description="URL path on the server to which Muster sends the request. An answer with "
+        "status 200 means that the server has generated a token.",
         examples=["/v1/completions"],
     )
     json_: Mapping[str, Any] | None = Field(
         None,
         alias="json",
-        description="JSON body of the request, which is sent with POST. If omitted, the request is "
-        "a GET without a body.",
+        description="JSON body of the request, which Muster sends with POST. If omitted, Muster "
+        "sends a GET request without a body.",
         examples=[{"prompt": "1", "max_tokens": 1}],
     )
 
@@ -429,8 +429,9 @@ class FleetHealth(Model):
     )
     timeout_s: Seconds = Field(
         15,
-        description="Longest time in seconds for an answer. A slower answer is a failed check. It "
-        "must be longer than the timeout of the backend's own health check.",
+        description="Longest time in seconds for the answer of a server to a health check. A "
+        "slower answer is a failed check. The time must be longer than the timeout of the "
+        "backend's own health check.",
     )
     misses: CountOrZero = Field(
         3,
@@ -451,9 +452,9 @@ class FleetHealth(Model):
     )
     token: FleetToken | None = Field(
         None,
-        description="Only for the backend `command`: request that makes the server generate a "
-        "token. If omitted, Muster does not notice a server that answers at `path` while its "
-        "engine hangs.",
+        description="Only for the backend `command`: request of a health check that makes the "
+        "server generate a token. If omitted, Muster does not notice a server that answers at "
+        "`path` although its engine hangs.",
         examples=[{"path": "/generate", "json": {"prompt": "1", "max_tokens": 1}}],
     )
 
@@ -493,8 +494,9 @@ class FleetRecovery(Model):
     parallel: Count = Field(4, description="Largest number of engines that restart at once.")
     min_active: Count | None = Field(
         None,
-        description="Smallest number of active engines. The run fails if fewer engines are active. "
-        "If omitted, the run fails only when no engine can serve any more.",
+        description="Smallest number of inference engines that must be active. The run fails if "
+        "fewer engines are active. If omitted, the run fails only when no engine can serve "
+        "requests any more.",
     )
 
 
@@ -640,9 +642,9 @@ class Rollout(Model):
     )
     paths: Words | None = Field(
         None,
-        description="Further paths that the gateway forwards to a server, in addition to those of "
-        'OpenAI, SGLang and LMDeploy. ["*"]: all paths. A POST to such a path counts as a request '
-        "that generates tokens.",
+        description="Further URL paths that the gateway forwards to an inference server, in "
+        'addition to the paths of the APIs of OpenAI, SGLang and LMDeploy. ["*"]: all paths. The '
+        "gateway counts a POST to such a path as a request that generates tokens.",
         examples=[["/act"]],
     )
     health: FleetHealth = Field(
@@ -653,7 +655,7 @@ class Rollout(Model):
     )
     weights: FleetWeights = Field(
         default_factory=FleetWeights,
-        description="Weights that the fleet serves at its start.",
+        description="Weights that the fleet serves before the trainer's first weight update.",
     )
     placement: Literal["local", "ray"] = Field(
         "local",

@@ -64,7 +64,9 @@ class Gang(Model):
     )
     gpus_per_node: Count = Field(description="Number of GPUs on each node.", examples=[8])
     cpus_per_gpu: Count = Field(
-        3, description="Number of CPUs that must be free for each GPU. verl needs 3."
+        3,
+        description="Number of free CPUs that a node must have for each GPU of the run. verl "
+        "needs 3.",
     )
     hours: Positive = Field(
         24,
@@ -74,9 +76,9 @@ class Gang(Model):
     )
     max_hours: Positive | None = Field(
         None,
-        description="Time limit of each attempt in hours. A longer attempt is stopped and fails as "
-        "TIME_LIMIT; list that kind under `retry` to resume the run. The queue also uses this "
-        "limit to plan other runs. If omitted, there is no limit.",
+        description="Time limit of each attempt in hours. Muster stops a longer attempt, which "
+        "fails as TIME_LIMIT. To resume the run then, list TIME_LIMIT under `retry`. The queue "
+        "also uses this limit to plan other runs. If omitted, there is no limit.",
         examples=[12],
     )
 
@@ -141,8 +143,8 @@ class Progress(Model):
     )
     jsonl: Text | None = Field(
         None,
-        description="File with one JSON object per line, which grows during the training. It is "
-        "better than `http`: with it, Muster also draws curves and checks the alarm rules.",
+        description="File to which the training appends one JSON object per line. Prefer this "
+        "key to `http`: with such a file, Muster also draws curves and checks the alarm rules.",
         examples=["${run.dir}/metrics.jsonl"],
     )
     step: DottedKey = Field(
@@ -151,7 +153,7 @@ class Progress(Model):
     )
     total: Count | None = Field(
         None,
-        description="Number of steps of the whole training. A command can use it as "
+        description="Number of steps of the whole training. A command can contain it as "
         "${progress.total}. If omitted, Muster shows no remaining time.",
         examples=[60],
     )
@@ -282,9 +284,9 @@ class RunSpec(Document):
     )
     start_from: StartFrom | None = Field(
         None,
-        description="Checkpoint of another run from which this run starts. The option `--from` of "
-        "`muster submit` and `muster train` fills it in. If omitted, the first attempt starts "
-        "without a checkpoint.",
+        description="Checkpoint of another run from which this run starts. The option `--from` "
+        "of `muster submit` and `muster train` sets this key. If omitted, the first attempt "
+        "starts without a checkpoint.",
     )
     run_id: RunId | None = Field(
         None,
@@ -295,7 +297,8 @@ class RunSpec(Document):
     )
     gang: Gang | None = Field(
         None,
-        description="GPUs that the run needs. If omitted, the run does not wait for any GPUs.",
+        description="GPUs that the run needs. Muster starts the run when all of them are free. "
+        "If omitted, the run does not wait for any GPUs.",
     )
     ray: Ray | None = Field(
         None,
@@ -335,8 +338,8 @@ class RunSpec(Document):
     )
     success: Success | None = Field(
         None,
-        description="Condition that the run must meet to be complete, in addition to exit code 0. "
-        "If omitted, exit code 0 is enough.",
+        description="Condition that the run must meet to be complete, in addition to exit code "
+        "0. If omitted, exit code 0 is enough.",
     )
     stall_after_s: Seconds | None = Field(
         None,

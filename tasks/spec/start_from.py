@@ -62,7 +62,8 @@ class StartFrom(Model):
     )
     step: CountOrZero | None = Field(
         None,
-        description="Training step of the checkpoint. If omitted, the step is unknown.",
+        description="Training step at which the checkpoint was written. If omitted, the step is "
+        "unknown.",
         examples=[20],
     )
     attempt: Count | None = Field(

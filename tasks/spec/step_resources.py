@@ -34,7 +34,9 @@ class Resources(Model):
         examples=[1],
     )
     cpus: Positive | None = Field(
-        None, description="Number of CPUs. If omitted, a step on Ray takes 1 CPU.", examples=[4]
+        None,
+        description="Number of CPUs that the step takes. If omitted, a step on Ray takes 1 CPU.",
+        examples=[4],
     )
     memory_gib: Positive | None = Field(
         None, description="Memory in GiB that Ray reserves.", examples=[16]

@@ -69,18 +69,20 @@ class WatchRule(Model):
     )
     loses: Share | None = Field(
         None,
-        description="Raise an alarm if the mean over `for_steps` steps has fallen by this share, "
-        "from 0 to 1. It is a share of the best mean, or of the gain from the first mean to the "
-        "best mean if the gain is larger.",
+        description="Number from 0 to 1. Raise an alarm if the mean of the metric over "
+        "`for_steps` steps has fallen from the best mean by this share. It is a share of the "
+        "best mean, or of the gain from the first mean to the best mean if the gain is larger.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(
-        "higher", description="Direction in which the metric improves. Used by `loses`."
+        "higher",
+        description="Direction in which the metric improves. Only the condition `loses` of "
+        "the rule uses it.",
     )
     spent: Share | None = Field(
         None,
-        description="Raise an alarm if the metric has fallen by this share of its highest value, "
-        "from 0 to 1.",
+        description="Number from 0 to 1. Raise an alarm if the metric has fallen by this share "
+        "of its highest value: with 0.95, at 5 % of the highest value.",
         examples=[0.95],
     )
     unless_steady: Names = Field(
@@ -95,8 +97,8 @@ class WatchRule(Model):
     )
     then: Then | None = Field(
         None,
-        description="Reaction to an alarm of this rule: tell or stop. If omitted, it is `then` of "
-        "`watch`.",
+        description="Reaction to an alarm of this rule: tell or stop. If omitted, the key `then` "
+        "of `watch` applies.",
     )
 
     @classmethod

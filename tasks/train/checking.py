@@ -141,7 +141,10 @@ def _print_result(
             f"  missing on this machine, so the run's host must have it: {fault}", file=sys.stderr
         )
     if missing:
-        places = f"  Muster searches for programs in {Path(interpreter.path).parent} and in PATH."
+        places = (
+            f"  Muster searches for programs in {Path(interpreter.path).parent} and in the folders "
+            "of PATH."
+        )
         if interpreter.environment is None:
             places += (
                 f" If the training has an environment of its own, create {root / '.venv'}, or "

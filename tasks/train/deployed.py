@@ -202,7 +202,10 @@ def undeploy(
             print(f"  {run_id} is running, and continues without further attempts")
             print(f"    end  muster cancel {run_id}")
     if not is_description_of_muster(deployment.description):
-        print("If prefect.yaml lists this deployment, the next `muster up` creates it again.")
+        print(
+            "If prefect.yaml lists this deployment, the next `muster up` creates the deployment "
+            "again."
+        )
 
 
 def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -> None:

@@ -412,7 +412,7 @@ def deploy(
         # *Quick run* in the Prefect UI starts a run without asking for parameters.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
         source = name_source(spec if spec == STANDARD_INPUT else spec.absolute())
-        description = f"{source}, of the project {root}."
+        description = f"Run spec: {source}. Project: {root}."
         job_variables = _make_job_variables(run_spec, root)
 
         existing = find_deployment(client, full_name)
@@ -558,7 +558,9 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
         print(f"To see the steps of the training, import {hook}, as {spec_path.name} shows.")
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
-        print(f"The script also requires {names}: add these arguments to `command` in {spec_path}.")
+        print(
+            f"The script also requires the arguments {names}: add them to `command` in {spec_path}."
+        )
     if draft.other_scripts:
         scripts = join_commas(draft.other_scripts)
         command = f"muster init {quote(str(draft.other_scripts[0]))} --force"

@@ -303,7 +303,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
         print(dumps([asdict(row) for row in rows], indent=2))
         return
     if not rows:
-        print(f"{found_run.run_id} has no checkpoint yet.", file=sys.stderr)
+        print(f"The run {found_run.run_id} has no checkpoint yet.", file=sys.stderr)
         return
     now = time.time()
     if not is_on_terminal():

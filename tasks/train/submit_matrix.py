@@ -39,9 +39,10 @@ MatrixOptions = Annotated[
     Parameter(
         name="--matrix",
         show_default=False,
-        help="Run the spec once for each value: `KEY=VALUE,VALUE` or `KEY=1..4`. KEY is a path in "
-        "the spec, or the name of a variable in its `env` in small letters. May be repeated: then "
-        "each combination is a run.",
+        help="Start one run of the spec for each value: `KEY=VALUE,VALUE`, or `KEY=1..4` for "
+        "whole numbers. KEY is a dotted path in the spec, or the name of a variable in the "
+        "spec's `env`, in small letters. If the option is repeated, each combination of values "
+        "is a run.",
     ),
 ]
 

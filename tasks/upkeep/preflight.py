@@ -71,8 +71,8 @@ class Limits(BaseModel):
     )
     code: Literal["same", "any"] = Field(
         "same",
-        description="Whether nodes must have the same Muster code as this machine (same) or not "
-        "(any)",
+        description="Muster code of the nodes. same: each node must have the same code as this "
+        "machine. any: no requirement",
     )
 
 

@@ -384,7 +384,10 @@ def give_up_host(name: str) -> Report:
         ServerAway: The Prefect server does not answer.
     """
     if name == host_name():
-        raise BadArgument(f"{name} is this host: to reconcile it, run `muster reconcile`")
+        raise BadArgument(
+            f"{name} is this host: to clean up after the lost runs of this host, run `muster "
+            "reconcile` without --lost-host"
+        )
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise BadArgument(
@@ -407,9 +410,10 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     for source, contact_at in last_contacts.items():
         if (age_s := (now - contact_at).total_seconds()) < SILENT_AFTER_S:
             raise BadArgument(
-                f"The host {name} is not lost: {source} last reported {max(0.0, age_s):.0f} s ago. "
-                "To end the runs of the host, cancel them. If the host will not come back, switch "
-                f"it off, and run this command again after {SILENT_AFTER_S:.0f} s."
+                f"The host {name} still reports to the Prefect server: {source} last reported "
+                f"{max(0.0, age_s):.0f} s ago. To end the runs of the host, cancel them. If the "
+                "host will not come back, switch it off, and run this command again after "
+                f"{SILENT_AFTER_S:.0f} s."
             )
     owners = filter(None, map(read_owner, registered_runs()))
     known_hosts = {owner.host for owner in owners} | {

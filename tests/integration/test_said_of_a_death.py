@@ -118,7 +118,7 @@ def test_component_without_leftovers_causes_no_warning(
     ("script_text", "hint"),
     [
         ("exit 127", "Exit code 127 of a shell means that the shell did not find a program"),
-        ("exit 143", "Exit code 143 of a shell or launcher means that SIGTERM ended its program"),
+        ("exit 143", "Exit code 143 of a shell or launcher means that SIGTERM ended the program"),
         ("kill -BUS $$", "df -h /dev/shm"),
         ("exit 1", ""),
     ],

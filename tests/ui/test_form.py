@@ -40,8 +40,8 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
     form_text = form.inner_text()
     for text in (
         "Name of the training. The id of the run begins with it.",
-        "GPUs that the run needs. If omitted, the run does not wait for any GPUs.",
-        "Number of steps of the whole training. A command can use it as ${progress.total}.",
+        "GPUs that the run needs. Muster starts the run when all of them are free.",
+        "Number of steps of the whole training. A command can contain it as ${progress.total}.",
         "The server through which the other components exchange data, such as run-api of Atropos.",
         "The program and its arguments, with one list item for each argument.",
     ):

@@ -9,6 +9,7 @@ import pytest
 from cyclopts import App
 from prefect.client.schemas.responses import DeploymentResponse
 
+from tasks.server.deployments import is_description_of_muster
 from tasks.show.arguments import run
 from tasks.train import deployed
 
@@ -77,3 +78,18 @@ def test_list_of_deployments_breaks_no_word_on_a_narrow_terminal(
         [f"{long_name};", "gang/default"],
     ]
     assert columns < 80 or all(len(line) <= columns for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("description", "is_of_muster"),
+    [
+        ("Run spec: /home/a/spec.yaml. Project: /home/a.", True),
+        ("/home/a/spec.yaml, of the project /home/a.", True),
+        ("Ask Ada before you change this.", False),
+        (None, False),
+    ],
+)
+def test_descriptions_of_this_and_older_releases_are_recognised(
+    description: str | None, is_of_muster: bool
+) -> None:
+    assert is_description_of_muster(description) is is_of_muster

@@ -119,7 +119,9 @@ def test_unknown_host_is_refused_with_the_known_names(server: Server) -> None:
 
 
 def test_this_host_is_refused(server: Server) -> None:
-    with pytest.raises(BadArgument, match=r"is this host: to reconcile it, run `muster reconcile`"):
+    with pytest.raises(
+        BadArgument, match=r"is this host: .* `muster reconcile` without --lost-host"
+    ):
         give_up_host(host_name())
 
 

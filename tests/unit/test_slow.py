@@ -189,7 +189,8 @@ def test_idle_nodes_and_slow_responses_are_named() -> None:
 
     assert text_of(analysis) == (
         "The GPUs are 50% busy on average. The least busy nodes are n2 10% and n1 90%. "
-        "Response times of the fleet: median 2.0 s, 99th percentile 30 s, maximum 1 min 30 s."
+        "Response times of the inference servers: median 2.0 s, 99th percentile 30 s, "
+        "maximum 1 min 30 s."
     )
     assert analysis.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
 

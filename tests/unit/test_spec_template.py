@@ -110,7 +110,9 @@ def test_placeholder_of_a_number_that_the_spec_lacks_is_a_fault(name: str, remed
     [fault] = faults_of(spec_of({"env": {"A": f"${{{name}}}"}}))
 
     assert fault.path == "components.trainer.env.A"
-    assert fault.problem == f"`${{{name}}}` has no value, because the spec has no `{name}`"
+    assert fault.problem == (
+        f"the placeholder `${{{name}}}` has no value, because the spec has no key `{name}`"
+    )
     assert fault.remedy == remedy
 
 

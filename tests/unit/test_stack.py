@@ -228,7 +228,10 @@ def test_commands_report_that_no_stack_is_running(
     exit_code = run(STACK, [command])
 
     assert exit_code == code
-    assert f"No stack of {muster_home} is running" in capsys.readouterr().out
+    assert (
+        f"No Muster stack with the home directory {muster_home} is running"
+        in capsys.readouterr().out
+    )
 
 
 def test_error_about_a_taken_port_names_the_process(
