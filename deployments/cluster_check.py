@@ -204,9 +204,9 @@ async def _read_cluster(address: str) -> tuple[list[LiveNode], str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deployments.cluster_check",
-        description="Check whether a Ray cluster ends the children of killed processes, and print "
-        "the settings to change. The check starts a few `sleep` processes on each node, and ends "
-        "leaking processes.",
+        description="Check whether a Ray cluster ends the child processes of killed Ray workers, "
+        "and print the settings to change. The check starts a few `sleep` processes on each "
+        "node, and ends those that Ray does not end.",
         epilog="Exit: 0 Ray ends all processes that it can end, and exit codes are correct; 1 "
         "processes leak or exit codes are lost; 2 the cluster does not answer, or the arguments "
         "are wrong.",

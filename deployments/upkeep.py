@@ -69,7 +69,8 @@ SERVED = (
     ),
     Served(
         flow=prune,
-        description="Removes files of ended runs of this host, after MUSTER_PRUNE_DAYS days.",
+        description="Removes the files of each run of this host when MUSTER_PRUNE_DAYS days have "
+        "passed since the end of the run.",
         interval_s=6 * 3600,
     ),
 )

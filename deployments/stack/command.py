@@ -142,7 +142,10 @@ def down(*, port: Port = None) -> int:
             _say("Stopping the worker with its runs, Ray, and the Prefect server.")
             _stop_with_reason(stack)
         elif stack.state in ("starting", "up"):
-            _say("The stack's supervisor was killed: waiting for the end of its parts.")
+            _say(
+                "The supervisor of the Muster stack was killed. This command waits until the "
+                "other processes of the stack have ended."
+            )
         with place.no_supervisor():
             place.clear()
         _say("The Muster stack is stopped, and all of its processes have ended.")
@@ -176,7 +179,10 @@ def status(*, port: Port = None) -> int:
         _say(line)
     stack = place.load()
     if stack is None:
-        _say(f"No stack of {place.directory.parent} is running; start a stack with `muster up`.")
+        _say(
+            f"No Muster stack with the home directory {place.directory.parent} is running. Start "
+            "a stack with `muster up`."
+        )
         return EXIT_FAILED
     _refuse_other_port(stack, port)
     if not stack.is_running:
@@ -238,7 +244,10 @@ def _apply_deployments_again(
     """
     _refuse_other_port(stack, port)
     _refuse_other_fleet(stack, fleet)
-    _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
+    _say(
+        f"The Muster stack is already up (pid {stack.supervisor.pid}). Muster applies its "
+        "deployments again."
+    )
     _repair_ray(place, stack)
     wait_until_answering(stack)
     log = place.log("deployments")

@@ -185,10 +185,10 @@ class RunResults:
         if checkpoint is not None:
             return str(checkpoint)
         raise CannotBegin(
-            f"Stage {run.stage} has completed, but no checkpoint of it was found for its run "
-            f"directory {RunPlace.of(run.name).directory}. Make sure that this host can read that "
-            "directory, and that `checkpoints` or `checkpoint` in the spec names the place of the "
-            "checkpoints."
+            f"Stage {run.stage} has completed, but Muster found no checkpoint for its run, whose "
+            f"directory is {RunPlace.of(run.name).directory}. Make sure that this host can read "
+            "that directory, and that `checkpoints` in the run spec or `checkpoint` in the stage "
+            "contains the path of the checkpoints."
         )
 
 

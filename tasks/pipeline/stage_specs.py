@@ -38,9 +38,9 @@ def require_deployment(client: SyncPrefectClient, name: str) -> DeploymentRespon
         return client.read_deployment_by_name(name)
     except (ObjectNotFound, ValueError):
         raise CannotBegin(
-            f"The Prefect server has no deployment {name}. Create Muster's own deployments with "
-            "`muster up` or `python -m deployments.stack.setup`, and a deployment of your own spec "
-            "with `muster deploy SPEC`."
+            f"The Prefect server has no deployment {name}. To create Muster's own deployments, "
+            "run `muster up` or `python -m deployments.stack.setup`. To create a deployment of "
+            "your own spec, run `muster deploy SPEC`."
         ) from None
 
 
@@ -59,8 +59,8 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
             specs[stage.name] = require_deployment(client, name).parameters.get("spec")
             if not isinstance(specs[stage.name], Mapping):
                 raise CannotBegin(
-                    f"The deployment {name} of stage {stage.name} has no run spec. Give the stage "
-                    "a spec: write `spec: FILE.yaml`."
+                    f"The deployment {name}, which the stage {stage.name} uses, has no run spec. "
+                    "Write `spec: FILE.yaml` in the stage."
                 )
     return specs
 

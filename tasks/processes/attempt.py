@@ -126,12 +126,13 @@ _SIGNAL_HINTS = {
     "host shows it) or by a person.",
     "SIGTERM": "SIGTERM was sent from outside the run: by a person, another program or a job "
     "manager such as Slurm.",
-    "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow. Check the free space "
-    "with df -h /dev/shm and df -h.",
+    "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow, because its file "
+    "system is full. Check the free space with `df -h /dev/shm` and `df -h`.",
 }
 #: Advice for SIGKILL that the kernel's OOM killer has not sent.
 _SIGKILL_BY_OTHERS = (
-    "SIGKILL was sent from outside the run: by a person, another program or a job manager."
+    "SIGKILL was sent from outside the run: by a person, another program or a job manager such "
+    "as Slurm."
 )
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (

@@ -361,7 +361,10 @@ class DescendantWatch:
                 "started."
             )
         if oom_killer.read_kernel_log():
-            return "The kernel log shows no kill of this process by the kernel's OOM killer."
+            return (
+                "The kernel log (dmesg) has no entry that the kernel's OOM killer killed this "
+                "process."
+            )
         # This sentence is only true if the component's cgroup is known. The cgroup is unknown if
         # the component ended before the first search for its processes.
         is_known = self.process.pid in self._pids

@@ -498,7 +498,10 @@ class ForkServer:
             message = self._control.recv(64)
         self._environment_bytes = int(message or 0)
         if not message:
-            _log.warning("The fork server of this worker has ended. Runs start more slowly.")
+            _log.warning(
+                "The fork server of this worker, which starts the processes of runs quickly, has "
+                "ended. Until a new fork server is ready, runs start more slowly."
+            )
             self.close()
             if was_ready:
                 self.start()

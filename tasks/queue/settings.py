@@ -38,7 +38,8 @@ class TableNode(BaseModel):
         None,
         ge=0,
         title="CPUs",
-        description="Number of CPUs for runs. If omitted, Muster does not count CPUs on this node.",
+        description="Number of CPUs of this node that runs may use. If omitted, Muster does not "
+        "count the CPUs of this node.",
     )
 
 
@@ -72,8 +73,9 @@ class PoolSettings(BaseModel):
     clusters: tuple[ListedCluster, ...] = Field(
         (),
         title="Ray clusters",
-        description="Ray clusters that runs may use. Muster sends Ray's token, and the headers of "
-        "a cluster, only to listed clusters. If one cluster is listed, specs may omit its address.",
+        description="Ray clusters that runs may use. Muster sends Ray's authentication token, "
+        "and the `headers` of a cluster, only to clusters in this list. If the list has one "
+        "cluster, run specs may omit the address of the cluster.",
     )
     limits: dict[str, int] = Field(
         default_factory=dict,

@@ -404,8 +404,8 @@ class GangWorker(ProcessWorker):
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
     _description = (
-        "Run flow runs as processes, in the order of a queue. Each flow run starts when all of its "
-        "GPUs are free."
+        "Start flow runs as processes, in the order of a queue. Each flow run starts when all "
+        "GPUs that it needs are free."
     )
     _display_name = "Gang"
 

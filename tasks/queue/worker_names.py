@@ -22,7 +22,10 @@ from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 #: of the same name does not write to the Prefect variable during that time, it counts as ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
-_NOTE = "Muster: process of this worker. It shows if two workers have the same name."
+_NOTE = (
+    "Muster wrote this variable. It contains the process of a worker, so that Muster notices a "
+    "second worker with the same name."
+)
 
 
 def name_variable(pool: str, worker: str) -> str:

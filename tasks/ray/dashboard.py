@@ -95,13 +95,14 @@ class ListedCluster(BaseModel):
 
     address: Url = Field(
         title="Address",
-        description="URL of the cluster's dashboard, for example http://10.0.0.1:8265.",
+        description="URL of the Ray cluster's dashboard, for example http://10.0.0.1:8265.",
     )
     headers: dict[str, str] = Field(
         default_factory=dict,
         title="Headers",
-        description="HTTP headers of each request to the dashboard. Write a secret as ${env.NAME}: "
-        "each process then reads it from its environment variable NAME.",
+        description="HTTP headers that Muster adds to each request to the dashboard. Write a "
+        "secret as ${env.NAME}: each process of Muster then reads the secret from its "
+        "environment variable NAME.",
     )
     ca: str | None = Field(
         None,

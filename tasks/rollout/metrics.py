@@ -114,7 +114,9 @@ class Metrics:
             sum_value=self._total_s,
         )
         router = self._fleet.router
-        yield _gauge("waiting", "Requests that wait in the queue.", router.waiting)
+        yield _gauge(
+            "waiting", "Number of requests that wait in the gateway's queue.", router.waiting
+        )
         yield _gauge(
             "outstanding",
             "Number of requests that the inference servers are processing.",
@@ -138,7 +140,7 @@ class Metrics:
         )
         restarts = CounterMetricFamily(
             f"{_PREFIX}_restarts",
-            "Restarts of an engine since the start of the fleet.",
+            "Number of restarts of each engine since the start of the fleet.",
             labels=["engine"],
         )
         for engine in engines:

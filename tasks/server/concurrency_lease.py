@@ -117,8 +117,8 @@ def renew_lease(
         except httpx.HTTPStatusError as error:
             if error.response.status_code == HTTPStatus.GONE:
                 _log.info(
-                    "The Prefect server does not know the concurrency lease %s of this run any "
-                    "more. The run continues.",
+                    "The Prefect server no longer has the concurrency lease %s, with which this "
+                    "run counts for its concurrency limit. The run continues.",
                     lease_id,
                 )
                 return

@@ -44,8 +44,9 @@ FromRun = Annotated[
     Parameter(
         name="--from",
         show_default=False,
-        help="Start from a checkpoint of another run: `RUN` for its newest complete checkpoint, or "
-        "`RUN@STEP`. The checkpoint is not moved, and not removed by `keep`.",
+        help="Start the run from a checkpoint of another run: `RUN` for the newest complete "
+        "checkpoint of that run, or `RUN@STEP`. The checkpoint is not moved, and the key `keep` "
+        "does not remove it.",
     ),
 ]
 PipelineFile = Annotated[

@@ -165,8 +165,8 @@ class Component(Model):
         None,
         description="Meaning of exit code 0 of this component. complete: the run is complete. "
         "drain: the component has finished, and the run continues. fail: the run has failed. If "
-        "omitted, `drain` for a component with `ready: {exit: 0}`, `complete` for trainer and "
-        "environment, and `fail` for other components.",
+        "omitted, it is `drain` for a component with `ready: {exit: 0}`, `complete` for the "
+        "components trainer and environment, and `fail` for any other component.",
     )
     stop: ComponentStop = Field(
         default_factory=ComponentStop,

@@ -37,8 +37,8 @@ class Evaluation(Model):
     command: Words = Field(
         description="Program of the evaluation and its arguments, with one list item for each "
         "argument. ${checkpoint} is the path of the checkpoint, and ${checkpoint.step} is its "
-        "training step. The program may write numbers as JSON to the file that the variable "
-        "MUSTER_RESULT names.",
+        "training step. The environment variable MUSTER_RESULT names a file into which the "
+        "program may write numbers as JSON.",
         examples=[["python", "evaluate.py", "${checkpoint}"]],
     )
     env: Env = Field(
@@ -49,14 +49,16 @@ class Evaluation(Model):
     )
     every: Count = Field(
         1,
-        description="Evaluate every Nth complete checkpoint. 1: every checkpoint.",
+        description="Evaluate every Nth complete checkpoint, for this number N. 1: every "
+        "checkpoint.",
         examples=[2],
     )
     late: Literal["skip", "all"] = Field(
         "skip",
-        description="Treatment of a new checkpoint while this evaluation of an earlier checkpoint "
-        "has not ended. skip: after that end, Muster evaluates only the newest checkpoint. all: "
-        "Muster evaluates every checkpoint, and several of them at once.",
+        description="Treatment of new checkpoints while an earlier checkpoint is being "
+        "evaluated. skip: when that evaluation has ended, Muster evaluates only the newest "
+        "checkpoint. all: Muster evaluates every checkpoint, if necessary several at the same "
+        "time.",
     )
     on: Literal["ray", "host"] | None = Field(
         None,
@@ -76,8 +78,8 @@ class Evaluation(Model):
     )
     timeout_s: Seconds | None = Field(
         None,
-        description="Time limit of each try of the evaluation in seconds. A longer try is stopped "
-        "and fails. If omitted, there is no limit.",
+        description="Time limit of each try of the evaluation in seconds. Muster stops a longer "
+        "try, which then counts as failed. If omitted, there is no limit.",
         examples=[3600],
     )
 

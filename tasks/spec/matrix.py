@@ -91,8 +91,9 @@ class Best(Model):
     """Number by which the best point of a matrix is chosen."""
 
     by: Text = Field(
-        description="Key of the number: the metric of a run, EVALUATION.KEY for the figure of an "
-        "evaluation in `evals` of the run, or the key in a step's result.",
+        description="Number that decides which point of the matrix is best: a metric of the run, "
+        "EVALUATION.KEY for a number in the result of an evaluation in `evals` of the run, or a "
+        "key in the result of a step.",
         examples=["reward"],
     )
     mode: Literal["max", "min"] = Field(

@@ -170,8 +170,9 @@ class Stage(Model):
     )
     args: Mapping[Text, Annotated[Any, AfterValidator(_check_json)]] = Field(
         default_factory=dict,
-        description="Arguments of the function, by name. A text may contain placeholders. If a "
-        "text is a single ${stage.NAME.result.KEY}, the argument keeps the type of the value.",
+        description="Arguments of the function in `call`, by name. A text may contain "
+        "placeholders. If a text consists only of ${stage.NAME.result.KEY}, the argument keeps "
+        "the type of the value.",
         examples=[{"model": "${stage.sft.checkpoint}"}],
     )
     command: Words | None = Field(
@@ -338,8 +339,9 @@ class PipelineSpec(Document):
     )
     ray: Ray | None = Field(
         None,
-        description="Ray cluster of the steps. It may be omitted if the work pool lists exactly "
-        "one cluster. Only `address` counts.",
+        description="Ray cluster on which the steps of the pipeline run. It may be omitted if "
+        "the settings of the work pool list exactly one cluster. Only the key `address` has an "
+        "effect.",
         examples=[{"address": "http://127.0.0.1:8265"}],
     )
     stages: tuple[Stage, ...] = Field(

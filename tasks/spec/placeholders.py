@@ -398,7 +398,10 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
         for use in uses
         if (use.name or "").startswith(STAGE) and not (use.name or "").startswith(prefixes)
     ]
-    problem = "`{}` will have no value, because no component of that stage has `checkpoints`"
+    problem = (
+        "the placeholder `{}` will have no value, because no component of that stage has the key "
+        "`checkpoints`"
+    )
     remedy = "write checkpoints: FOLDER in the component, or checkpoint: PATTERN in the stage"
     without_value = [
         Fault(path=use.path, problem=problem.format(use), remedy=remedy)

@@ -276,13 +276,14 @@ class LiveProbe(Probe):
     )
     log: Pattern | None = Field(
         None,
-        description="Only for `ready`. A line in the log does not show that the component still "
-        "works. Use `stall_after_s` to end a run without new output.",
+        description="Not allowed in `live`, only in `ready`, because an old line in the log does "
+        "not show that the component still works. To end a run without new output, use "
+        "`stall_after_s`.",
     )
     alive_s: Seconds | None = Field(
         None,
-        description="Only for `ready`. Muster always notices the end of a component, without a "
-        "probe.",
+        description="Not allowed in `live`, only in `ready`. Muster always notices the end of a "
+        "component, even without a probe.",
     )
     every_s: Seconds = Field(10, description="Seconds between two checks.")
     timeout_s: Seconds = Field(

@@ -425,7 +425,7 @@ class FleetHealth(Model):
     """Health checks of the inference servers of a fleet."""
 
     interval_s: Seconds = Field(
-        30, description="Seconds between two health checks of the same server."
+        30, description="Seconds between two health checks of the same inference server."
     )
     timeout_s: Seconds = Field(
         15,
@@ -491,7 +491,9 @@ class FleetRecovery(Model):
     max_backoff_s: Seconds = Field(
         60, description="Upper limit of the growing delay before a restart, in seconds."
     )
-    parallel: Count = Field(4, description="Largest number of engines that restart at once.")
+    parallel: Count = Field(
+        4, description="Largest number of inference engines that restart at the same time."
+    )
     min_active: Count | None = Field(
         None,
         description="Smallest number of inference engines that must be active. The run fails if "
@@ -556,7 +558,11 @@ class Rollout(Model):
         "follows from the parallelism; for the backend `command`, it is 0.",
         examples=[8],
     )
-    tensor_parallel: Count = Field(1, description="Number of ranks that share each tensor.")
+    tensor_parallel: Count = Field(
+        1,
+        description="Tensor parallelism: number of ranks over which each engine splits the "
+        "tensors of the model.",
+    )
     expert_parallel: Count = Field(
         1,
         description="Expert parallelism: number of ranks over which each engine distributes the "
@@ -659,15 +665,15 @@ class Rollout(Model):
     )
     placement: Literal["local", "ray"] = Field(
         "local",
-        description="Place where the servers run. local: on this machine. ray: on the nodes of the "
-        "Ray cluster.",
+        description="Place where the inference servers run. local: on the host of the run. ray: "
+        "on the nodes of the Ray cluster.",
     )
     log_max_bytes: LogBytes | None = Field(
         None,
-        description="Largest size of each log of the fleet on the disk, in bytes: the log of each "
+        description="Largest size, in bytes, of each log file of the fleet: the log of each "
         "server, and the log of the fleet itself. Muster keeps the first quarter and the newest "
-        "lines of a larger log, with a line in between that says how many bytes were left out. If "
-        "omitted, the logs have no bound.",
+        "lines of a larger log, with a line in between that says how many bytes were left out. "
+        "If omitted, there is no limit.",
         examples=[1_000_000_000],
     )
 

@@ -62,7 +62,9 @@ class Gang(Model):
         description="Number of nodes. More than 1 is possible only for a run on Ray.",
         examples=[1],
     )
-    gpus_per_node: Count = Field(description="Number of GPUs on each node.", examples=[8])
+    gpus_per_node: Count = Field(
+        description="Number of GPUs that the run needs on each node.", examples=[8]
+    )
     cpus_per_gpu: Count = Field(
         3,
         description="Number of free CPUs that a node must have for each GPU of the run. verl "
@@ -99,15 +101,16 @@ class Ray(Model):
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
-        description="Ray resources, with their amounts, that the node of a job's driver must have. "
-        "Use this key to choose the nodes for drivers. If omitted, a driver runs on a node that "
-        "the queue granted to the run. Without granted nodes, it runs on a node with "
-        "`worker_node`, or else on any node except the head.",
+        description="Ray resources, with their amounts, that a node must have to run the driver "
+        "of a job. If omitted, the driver runs on a node that the queue granted to the run. If "
+        "the queue granted no nodes, it runs on a node with the Ray resource `worker_node`, or "
+        "else on any node except the head.",
         examples=[{"worker_node": 1}],
     )
     entrypoint_label_selector: Mapping[Text, Word] | None = Field(
         None,
-        description="Ray labels, with their values, that the node of a job's driver must have.",
+        description="Ray labels, with their values, that a node must have to run the driver of a "
+        "job.",
         examples=[{"ray.io/node-type": "worker"}],
     )
     entrypoint_cpus: Positive | None = Field(
@@ -198,8 +201,8 @@ class Retry(Model):
     )
     max_delay_s: Seconds = Field(
         600,
-        description="Upper limit of the growing delay in seconds. If it is below delay_s, the "
-        "delay stays at delay_s.",
+        description="Upper limit, in seconds, of the delay before a retry, which grows with each "
+        "retry. If the limit is below delay_s, the delay stays at delay_s.",
     )
 
 
@@ -252,8 +255,8 @@ class RunSpec(Document):
     )
     tags: tuple[Text, ...] = Field(
         (),
-        description="Labels to find the run in the Prefect UI. The queue can limit the number of "
-        "GPUs for a label.",
+        description="Labels with which you find the run in the Prefect UI. The queue can limit "
+        "the number of GPUs that all runs with the same label hold.",
         examples=[["demo"]],
     )
     env: Env = Field(
@@ -276,10 +279,10 @@ class RunSpec(Document):
     )
     inputs: tuple[DataInput, ...] = Field(
         (),
-        description="Paths or URIs of the data that the run uses, for `muster lineage` and the "
-        "asset events. A relative path starts at `cwd`. Muster does not read the data, and passes "
-        "nothing to the programs. If omitted, Muster takes the paths from options of the commands, "
-        "such as `--dataset` or `data.train_files=`.",
+        description="Paths or URIs of the data that the run uses. Muster only shows them, in "
+        "`muster lineage` and in Prefect's asset events: it does not read the data, and passes "
+        "nothing to the programs. A relative path starts at `cwd`. If omitted, Muster takes the "
+        "paths from options of the commands, such as `--dataset` or `data.train_files=`.",
         examples=[["data/train.jsonl", "hf://datasets/openai/gsm8k"]],
     )
     start_from: StartFrom | None = Field(
@@ -312,9 +315,9 @@ class RunSpec(Document):
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
-        description="Method to find and end all processes of the run. auto: the strongest method "
-        "that works on this machine without privileges. namespace: a PID namespace. If the machine "
-        "does not offer PID namespaces, the run fails before it starts.",
+        description="Method with which Muster finds and ends all processes of the run. auto: the "
+        "strongest method that works on this machine without privileges. namespace: a PID "
+        "namespace. If the machine does not offer PID namespaces, the run fails before it starts.",
     )
     start_order: tuple[Text, ...] = Field(
         (),
@@ -333,8 +336,8 @@ class RunSpec(Document):
     )
     progress: Progress | None = Field(
         None,
-        description="Source from which Muster reads the current step. Without it, Muster shows no "
-        "steps.",
+        description="Source from which Muster reads the current training step. If omitted, "
+        "Muster shows no steps.",
     )
     success: Success | None = Field(
         None,
@@ -358,9 +361,10 @@ class RunSpec(Document):
     )
     finish_within_s: Seconds = Field(
         300,
-        description="Time from the last step (`progress.total`, or `success.step` if the total is "
-        "omitted) until the trainer must have ended. After that, Muster stops it, and the "
-        "run is completed. Time in which a checkpoint grows does not count.",
+        description="Longest time in seconds from the last step (`progress.total`, or "
+        "`success.step` if the total is omitted) to the end of the trainer. After that, Muster "
+        "stops the trainer, and the run is completed. Time in which a checkpoint grows does not "
+        "count.",
     )
     watch: Watch | None = Field(
         None,

@@ -56,8 +56,8 @@ class StartFrom(Model):
         examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
     checkpoint: Annotated[Text, AfterValidator(_check_absolute)] = Field(
-        description="Absolute path or URL of the checkpoint. The option `--from RUN@STEP` finds "
-        "it.",
+        description="Absolute path or URL of the checkpoint. The option `--from RUN@STEP` of "
+        "`muster train` finds the path.",
         examples=["/data/checkpoints/step_20"],
     )
     step: CountOrZero | None = Field(

@@ -64,8 +64,8 @@ class WatchRule(Model):
     )
     constant: Literal[True] | None = Field(
         None,
-        description="Raise an alarm if the metric has the same value as at its first step, for "
-        "`for_steps` steps in a row.",
+        description="true: raise an alarm if, for `for_steps` steps in a row, the metric still "
+        "has the value of its first step.",
     )
     loses: Share | None = Field(
         None,
@@ -92,8 +92,8 @@ class WatchRule(Model):
     )
     for_steps: Count = Field(
         5,
-        description="Number of steps in a row in which the condition must hold. For `finite`, one "
-        "step is enough.",
+        description="Number of steps in a row in which the condition of the rule must hold "
+        "before an alarm is raised. For `finite`, one step is enough.",
     )
     then: Then | None = Field(
         None,

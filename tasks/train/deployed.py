@@ -119,7 +119,7 @@ def deployments(*, json: AsJson = False) -> None:
     if json:
         print(dumps([asdict(row) for row in rows], indent=2))
     elif not rows:
-        print("There are no deployments: muster deploy SPEC creates one.", file=sys.stderr)
+        print("There are no deployments. To create one, run `muster deploy SPEC`.", file=sys.stderr)
     elif is_on_terminal():
         for line in _format_list(rows, console_of(sys.stdout).width):
             print(line)

@@ -555,7 +555,10 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
         hook = directory / draft.hook
         if not hook.exists():
             write_for_caller(hook, read_hook())
-        print(f"To see the steps of the training, import {hook}, as {spec_path.name} shows.")
+        print(
+            f"To let Muster show the steps of the training, import {hook} in the training "
+            f"script. The comments in {spec_path.name} show how."
+        )
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
         print(

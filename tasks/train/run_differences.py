@@ -168,7 +168,10 @@ def _describe_code(
                 is_deleted=name not in new_files,
             )
         except UnicodeDecodeError:
-            yield f"{name} {len(old_content)} bytes -> {len(new_content)} bytes (not a text)"
+            yield (
+                f"{name}: not a text file; its size changes from {len(old_content)} to "
+                f"{len(new_content)} bytes"
+            )
 
 
 def _diff_texts(

@@ -60,7 +60,7 @@ from tasks.train.run_story import measure_time_use, tell_story
 
 #: Number of runs that `muster ls` shows by default.
 _LISTED_RUNS = 20
-_NO_RUN_YET = "There is no run yet: muster train SPEC starts a run."
+_NO_RUN_YET = "There are no runs yet. To start one, run `muster train SPEC`."
 #: Number of newest runs among which the function `overview` selects the runs that it prints.
 _OVERVIEW_RUNS = 200
 
@@ -180,7 +180,7 @@ def _print_differences(first_name: str, second_name: str, *, json: bool) -> None
         print(dumps(compare_attempts(first_name, second_name), indent=2))
         return
     lines = describe_differences(first_name, second_name)
-    print("\n".join(lines) or "The records do not differ.")
+    print("\n".join(lines) or "The records of the two attempts do not differ.")
 
 
 def metrics(run: RunName = "latest", /) -> None:

@@ -91,7 +91,8 @@ class Retention(BaseModel):
     days: float = Field(
         default=60,
         ge=0,
-        description="Number of days to keep the files of a run after its end.",
+        description="Number of days after the end of a run for which Muster keeps the files of "
+        "the run.",
     )
     outputs: bool = Field(
         default=False,
@@ -467,7 +468,7 @@ def prune(
 
     Args:
         yes: Delete the files. By default they are only listed.
-        days: Number of days to keep the files of a run after its end.
+        days: Number of days after the end of a run for which Muster keeps the files of the run.
         outputs: Also delete the files that a run's own programs wrote into its directory.
     """
     # The result is printed to the terminal, so do not log it as well.

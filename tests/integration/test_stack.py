@@ -514,7 +514,7 @@ def test_second_up_changes_neither_the_stack_nor_the_limit_of_the_pool(home: Hom
     result = home.up()
 
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "up already" in result.stdout
+    assert "already up" in result.stdout
     assert home.stack == stack_before
     assert home.api("GET", "/work_pools/gang")["concurrency_limit"] == 3
 

@@ -296,7 +296,7 @@ def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert codes == [0, 0]
     assert out == "[]\n"
-    assert "muster train SPEC starts a run" in err
+    assert "run `muster train SPEC`" in err
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,10 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     [attempts_differ, same_attempt, *runs_differ] = out.splitlines()
     differences = json.loads("\n".join(runs_differ))
     assert codes == [0, 0, 0, 2, 2]
-    assert (attempts_differ, same_attempt) == ("host a -> b", "The records do not differ.")
+    assert (attempts_differ, same_attempt) == (
+        "host a -> b",
+        "The records of the two attempts do not differ.",
+    )
     assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
@@ -457,7 +460,7 @@ def test_diff_shows_the_code_as_a_unified_diff(
     assert "--- a/train.py\n+++ b/train.py\n" in text
     assert "\n-lr = 6\n" in text and "\n+lr = 7\n" in text
     assert "--- /dev/null\n+++ b/added6.py\n" in text and "\n+new = 1\n" in text
-    assert "data.bin 2 bytes -> 2 bytes (not a text)" in text
+    assert "data.bin: not a text file; its size changes from 2 to 2 bytes" in text
     assert "first-value" not in text and "second-value" not in text
     assert trees[0] not in text
 

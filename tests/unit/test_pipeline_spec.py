@@ -143,9 +143,10 @@ A = {"name": "a", "spec": spec()}
                 {"name": "b", "spec": spec("${stage.a.checkpoint}")},
             ),
             [
-                "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will have no "
-                "value, because no component of that stage has `checkpoints` (write checkpoints: "
-                "FOLDER in the component, or checkpoint: PATTERN in the stage)"
+                "stages.1.spec.components.trainer.command.1: the placeholder "
+                "`${stage.a.checkpoint}` will have no value, because no component of that stage "
+                "has the key `checkpoints` (write checkpoints: FOLDER in the component, or "
+                "checkpoint: PATTERN in the stage)"
             ],
         ),
         # an unknown name in the key `checkpoint` of a stage is reported
