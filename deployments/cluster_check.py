@@ -207,9 +207,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Check whether a Ray cluster ends the child processes of killed Ray workers, "
         "and print the settings to change. The check starts a few `sleep` processes on each "
         "node, and ends those that Ray does not end.",
-        epilog="Exit: 0 Ray ends all processes that it can end, and exit codes are correct; 1 "
-        "processes leak or exit codes are lost; 2 the cluster does not answer, or the arguments "
-        "are wrong.",
+        epilog="Exit: 0 Ray ends all child processes that it can end, and exit codes are "
+        "correct; 1 child processes keep running, or exit codes are lost; 2 the cluster does not "
+        "answer, or the arguments are wrong.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="URL of the Ray dashboard")

@@ -107,7 +107,10 @@ def up(
         if stack is not None and stack.is_running and stack.state == "up":
             return _apply_deployments_again(place, stack, port, gpus)
         if stack is not None and stack.is_running:
-            _say("The stack of this MUSTER_HOME is stopping. Waiting for its end.")
+            _say(
+                "The Muster stack of this MUSTER_HOME is stopping. This command waits until it "
+                "has ended."
+            )
             stop(stack)
         with place.no_supervisor() as lock_fd:
             place.clear()

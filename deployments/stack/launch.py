@@ -100,7 +100,7 @@ def launch(
         supervisor.kill()
         supervisor.wait()
         place.clear()
-        say("The stack was not started, and all of its processes have ended.")
+        say("The Muster stack was not started. All processes that had been started have ended.")
         raise
     return stack
 

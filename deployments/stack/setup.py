@@ -91,7 +91,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
             update = _make_contents(copy, existing_pool.base_job_template)
             client.update_work_pool(POOL, update)
         else:
-            print(f"The work pool {POOL} exists already and was not changed.", flush=True)
+            print(f"The work pool {POOL} already exists and was not changed.", flush=True)
     if is_restored:
         print(f"The work pool {POOL} was deleted. Muster has set it up again.", flush=True)
 
@@ -245,9 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog="python -m deployments.stack.setup",
-        description="Create the work pools, the automations and the deployments of prefect.yaml on "
-        "the Prefect server of PREFECT_API_URL. The command can be repeated: it updates code and "
-        "specs, and keeps your changes of pools, automations and deployments.",
+        description="Create the work pools, the automations and the deployments of prefect.yaml "
+        "on the Prefect server of PREFECT_API_URL. The command can be repeated: it then updates "
+        "the code and specs of the deployments, and keeps your changes of pools, automations and "
+        "deployments.",
         epilog="Exit: 0 done; 1 a file or the server prevented the setup; 2 an argument was "
         "passed.",
     )

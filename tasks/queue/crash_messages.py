@@ -63,7 +63,7 @@ def describe_crash(flow_run: FlowRun, exit_code: int, entrypoint: str | None) ->
         ending = f"was killed by {signal_name(-exit_code)}"
     else:
         ending = f"ended with exit code {exit_code}, without a final state of the run"
-    sentences = [f"The flow process of this run {ending} on {host_name()}."]
+    sentences = [f"The flow process of this run {ending} on the host {host_name()}."]
     if entrypoint == _TRAIN:
         spec = mapping_or_empty(flow_run.parameters.get("spec"))
         run_id = parse_request(flow_run).name

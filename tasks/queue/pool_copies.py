@@ -168,8 +168,9 @@ class PoolCopies:
         length = len(json.dumps(value))
         if length > MAX_VARIABLE_VALUE_LENGTH:
             _log.warning(
-                "The settings of the work pool %s have %d characters as JSON. A copy for the case "
-                "that the pool is deleted may have at most %d, so no copy was written.",
+                "The settings of the work pool %s have %d characters as JSON, but a Prefect "
+                "variable may have at most %d. So Muster wrote no backup copy, from which it "
+                "could restore the settings of a deleted pool.",
                 pool_name,
                 length,
                 MAX_VARIABLE_VALUE_LENGTH,

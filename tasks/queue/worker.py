@@ -561,11 +561,19 @@ class GangWorker(ProcessWorker):
         try:
             await super().sync_with_backend()
         except httpx.TransportError as error:
-            self._logger.warning("Heartbeat failed: the server does not answer (%r).", error)
+            self._logger.warning(
+                "The worker could not send its heartbeat, because the Prefect server does not "
+                "answer (%r).",
+                error,
+            )
         except httpx.HTTPStatusError as error:
             if error.response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
                 raise
-            self._logger.warning("Heartbeat failed: the server answered with an error: %s", error)
+            self._logger.warning(
+                "The worker could not send its heartbeat, because the Prefect server answered with "
+                "an error: %s",
+                error,
+            )
         else:
             await self._warn_of_same_name()
 

@@ -115,9 +115,9 @@ class ListedCluster(BaseModel):
         None,
         ge=1,
         title="Most nodes",
-        description="Largest number of nodes with GPUs that the cluster's autoscaler may start. A "
-        "run that fits this number of nodes waits, and Muster requests the nodes from the "
-        "autoscaler. Default: the cluster has no autoscaler.",
+        description="Largest number of nodes with GPUs that the autoscaler of the Ray cluster "
+        "may start. If a run fits on that many nodes, it waits, and Muster requests the nodes "
+        "from the autoscaler. If omitted, the cluster has no autoscaler.",
     )
 
     @field_validator("address")

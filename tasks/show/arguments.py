@@ -36,7 +36,8 @@ Overrides = Annotated[
         name="--set",
         show_default=False,
         help="Replace a value of the spec, for example `--set progress.total=20`. In a pipeline, "
-        "begin with the name of the stage: `--set grpo.progress.total=20`. May be repeated.",
+        "begin the key with the name of the stage: `--set grpo.progress.total=20`. The option "
+        "may be repeated.",
     ),
 ]
 FromRun = Annotated[
@@ -61,7 +62,8 @@ RunName = Annotated[
     str,
     Parameter(
         name="RUN",
-        help="Run id, name in the spec, or any part of them that no other run has; or `latest`.",
+        help="Id of the run, name in its spec, or a part of the id or name that no other run "
+        "has; or `latest` for the newest run.",
     ),
 ]
 AsJson = Annotated[

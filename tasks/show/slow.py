@@ -192,7 +192,10 @@ class Slow:
             earlier = format_duration(step.before)
             yield f"Earlier steps took {earlier}, so a step now takes {ratio:.1f} times as long."
             if name:
-                yield f"The part {name} alone takes {format_duration(growth[name])} longer."
+                yield (
+                    f"The part {name} of a step alone takes {format_duration(growth[name])} "
+                    "longer than before."
+                )
 
     def _gpu_sentence(self) -> str:
         mean = fmean(node.now for node in self.gpus.values())

@@ -113,14 +113,16 @@ class Component(Model):
         "that Muster submits to the Ray cluster.",
     )
     command: Words = Field(
-        description="The program and its arguments, with one list item for each argument. No shell "
-        "is used. Placeholders such as ${api.port} are replaced.",
+        description="The program of the component and its arguments, with one list item for each "
+        "argument. Muster starts the program without a shell, and replaces placeholders such as "
+        "${api.port}.",
         examples=[["python", "train.py", "--port", "${trainer.port}"]],
     )
     env: Env = Field(
         default_factory=dict,
-        description="Environment variables of this component. They override the `env` of the run. "
-        "To use the value of a Prefect Secret block, write {secret: BLOCK} instead of a text.",
+        description="Environment variables of this component. They override the `env` of the "
+        "run. To use the value of a Prefect Secret block, write {secret: BLOCK} in place of the "
+        "value.",
         examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
     cwd: Text | None = Field(

@@ -88,8 +88,9 @@ class KeepBest(Best):
     """Rule that chooses a run's best checkpoint, which the key `keep` never deletes."""
 
     by: DottedKey = Field(
-        description="Number that is compared, as EVALUATION.KEY. EVALUATION is the name of an "
-        "evaluation in `evals`, and KEY is a key in the JSON result of the evaluation.",
+        description="Number that decides which checkpoint is best, as EVALUATION.KEY. EVALUATION "
+        "is the name of an evaluation in `evals`, and KEY is a key in the JSON result of the "
+        "evaluation.",
         examples=["math.accuracy"],
     )
 

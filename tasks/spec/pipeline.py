@@ -131,8 +131,8 @@ class Stage(Model):
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
         description="Effect of a failure of this stage. stop: no further stage begins, and the "
-        "pipeline fails when the running stages have ended. continue: the pipeline continues, and "
-        "stages that use a value of this stage are skipped.",
+        "pipeline fails when the stages that are running have ended. continue: the pipeline "
+        "continues, and stages that use a value of this stage are skipped.",
     )
     deployment: Annotated[str, Field(strict=True, pattern=r"^train/[^/\s]+$")] | None = Field(
         None,
@@ -209,9 +209,10 @@ class Stage(Model):
     )
     cache: Literal["inputs", "inputs_and_code"] | None = Field(
         None,
-        description="Use the result of an earlier step that completed, in any pipeline, instead "
-        "of running the step again. inputs: the step and its arguments are equal. inputs_and_code: "
-        "the files of the project are equal, too. If omitted, each pipeline runs the step.",
+        description="Condition for using the result of an earlier step that completed, in any "
+        "pipeline, instead of running this step. inputs: both steps and their arguments are "
+        "equal. inputs_and_code: the files of the project are equal, too. If omitted, each "
+        "pipeline runs the step.",
         examples=["inputs"],
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
@@ -236,14 +237,14 @@ class Stage(Model):
     )
     at_most: Count | None = Field(
         None,
-        description="Largest number of points that run or wait in the queue at once. If omitted, "
-        "there is no limit.",
+        description="Largest number of points of the matrix that run or wait in the queue at the "
+        "same time. If omitted, there is no limit.",
         examples=[4],
     )
     best: Best | None = Field(
         None,
-        description="Rule that chooses the best run or step of a `matrix`. Later stages use the "
-        "result, for example as ${stage.NAME.best.checkpoint}.",
+        description="Rule that chooses the best run or step of this stage's `matrix`. Later "
+        "stages use the result, for example as ${stage.NAME.best.checkpoint}.",
         examples=[{"by": "reward", "mode": "max"}],
     )
     stop_early: StopEarly | None = Field(
@@ -335,7 +336,9 @@ class PipelineSpec(Document):
         examples=["sft-then-grpo"],
     )
     tags: tuple[Text, ...] = Field(
-        (), description="Labels of the pipeline and of each of its runs.", examples=[["demo"]]
+        (),
+        description="Labels of the pipeline's flow run and of each run that the pipeline starts.",
+        examples=[["demo"]],
     )
     ray: Ray | None = Field(
         None,

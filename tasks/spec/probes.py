@@ -152,8 +152,9 @@ class Probe(Model):
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
         None,
         alias="json",
-        description="Conditions on the JSON answer to `http`. Each key is a key of the answer, "
-        "with dots between nested keys. Each value is the expected value, or {not: VALUE}.",
+        description="Conditions on the JSON answer to the request of `http`. Each key is a key "
+        "of the answer, with dots between nested keys. Each value is the expected value, or "
+        "{not: VALUE} for any other value.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(
@@ -176,8 +177,9 @@ class Probe(Model):
     )
     notify: Literal[True] | None = Field(
         None,
-        description="The probe succeeds when the component sends READY=1 to its NOTIFY_SOCKET "
-        "(sd_notify). Muster also shows the component's last STATUS= message.",
+        description="true: the probe succeeds when the component sends READY=1 to the socket in "
+        "its variable NOTIFY_SOCKET, as sd_notify does. Muster also shows the component's last "
+        "STATUS= message.",
     )
     alive_s: Seconds | None = Field(
         None,
@@ -218,9 +220,9 @@ class ReadyProbe(Probe):
 
     exit: Literal[0] | None = Field(
         None,
-        description="The probe succeeds when the component has ended with exit code 0. Use it for "
-        "a preparation step, such as a download, that must be over before the next component "
-        "starts. Each attempt executes the step again.",
+        description="0: the probe succeeds when the component has ended with exit code 0. Use "
+        "this for a component that prepares the run, such as a download, and must end before the "
+        "next component starts. Each attempt runs the component again.",
     )
     every_s: Seconds = Field(
         0.1,
@@ -228,8 +230,8 @@ class ReadyProbe(Probe):
     )
     within_s: Seconds = Field(
         120.0,
-        description="Longest time in seconds until the component is ready. After it, the run "
-        "fails as NOT_READY. With `exit`, there is no limit if the key is omitted.",
+        description="Longest time in seconds until the component is ready. After this time, the "
+        "run fails as NOT_READY. If omitted, a probe with `exit` has no limit.",
     )
 
     @property
@@ -296,9 +298,10 @@ class LiveProbe(Probe):
     )
     processes: Pattern | None = Field(
         None,
-        description="Regular expression for the command lines of descendants of the component that "
-        "must stay alive. When the component is ready, at least one must exist. If any of them "
-        "ends, even with exit code 0, the run ends. This key may be used alone.",
+        description="Regular expression for the command lines of processes that the component or "
+        "its children have started. At least one such process must exist when the component is "
+        "ready. If any of them ends, even with exit code 0, the run ends. This key may be the "
+        "only key of `live`.",
         examples=["sglang::scheduler"],
     )
 

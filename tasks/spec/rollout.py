@@ -485,11 +485,13 @@ class FleetRecovery(Model):
     )
     backoff_s: Seconds = Field(
         1,
-        description="Seconds before the second restart of an engine in a row. There is no delay "
-        "before the first restart. The delay grows with each further restart.",
+        description="Seconds before the second restart of the same engine in a row. The first "
+        "restart has no delay, and each further restart has a longer delay.",
     )
     max_backoff_s: Seconds = Field(
-        60, description="Upper limit of the growing delay before a restart, in seconds."
+        60,
+        description="Upper limit, in seconds, of the delay before a restart of an engine, "
+        "which grows with each restart.",
     )
     parallel: Count = Field(
         4, description="Largest number of inference engines that restart at the same time."
@@ -574,9 +576,9 @@ class Rollout(Model):
     )
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
-        description="Only for SGLang: data parallelism for the attention layers only. The "
-        "replicas share the GPUs of tensor_parallel, so they need no further GPUs. They may span "
-        "nodes.",
+        description="Only for SGLang. true: data parallelism for the attention layers only. The "
+        "replicas share the GPUs of `tensor_parallel`, so they need no further GPUs. They may "
+        "span several nodes.",
     )
     command: Words | None = Field(
         None,
@@ -600,8 +602,8 @@ class Rollout(Model):
     )
     cwd: Text | None = Field(
         None,
-        description="Working directory of the servers. A relative path starts at the project's "
-        "root. If omitted, it is the `cwd` of the run.",
+        description="Working directory of the inference servers. A relative path starts at the "
+        "project's root. If omitted, the `cwd` of the run applies.",
     )
     stop: Stop = Field(
         default_factory=Stop,
@@ -614,8 +616,8 @@ class Rollout(Model):
     )
     host: Text = Field(
         "127.0.0.1",
-        description="Address of this machine on which the gateway listens. Use 0.0.0.0 for "
-        "connections from other machines.",
+        description="Address of this machine on which the fleet's gateway listens. Use 0.0.0.0 "
+        "for connections from other machines.",
         examples=["0.0.0.0"],
     )
     require_token: bool = Field(
@@ -637,8 +639,8 @@ class Rollout(Model):
     )
     queue_timeout_s: Seconds = Field(
         1800,
-        description="Longest time in seconds that a request waits at the gateway. After it, the "
-        "gateway rejects the request.",
+        description="Longest time in seconds that a request waits in the queue of the fleet's "
+        "gateway. After this time, the gateway rejects the request.",
     )
     session_by_user: bool = Field(
         False,
@@ -654,10 +656,11 @@ class Rollout(Model):
         examples=[["/act"]],
     )
     health: FleetHealth = Field(
-        default_factory=FleetHealth, description="Health checks of the servers."
+        default_factory=FleetHealth, description="Health checks of the inference servers."
     )
     recovery: FleetRecovery = Field(
-        default_factory=FleetRecovery, description="Rules for the restart of failed engines."
+        default_factory=FleetRecovery,
+        description="Rules for the restart of failed inference engines.",
     )
     weights: FleetWeights = Field(
         default_factory=FleetWeights,

@@ -72,9 +72,9 @@ class Gang(Model):
     )
     hours: Positive = Field(
         24,
-        description="Estimated duration of the run in hours. With the policy `backfill`, the queue "
-        "may start a short run while a larger run still waits for GPUs. The estimate never ends a "
-        "run.",
+        description="Estimated duration of the run in hours. With the queue's policy `backfill`, "
+        "a short run may start while a larger run still waits for GPUs. The estimate never ends "
+        "a run.",
     )
     max_hours: Positive | None = Field(
         None,
@@ -90,8 +90,8 @@ class Ray(Model):
 
     address: Url | None = Field(
         None,
-        description="Address of the Ray dashboard that receives the jobs. It may be omitted if the "
-        "work pool lists exactly one cluster.",
+        description="URL of the Ray dashboard to which Muster submits the jobs. It may be "
+        "omitted if the settings of the work pool list exactly one Ray cluster.",
         examples=["http://127.0.0.1:8265"],
     )
     start_within_s: Seconds = Field(
@@ -121,15 +121,15 @@ class Ray(Model):
     )
     entrypoint_gpus: Count | None = Field(
         None,
-        description="Number of GPUs that a job's driver itself takes, out of the GPUs of `gang`. "
-        "Write it if the job starts no Ray actors or tasks with GPUs. If omitted, the driver takes "
-        "no GPU.",
+        description="Number of GPUs, out of the GPUs of `gang`, that the driver of a job takes "
+        "for itself. Write this key if the job starts no Ray actors or tasks with GPUs. If "
+        "omitted, the driver takes no GPU.",
         examples=[1],
     )
     entrypoint_memory_gib: Positive | None = Field(
         None,
-        description="Memory in GiB that Ray reserves for a job's driver. If omitted, Ray reserves "
-        "no memory.",
+        description="Main memory in GiB that Ray reserves for the driver of a job. If omitted, "
+        "Ray reserves no memory.",
         examples=[16],
     )
 
@@ -141,7 +141,8 @@ class Progress(Model):
 
     http: Url | None = Field(
         None,
-        description="URL that answers with JSON. Use it if there is no file for `jsonl`.",
+        description="URL that answers with JSON, which contains the current step. Use this key "
+        "if the training writes no file for `jsonl`.",
         examples=["http://127.0.0.1:${api.port}/status"],
     )
     jsonl: Text | None = Field(
@@ -190,9 +191,9 @@ class Retry(Model):
     attempts: Count | None = Field(
         None,
         description="Largest number of attempts, including the first. If an attempt reaches a "
-        "later step than all attempts before it, the count starts again, and this attempt counts "
-        "as the first. `attempts` may be omitted only for "
-        f"kinds that have a default: {list_default_attempts()}.",
+        "later step than all attempts before it, Muster counts from this attempt again, as the "
+        "first. `attempts` may be omitted only for kinds that have a default: "
+        f"{list_default_attempts()}.",
     )
     delay_s: Seconds = Field(
         60,
@@ -244,7 +245,7 @@ class RunSpec(Document):
     )
 
     name: SpecName = Field(
-        description="Name of the training. The id of the run begins with it.",
+        description="Name of the training. The id of each run of this spec begins with the name.",
         examples=["quickstart"],
     )
     workload: Workload = Field(
@@ -261,8 +262,8 @@ class RunSpec(Document):
     )
     env: Env = Field(
         default_factory=dict,
-        description="Environment variables of every component. To use the value of a Prefect "
-        "Secret block, write {secret: BLOCK} instead of a text.",
+        description="Environment variables of every component of the run. To use the value of a "
+        "Prefect Secret block, write {secret: BLOCK} in place of the value.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     cwd: Text = Field(
@@ -272,9 +273,9 @@ class RunSpec(Document):
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
-        description="Version of the project's files that the run uses. If omitted, Muster stores a "
-        "copy when the run is submitted or its deployment is created, and writes the name of the "
-        "copy here. live: the files as they are when the run starts.",
+        description="Version of the project's files that the run uses. live: the files as they "
+        "are when the run starts. If omitted, Muster stores a copy of the files when the run is "
+        "submitted or its deployment is created, and writes the name of the copy here.",
         examples=["live"],
     )
     inputs: tuple[DataInput, ...] = Field(
@@ -293,9 +294,9 @@ class RunSpec(Document):
     )
     run_id: RunId | None = Field(
         None,
-        description="Id of an ended run that the flow run continues. Only `muster retry` sets it, "
-        "for a run whose flow run is on no server any more. If omitted, the run gets an id of its "
-        "own.",
+        description="Id of an ended run that the flow run continues. Only `muster retry` sets "
+        "this key, for a run whose flow run no longer exists on the Prefect server. If omitted, "
+        "the run gets a new id.",
         examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
     gang: Gang | None = Field(
@@ -310,8 +311,9 @@ class RunSpec(Document):
     )
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
-        description="Treatment of the run's Ray jobs if its flow process dies. stop: Muster stops "
-        "the jobs. adopt: the jobs continue, and the run's next flow process attaches to them.",
+        description="Treatment of the run's Ray jobs if the flow process of the run dies. stop: "
+        "Muster stops the jobs. adopt: the jobs continue, and the next flow process of the run "
+        "attaches to them.",
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
@@ -374,9 +376,9 @@ class RunSpec(Document):
     )
     tracker: Annotated[Literal["on", "off"], BeforeValidator(_switch_to_word)] = Field(
         "on",
-        description="Environment variables for experiment trackers. on: in Weights & Biases and "
-        "MLflow, each attempt of each component is a run of its own, and Muster names and groups "
-        "these runs. off: Muster sets no variable of a tracker.",
+        description="Whether Muster sets the environment variables of experiment trackers. on: "
+        "each attempt of each component is a run of its own in Weights & Biases and MLflow, and "
+        "Muster names and groups these runs. off: Muster sets no variable of a tracker.",
         examples=["off"],
     )
     retry: Mapping[FailureKind, Retry] = Field(

@@ -68,10 +68,9 @@ class StartFrom(Model):
     )
     attempt: Count | None = Field(
         None,
-        description="Number of the attempt that starts from the checkpoint. The option "
-        "`--from-step` of `muster retry` sets it: the run then goes back to one of its own "
-        "checkpoints. If omitted, every attempt starts from the checkpoint until the run has one "
-        "of its own.",
+        description="Number of the attempt that starts from the checkpoint, if the run itself "
+        "wrote the checkpoint. The option `--from-step` of `muster retry` sets this key. If "
+        "omitted, every attempt starts from the checkpoint until the run has written its own.",
     )
 
     @property

@@ -39,7 +39,10 @@ class Resources(Model):
         examples=[4],
     )
     memory_gib: Positive | None = Field(
-        None, description="Memory in GiB that Ray reserves.", examples=[16]
+        None,
+        description="Main memory in GiB that Ray reserves for the step. If omitted, Ray "
+        "reserves no memory.",
+        examples=[16],
     )
     labels: Mapping[Text, Word] = Field(
         default_factory=dict,

@@ -87,8 +87,9 @@ class WatchRule(Model):
     )
     unless_steady: Names = Field(
         (),
-        description="Name of another metric, or a list of its possible names. While this metric "
-        "varies by at most a tenth of its mean, the rule `spent` raises no alarm.",
+        description="Name of another metric, or a list of its possible names. While the values "
+        "of this other metric vary by at most a tenth of their mean, the condition `spent` "
+        "raises no alarm.",
     )
     for_steps: Count = Field(
         5,

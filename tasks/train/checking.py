@@ -147,12 +147,12 @@ def _print_result(
         )
         if interpreter.environment is None:
             places += (
-                f" If the training has an environment of its own, create {root / '.venv'}, or "
-                "activate the environment before you call Muster."
+                f"If the training has its own Python environment, create it as {root / '.venv'}, "
+                "or activate it before you call Muster."
             )
         print(places, file=sys.stderr)
     if spec.gang is None:
-        print("The run requests no GPUs, so it waits for no cluster.")
+        print("The run requests no GPUs, so it does not wait for GPUs of a cluster.")
     for fit in fits:
         print(f"  {fit.cluster}: {'the run fits' if fit.fits else fit.reason}")
     if spec.gang is not None and not PREFECT_API_URL.value():

@@ -550,7 +550,7 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
     write_for_caller(spec_path, draft.text)
     load_spec(spec_path)
 
-    print(f"Found {draft.framework} ({draft.file}). Wrote {spec_path}.")
+    print(f"Found {draft.framework} ({draft.file}). Wrote the run spec {spec_path}.")
     if draft.hook is not None:
         hook = directory / draft.hook
         if not hook.exists():

@@ -217,7 +217,9 @@ def list_runs_with_specs(
             run = Run.of_flow_run(flow_run, records.get(parse_request(flow_run).name))
             runs[run.run_id] = (run, mapping_or_empty(flow_run.parameters.get("spec")))
     except ServerAway as error:
-        print(f"{error}\nOnly runs with a record on this machine are shown.", file=sys.stderr)
+        print(
+            f"{error} Therefore only runs with a record on this machine are shown.", file=sys.stderr
+        )
 
     for run_id, record in records.items():
         runs.setdefault(run_id, (Run.of_record(record), {}))

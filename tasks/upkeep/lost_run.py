@@ -151,7 +151,7 @@ def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
         )
     except Exception as error:
         # The job may still run, so report it as a leftover. A later `muster reconcile` tries again.
-        _log.exception("Job %s could not be ended.", entry.submission_id)
+        _log.exception("Muster could not end the Ray job %s.", entry.submission_id)
         problem = f"job {entry.submission_id} could not be ended: {error!r}"
         return JobEnd(state=None, left=(problem,))
 

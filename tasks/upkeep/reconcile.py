@@ -153,7 +153,7 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
         except Exception as error:
             # Continue with the other runs. The registry entry of this run remains, so a later call
             # tries to clean up after this run again.
-            _log.exception("Run %s could not be reconciled.", run_id)
+            _log.exception("Muster could not clean up after the lost run %s.", run_id)
             yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 
 
@@ -228,7 +228,8 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         # An unexpected error occurred, for example because the server has another release. The
         # error must not prevent the start of a worker or discard the reports about lost runs.
         _log.exception(
-            "The search for flow runs without a process on the server %s has failed.", api_url
+            "The search for flow runs without a process on the Prefect server %s has failed.",
+            api_url,
         )
         return []
 

@@ -39,11 +39,11 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
 
     form_text = form.inner_text()
     for text in (
-        "Name of the training. The id of the run begins with it.",
+        "Name of the training. The id of each run of this spec begins with the name.",
         "GPUs that the run needs. Muster starts the run when all of them are free.",
         "Number of steps of the whole training. A command can contain it as ${progress.total}.",
         "The server through which the other components exchange data, such as run-api of Atropos.",
-        "The program and its arguments, with one list item for each argument.",
+        "The program of the component and its arguments, with one list item for each argument.",
     ):
         assert text in form_text
     assert "Field (Optional)" not in form_text
