@@ -127,8 +127,8 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
     if leaks - {*_HELD_BY_GROUPS}:
         lines.append(
             "Processes that leave the process group of their Ray worker keep running. Do not "
-            "enable Ray's subreaper to end them, because it is deprecated. Muster searches every "
-            "node for such processes after each job, and ends them."
+            "enable Ray's subreaper to end them, because Ray has deprecated it. Muster searches "
+            "every node for such processes after each job, and ends them."
         )
     if any(code != _EXIT_CODE for code in codes):
         lines.append(

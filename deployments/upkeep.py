@@ -60,8 +60,8 @@ class Served:
 SERVED = (
     Served(
         flow=reconcile,
-        description="Finishes the runs of this host whose process has ended; the upkeep also does "
-        "this every minute, without a flow run.",
+        description="Cleans up after the runs of this host whose flow process has died. The "
+        "upkeep process also does this every minute, without a flow run.",
         # The upkeep process already does the same work every minute, without a flow run. The rare
         # flow runs show in the Prefect UI that the host is maintained. They also do the work if
         # the upkeep process fails to do it.

@@ -332,7 +332,9 @@ def _build_app(called: str = "") -> App:
             else:
                 app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
-    app.register_install_completion_command(help="Install completion of `muster` for your shell.")
+    app.register_install_completion_command(
+        help="Install command-line completion of `muster` for your shell."
+    )
     return app
 
 

@@ -192,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Create or update the automations of deployments/automations/ on the Prefect "
         "server of PREFECT_API_URL. If the server has a notification block named "
         f"{BLOCK}, the automations send notifications through this block.",
-        epilog="Exit: 0 done; 1 the server does not answer, or refuses; 2 a file is not an "
-        "automation, or the arguments are wrong.",
+        epilog="Exit: 0 done; 1 the server does not answer, or refuses a request; 2 a file is "
+        "not a valid automation, or the arguments are wrong.",
     )
     parser.add_argument(
         "--replace",

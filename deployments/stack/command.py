@@ -142,7 +142,9 @@ def down(*, port: Port = None) -> int:
             return EXIT_DONE
         _refuse_other_port(stack, port)
         if stack.is_running:
-            _say("Stopping the worker with its runs, Ray, and the Prefect server.")
+            _say(
+                "Stopping the Muster stack: the worker with its runs, Ray, and the Prefect server."
+            )
             _stop_with_reason(stack)
         elif stack.state in ("starting", "up"):
             _say(
@@ -200,7 +202,10 @@ def status(*, port: Port = None) -> int:
         return EXIT_FAILED
     checks = check_parts(stack)
     started = _format_time(stack.started_at)
-    _say(f"The stack (pid {stack.supervisor.pid}) is {stack.state}, started {started}.")
+    _say(
+        f"The Muster stack (pid {stack.supervisor.pid}) is {stack.state}. It was started at "
+        f"{started}."
+    )
     for check in checks:
         _say(f"  {check}")
     for line in _describe_deaths(stack):

@@ -164,7 +164,7 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
         problem = str(error)
     other = _find_other_worker(client, stack)
     description = (
-        f"{stack.worker} (another worker has this name: {other})" if other else stack.worker
+        f"{stack.worker} (another worker also has this name: {other})" if other else stack.worker
     )
     return PartCheck(part="worker", description=description, problem=problem)
 

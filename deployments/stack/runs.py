@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
-        description="Interrupt every run of a worker on this host, and wait until all of them have "
-        "ended. The worker is stopped with SIGSTOP. Afterwards, send it SIGTERM, then SIGCONT.",
+        description="Interrupt all runs of a Prefect worker on this host, and wait until all of "
+        "them have ended. The command stops the worker with SIGSTOP. To end the worker "
+        "afterwards, send it SIGTERM, then SIGCONT.",
     )
     parser.add_argument("pid", help="Process id of the worker. Empty: the worker has ended already")
     parser.add_argument(

@@ -249,8 +249,8 @@ def _parser() -> argparse.ArgumentParser:
         "on the Prefect server of PREFECT_API_URL. The command can be repeated: it then updates "
         "the code and specs of the deployments, and keeps your changes of pools, automations and "
         "deployments.",
-        epilog="Exit: 0 done; 1 a file or the server prevented the setup; 2 an argument was "
-        "passed.",
+        epilog="Exit: 0 the setup is done; 1 the setup failed for a reason that was printed; 2 "
+        "the program takes no arguments but got one.",
     )
 
 

@@ -136,8 +136,9 @@ _SIGKILL_BY_OTHERS = (
 )
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (
-    "The training diverged. Check the learning rate and the data of the last steps. Or list ALARM "
-    "under `retry` in the spec: the run then resumes from a checkpoint before the alarm."
+    "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data "
+    "of the last steps. Or list ALARM under `retry` in the spec: Muster then resumes the run "
+    "from a checkpoint before the alarm."
 )
 #: Advice for a run that was stopped before its first step, because it did not seem to work.
 _FIRST_STEP_HINT = (
@@ -154,8 +155,8 @@ _NO_OUTPUT_HINT = (
 )
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
-    "Use fewer workers, a smaller batch or less offloading to CPU memory. Or raise the memory "
-    "limit that the message names."
+    "Use fewer worker processes, a smaller batch, or less offloading to CPU memory. Or raise the "
+    "memory limit that the message names."
 )
 #: Evidence if this machine's kernel knows nothing about the deaths of the component's processes.
 _NO_EVIDENCE = DeathEvidence()

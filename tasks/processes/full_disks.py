@@ -148,7 +148,7 @@ def name_full_disk(failure: Failure, file_systems: Iterable[FileSystem]) -> Fail
             kind=FailureKind.HOST_OOM if is_memory else FailureKind.STORAGE,
             rule=RULE if is_unexplained else failure.rule,
             message=f"{failure.message}; {file_system}",
-            hint=f"{file_system.path} is full. {remedy}, then start the run again.",
+            hint=f"The file system {file_system.path} is full. {remedy}, then start the run again.",
         )
     return failure
 

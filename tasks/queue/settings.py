@@ -51,7 +51,9 @@ class FaultyNode(BaseModel):
     node: str = Field(min_length=1, title="Node")
     reason: str = Field("", title="Reason")
     by: str = Field("", title="Author", description="Id of the last run that failed on the node.")
-    until: float = Field(title="Until", description="End of the drain, in UTC epoch seconds.")
+    until: float = Field(
+        title="Until", description="Time at which the drain of the node ends, in UTC epoch seconds."
+    )
 
 
 class PoolSettings(BaseModel):
@@ -68,7 +70,7 @@ class PoolSettings(BaseModel):
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
-        (), title="Nodes", description="Nodes for the runs that use no Ray cluster."
+        (), title="Nodes", description="Nodes on which the runs without a Ray cluster run."
     )
     clusters: tuple[ListedCluster, ...] = Field(
         (),

@@ -444,7 +444,10 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
     queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
     if queued is not None:
         problems = [text for text in problems if not is_part_of_reason(text, queued.reason)]
-        lines = [f"{queued.name} waits at position {queued.number} of {len(view.line)}."]
+        lines = [
+            f"The run {queued.name} waits at position {queued.number} of {len(view.line)} in the "
+            "queue."
+        ]
         fields = {name: str(cell) for name, cell in _make_queue_row(queued).items() if cell != "-"}
         del fields["position"]
         del fields["run"]

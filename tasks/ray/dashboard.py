@@ -108,8 +108,8 @@ class ListedCluster(BaseModel):
         None,
         min_length=1,
         title="Certificates",
-        description="Path, on each host, of the file with the CA certificates for an https "
-        "address. Default: the public certificate authorities.",
+        description="Path of the file with the CA certificates for an https address, on each "
+        "host. Default: the public certificate authorities.",
     )
     max_nodes: int | None = Field(
         None,
@@ -622,8 +622,9 @@ def _check_status(response: httpx.Response) -> None:
         text += " ".join(response.text[-500:].split())
         if response.status_code in (401, 403):
             raise Denied(
-                f"{text}. If the cluster needs a token, set RAY_AUTH_MODE=token, and store the "
-                "token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token."
+                f"{text}. If the Ray cluster needs a token, set RAY_AUTH_MODE=token, and store "
+                "the token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in "
+                "~/.ray/auth_token."
             )
         if 400 <= response.status_code < 500:
             raise Denied(text)

@@ -546,7 +546,9 @@ class RayJob(RunningComponent):
                 self._note_contact(str(error))
             except Exception as error:
                 # The loop must continue after every error, such as a reply in an unexpected format.
-                _log.exception("The state of job %s could not be read.", self._job.submission_id)
+                _log.exception(
+                    "Muster could not read the state of the Ray job %s.", self._job.submission_id
+                )
                 self._note_contact(repr(error))
             else:
                 self._note_contact("")

@@ -322,7 +322,7 @@ class GitView:
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name}: not a regular file any more (git-lfs)\n"
+                return f"{name}: this Git LFS file is not a regular file any more\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
                     # The file still contains git-lfs' pointer text, because git-lfs has not
@@ -332,10 +332,12 @@ class GitView:
                 is_same = status.st_size == int(match[2])
                 is_same = is_same and _sha256(file) == match[1].decode()
         except FileNotFoundError:
-            return f"{name}: removed (git-lfs)\n"
+            return f"{name}: this Git LFS file was removed\n"
         except OSError as error:
             return f"{name}: not compared: {error.strerror}\n"
-        return "" if is_same else f"{name}: its content differs from the commit (git-lfs)\n"
+        return (
+            "" if is_same else f"{name}: the content of this Git LFS file differs from the commit\n"
+        )
 
     def _lend(self) -> None:
         """Copy the index and some settings of the repository into Muster's own git directory.

@@ -67,7 +67,7 @@ RunName = Annotated[
     ),
 ]
 AsJson = Annotated[
-    bool, Parameter(name="--json", help="Print JSON. Times in it are UTC epoch seconds.")
+    bool, Parameter(name="--json", help="Print JSON. Times in the JSON are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
 #: Default settings of all command-line parameters. Without `negative`, cyclopts would add an option

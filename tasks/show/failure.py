@@ -160,8 +160,8 @@ def add_unwritten_files(message: str, unwritten_files: str) -> str:
     if not unwritten_files:
         return message
     return (
-        f"{message}; files of the run could not be written ({unwritten_files}); free disk space, "
-        "then call `muster reconcile`"
+        f"{message}; Muster could not write files of the run ({unwritten_files}); free disk "
+        "space, then run `muster reconcile`"
     )
 
 

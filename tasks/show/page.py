@@ -82,7 +82,9 @@ def show_components(view: RunView) -> Shown:
     if servers:
         parts += ["Servers of the fleet:", markdown_table(_SERVER_HEADINGS, _server_rows(servers))]
     if len(servers) > _MAX_SERVERS:
-        parts.append(f"The table shows the first {_MAX_SERVERS} of {len(servers)} servers.")
+        parts.append(
+            f"The table shows the first {_MAX_SERVERS} of {len(servers)} inference servers."
+        )
 
     failed_first = attempt.failure.component if attempt.failure else None
     states = [

@@ -26,8 +26,8 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
         yield f"starts from {resume.passed}: {resume.rule}"
     elif resume.expected is not None:
         yield (
-            f"Muster passes no checkpoint; the trainer probably finds {resume.expected} "
-            f"({resume.rule})"
+            f"Muster passes no checkpoint to the trainer, which probably finds {resume.expected} "
+            f"by itself ({resume.rule})"
         )
     elif resume.refused:
         yield f"starts from the beginning, although checkpoints exist: {resume.rule}"

@@ -210,7 +210,8 @@ class Terminal:
             except Exception:
                 self._screen.is_live = False
                 _log.exception(
-                    "Drawing the live display failed. The run is shown as plain lines from now on."
+                    "Muster could not draw the live display. From now on, it shows the run as "
+                    "plain lines."
                 )
             if self._screen.is_live and not is_last:
                 time.sleep(_FRAME_S)

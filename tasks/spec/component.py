@@ -127,8 +127,8 @@ class Component(Model):
     )
     cwd: Text | None = Field(
         None,
-        description="Working directory of this component. A relative path starts at the project's "
-        "root. If omitted, it is the `cwd` of the run.",
+        description="Working directory of this component. A relative path starts at the "
+        "project's root. If omitted, the `cwd` of the run applies.",
     )
     gpus: CountOrZero | None = Field(
         None,
@@ -147,8 +147,8 @@ class Component(Model):
     )
     ports: tuple[PartName, ...] = Field(
         (),
-        description="Names of further ports to reserve, in addition to ${NAME.port}. The port "
-        "`metrics` of a component NAME is ${NAME.ports.metrics}.",
+        description="Names of further ports that Muster reserves for the component NAME, in "
+        "addition to ${NAME.port}. The port `metrics`, for example, is ${NAME.ports.metrics}.",
         examples=[["metrics"]],
     )
     ready: ReadyProbe | None = Field(
@@ -159,8 +159,8 @@ class Component(Model):
     )
     live: LiveProbe | None = Field(
         None,
-        description="Probe that decides whether the running component still works. Use it to find "
-        "a component that hangs; Muster notices the end of a process without a probe.",
+        description="Probe that decides whether the running component still works, to find a "
+        "component that hangs. Muster notices the end of a process without a probe.",
         examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
     )
     on_exit_zero: OnExitZero | None = Field(
@@ -172,13 +172,15 @@ class Component(Model):
     )
     stop: ComponentStop = Field(
         default_factory=ComponentStop,
-        description="Warning, signal and grace period to stop this component.",
+        description="Warning signal, stop signal and grace period with which Muster stops this "
+        "component.",
     )
     checkpoints: Text | None = Field(
         None,
-        description="Folder of the component's checkpoints, or a pattern of their paths. It may "
-        "be a URL with s3://, gs:// or file://. The next attempt gets the path or URL of the last "
-        "complete checkpoint as ${attempt.resume_from}. Only one component may have this key.",
+        description="Folder of the component's checkpoints, or a pattern that matches their "
+        "paths. It may be a URL with s3://, gs:// or file://. The next attempt gets the path or "
+        "URL of the last complete checkpoint as ${attempt.resume_from}. Only one component of a "
+        "run may have this key.",
         examples=["${run.dir}/checkpoints", "s3://bucket/${run.id}/checkpoints"],
     )
     log_max_bytes: LogBytes | None = Field(
@@ -191,9 +193,9 @@ class Component(Model):
     keep: Count | None = Field(
         None,
         description="Number of complete checkpoints to keep. Muster removes older checkpoints, "
-        "except the newest complete checkpoint, the one before it, the checkpoint from which the "
-        "current attempt started, and checkpoints of other runs. If omitted, all checkpoints are "
-        "kept.",
+        "except the two newest complete checkpoints, the checkpoint from which the current "
+        "attempt started, and checkpoints of other runs. If omitted, Muster keeps all "
+        "checkpoints.",
         examples=[3],
     )
 

@@ -74,7 +74,7 @@ class Evaluation(Model):
         examples=[{"gpus": 1}],
     )
     retries: CountOrZero = Field(
-        0, description="Number of retries of a failed evaluation.", examples=[2]
+        0, description="Number of times that Muster runs a failed evaluation again.", examples=[2]
     )
     timeout_s: Seconds | None = Field(
         None,

@@ -110,7 +110,7 @@ class StopEarly(Best):
     """Rule that stops the run of a point (a combination of values) if other points are better."""
 
     by: Text = Field(
-        description="Metric of the runs. Muster compares the points by this metric.",
+        description="Name of the metric by which Muster compares the runs of the matrix.",
         examples=["reward"],
     )
     rule: Literal["median", "halving"] = Field(
@@ -120,7 +120,8 @@ class StopEarly(Best):
         "times this step and so on, only the better half of the points continues.",
     )
     after_step: Count = Field(
-        description="First training step at which points are compared.", examples=[20]
+        description="First training step at which Muster compares the points of the matrix.",
+        examples=[20],
     )
 
 

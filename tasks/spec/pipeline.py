@@ -136,8 +136,9 @@ class Stage(Model):
     )
     deployment: Annotated[str, Field(strict=True, pattern=r"^train/[^/\s]+$")] | None = Field(
         None,
-        description="Deployment that creates the run of this stage. Without `spec`, the stage uses "
-        "the run spec of this deployment. If omitted, it is train/any.",
+        description="Prefect deployment that creates the run of this stage. If the stage has no "
+        "`spec`, the run spec of this deployment applies. If omitted, the deployment is "
+        "train/any.",
         examples=["train/verl-sft"],
     )
     spec: Mapping[str, Any] | None = Field(
@@ -162,9 +163,9 @@ class Stage(Model):
     call: Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = (
         Field(
             None,
-            description="Python function of a step, as MODULE:FUNCTION. The module belongs to the "
-            "project of the pipeline's file. The function may also be a Prefect task. It returns "
-            "JSON data, which is the result of the step.",
+            description="Python function of the step, as MODULE:FUNCTION. The module belongs to "
+            "the project that contains the pipeline's file. The function may also be a Prefect "
+            "task. It returns JSON data, which is the result of the step.",
             examples=["evals.score:benchmark"],
         )
     )
@@ -177,14 +178,15 @@ class Stage(Model):
     )
     command: Words | None = Field(
         None,
-        description="Program of a step and its arguments, with one list item for each argument. "
-        "The program may write a JSON result to the file that the variable MUSTER_RESULT names.",
+        description="Program of the step and its arguments, with one list item for each "
+        "argument. The environment variable MUSTER_RESULT names a file into which the program "
+        "may write a JSON result.",
         examples=[["python", "merge.py", "${stage.sft.checkpoint}"]],
     )
     env: Env = Field(
         default_factory=dict,
         description="Environment variables of the step. To use the value of a Prefect Secret "
-        "block, write {secret: BLOCK} instead of a text.",
+        "block, write {secret: BLOCK} in place of the value.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     on: Literal["ray", "host"] = Field(
@@ -203,8 +205,8 @@ class Stage(Model):
     )
     timeout_s: Seconds | None = Field(
         None,
-        description="Time limit of each try of the step in seconds. A longer try is stopped and "
-        "fails. If omitted, there is no limit.",
+        description="Time limit of each try of the step in seconds. Muster stops a longer try, "
+        "which then counts as failed. If omitted, there is no limit.",
         examples=[3600],
     )
     cache: Literal["inputs", "inputs_and_code"] | None = Field(

@@ -145,8 +145,8 @@ class Probe(Model):
 
     http: Url | None = Field(
         None,
-        description="URL to request with GET. The probe succeeds if the status is 2xx and the "
-        "conditions of `json` are met.",
+        description="URL to which Muster sends a GET request. The probe succeeds if the status "
+        "of the answer is 2xx and the conditions of `json` are met.",
         examples=["http://127.0.0.1:${api.port}/info"],
     )
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
@@ -226,7 +226,8 @@ class ReadyProbe(Probe):
     )
     every_s: Seconds = Field(
         0.1,
-        description="Seconds between the first checks. The pause then grows up to 1 s.",
+        description="Seconds between the first checks. The pause between later checks grows up "
+        "to 1 s.",
     )
     within_s: Seconds = Field(
         120.0,
@@ -294,7 +295,7 @@ class LiveProbe(Probe):
         "failed check.",
     )
     misses: Count = Field(
-        3, description="Number of failed checks in a row that make the run fail as STALLED."
+        3, description="Number of failed checks in a row after which the run fails as STALLED."
     )
     processes: Pattern | None = Field(
         None,

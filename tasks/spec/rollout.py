@@ -479,9 +479,10 @@ class FleetRecovery(Model):
 
     budget: Budget | None = Field(
         None,
-        description="Number of recoveries in the whole attempt. If several engines fail together, "
-        "their recovery counts once. When the budget is used up, failed engines are not "
-        "restarted. unlimited: no limit. If omitted, 3 for each engine, and at least 10.",
+        description="Largest number of restarts of failed engines in the whole attempt. If "
+        "several engines fail together, their restart counts once. After this number, Muster "
+        "restarts no failed engines. unlimited: no limit. If omitted, 3 for each engine of the "
+        "fleet, and at least 10.",
     )
     backoff_s: Seconds = Field(
         1,
@@ -509,9 +510,9 @@ class FleetWeights(Model):
 
     initial: Literal["loaded", "stale"] | None = Field(
         None,
-        description="Before the trainer's first weight update, loaded: serve the model as the "
-        "servers loaded it. stale: serve nothing. If omitted, it is `stale` in an attempt that "
-        "resumes from a checkpoint, and else `loaded`.",
+        description="Behaviour of the fleet before the trainer's first weight update. loaded: "
+        "serve the model as the servers loaded it. stale: serve no requests. If omitted, it is "
+        "`stale` in an attempt that resumes from a checkpoint, and otherwise `loaded`.",
     )
 
 
@@ -556,8 +557,9 @@ class Rollout(Model):
     nodes_per_engine: Count = Field(1, description="Number of nodes of each engine.")
     gpus_per_node: Count | None = Field(
         None,
-        description="Number of GPUs of one engine on each of its nodes. If omitted, the number "
-        "follows from the parallelism; for the backend `command`, it is 0.",
+        description="Number of GPUs that one engine takes on each of its nodes. If omitted, "
+        "Muster calculates it from the keys for parallelism, such as `tensor_parallel`. For the "
+        "backend `command`, it is then 0.",
         examples=[8],
     )
     tensor_parallel: Count = Field(
@@ -582,15 +584,15 @@ class Rollout(Model):
     )
     command: Words | None = Field(
         None,
-        description="Only for the backend `command`: command that starts one server. It must "
-        "listen on ${server.host} and ${server.port}. ${server.rank}, ${server.node} and "
+        description="Only for the backend `command`: command that starts one server. The server "
+        "must listen on ${server.host} and ${server.port}. ${server.rank}, ${server.node} and "
         "${server.group} identify the server.",
         examples=[["python", "serve.py", "--port", "${server.port}"]],
     )
     args: Words | None = Field(
         None,
-        description="Further command-line arguments of each server, with one list item for each "
-        "argument.",
+        description="Further command-line arguments of each inference server, with one list item "
+        "for each argument.",
         examples=[["--context-length", "8192"]],
     )
     env: Env = Field(

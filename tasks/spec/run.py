@@ -59,7 +59,7 @@ class Gang(Model):
 
     nodes: Count = Field(
         1,
-        description="Number of nodes. More than 1 is possible only for a run on Ray.",
+        description="Number of nodes that the run needs. Only a run on Ray can have more than 1.",
         examples=[1],
     )
     gpus_per_node: Count = Field(
@@ -96,8 +96,8 @@ class Ray(Model):
     )
     start_within_s: Seconds = Field(
         600,
-        description="Seconds within which a job must have taken its GPUs. A slower job is stopped "
-        "as START_TIMEOUT, and the run returns to the queue.",
+        description="Longest time in seconds until a job must have taken all of its GPUs. Muster "
+        "stops a slower job as START_TIMEOUT, and the run returns to the queue.",
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
@@ -179,8 +179,8 @@ class Success(Model):
     """Condition that a run must meet to be complete, in addition to exit code 0."""
 
     step: Count = Field(
-        description="Step that the run must reach. It is at most `progress.total`. A command can "
-        "use it as ${success.step}.",
+        description="Training step that the run must reach to be complete. It is at most "
+        "`progress.total`. A command can contain it as ${success.step}.",
         examples=[60],
     )
 
@@ -197,8 +197,9 @@ class Retry(Model):
     )
     delay_s: Seconds = Field(
         60,
-        description="Seconds before the first retry. The delay doubles with each further retry. "
-        f"These kinds have another default: {list_default_delays()}.",
+        description="Seconds before the first retry after a failure of this kind. The delay "
+        "doubles with each further retry. These kinds have another default: "
+        f"{list_default_delays()}.",
     )
     max_delay_s: Seconds = Field(
         600,
@@ -323,9 +324,10 @@ class RunSpec(Document):
     )
     start_order: tuple[Text, ...] = Field(
         (),
-        description="Names of the components in the order of their start. Components that it does "
-        "not name start last. If omitted, components start in the order of `components`. Muster "
-        "fills it in for a deployment, because PostgreSQL does not keep the order of keys.",
+        description="Names of the components in the order in which they start. Components that "
+        "are not in this list start last. If omitted, components start in the order of "
+        "`components`. Muster fills in this key for a deployment, because Prefect's PostgreSQL "
+        "database does not keep the order of keys.",
         examples=[["api", "trainer"]],
     )
     components: Components = Field(
@@ -348,17 +350,17 @@ class RunSpec(Document):
     )
     stall_after_s: Seconds | None = Field(
         None,
-        description="Longest time without a new step, in seconds. After it, the run fails as "
-        "STALLED. Without `progress`, it is the longest time without output; lines that only "
-        "repeat do not count. While a checkpoint grows, the run does not fail: the time counts "
-        "from the last growth. If omitted, there is no limit.",
+        description="Longest time in seconds without a new training step. After this time, the "
+        "run fails as STALLED. Without `progress`, it is the longest time without output; "
+        "repeated lines do not count. While a checkpoint grows, the run does not fail: the time "
+        "counts from the last growth. If omitted, there is no limit.",
         examples=[1800],
     )
     timeout_s: Seconds | None = Field(
         None,
-        description="Time limit of each attempt in seconds. A longer attempt is stopped and fails "
-        "as TIME_LIMIT. It is for runs without `gang`; other runs use `gang.max_hours`. A run with "
-        "both has the shorter limit.",
+        description="Time limit in seconds of each attempt, for a run without `gang`. For other "
+        "runs, use `gang.max_hours`. Muster stops a longer attempt, which fails as TIME_LIMIT. "
+        "In a run with both keys, the shorter limit applies.",
         examples=[3600],
     )
     finish_within_s: Seconds = Field(
@@ -383,9 +385,9 @@ class RunSpec(Document):
     )
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
-        description="Kinds of failure that Muster retries, each with attempts, delay_s and "
-        "max_delay_s. Some kinds are retried even if they are not listed: "
-        f"{list_requeued_kinds()}.",
+        description="Kinds of failure after which Muster retries the run, each with the keys "
+        "attempts, delay_s and max_delay_s. Muster retries some kinds even if they are not "
+        f"listed: {list_requeued_kinds()}.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 

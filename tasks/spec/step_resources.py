@@ -30,7 +30,8 @@ class Resources(Model):
 
     gpus: CountOrZero = Field(
         0,
-        description="Number of GPUs. A step with GPUs waits in the queue like a run.",
+        description="Number of GPUs that the step takes. A step with GPUs waits in the queue, "
+        "like a run.",
         examples=[1],
     )
     cpus: Positive | None = Field(

@@ -130,8 +130,8 @@ class Watch(Model):
 
     preset: Literal[Workload, "none"] | None = Field(
         None,
-        description="Name of a set of predefined rules. none: no predefined rules. If omitted, the "
-        "rules for the `workload` of the run apply.",
+        description="Name of a set of predefined alarm rules. none: no predefined rules. If "
+        "omitted, the set for the `workload` of the run applies.",
     )
     then: Then = Field(
         "tell",

@@ -110,7 +110,7 @@ def ls(
         return
     if not runs:
         is_filtered = state or tag or name or since
-        text = "No run matches the options." if is_filtered else _NO_RUN_YET
+        text = "No run matches the filter options of this command." if is_filtered else _NO_RUN_YET
         print(text, file=sys.stderr)
         return
     now = time.time()

@@ -52,7 +52,7 @@ def ls(*, json: AsJson = False) -> None:
     if json:
         print(dumps(names, indent=2))
     elif not names:
-        print("There are no secrets: muster secret set NAME stores one.", file=sys.stderr)
+        print("There are no secrets. To store one, run `muster secret set NAME`.", file=sys.stderr)
     for name in [] if json else names:
         print(name)
 

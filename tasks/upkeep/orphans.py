@@ -56,7 +56,8 @@ def end_orphans() -> Iterator[RunReport]:
         except Exception:
             # A problem with one run must not prevent the check of the other runs.
             _log.exception(
-                "Muster could not find out whether the flow run of the run %s has ended.", run_id
+                "Muster could not find out whether the Prefect flow run of the run %s has ended.",
+                run_id,
             )
 
 

@@ -357,7 +357,9 @@ def _call_in_thread(function: Callable[[], None], every_s: float) -> Iterator[No
                 function()
             except Exception:
                 _log.exception(
-                    "The reconcile of this host failed. It is repeated in %g s.", every_s
+                    "Muster could not clean up after the lost runs of this host. It tries again "
+                    "in %g s.",
+                    every_s,
                 )
 
     thread = make_context_thread("reconcile", call_repeatedly)

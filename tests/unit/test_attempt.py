@@ -708,7 +708,7 @@ async def test_messages_after_the_stop_of_an_alarm_are_no_evidence(
     assert failure is not None and failure.kind is FailureKind.ALARM
     assert failure.message == "loss_not_finite: loss is nan (step 8)"
     assert failure.line == ""
-    assert failure.hint.startswith("The training diverged. Check the learning rate")
+    assert failure.hint.startswith("The training diverged: a metric is NaN or infinite.")
     assert failure.log_tail == "step 8 loss nan"
 
 

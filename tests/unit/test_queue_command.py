@@ -199,7 +199,7 @@ def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:
 
     assert code == 0
     assert output.splitlines() == [
-        "waiting-run waits at position 1 of 1.",
+        "The run waiting-run waits at position 1 of 1 in the queue.",
         "  needs          2 nodes with 8 GPUs each",
         "  reason         waits for running-run to end",
         "  waiting since  2026-01-02 12:55 UTC",

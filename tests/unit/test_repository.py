@@ -398,8 +398,10 @@ def test_files_of_git_lfs_are_compared_by_hash(tmp_path: Path) -> None:
     removed = read_code(store_project(project)).diff
 
     assert "+print(2)\n" in unchanged and "weights" not in unchanged
-    assert changed.endswith("weights.bin: its content differs from the commit (git-lfs)\n")
-    assert removed.endswith("weights.bin: removed (git-lfs)\n")
+    assert changed.endswith(
+        "weights.bin: the content of this Git LFS file differs from the commit\n"
+    )
+    assert removed.endswith("weights.bin: this Git LFS file was removed\n")
     assert "+print(2)\n" in changed and "git-lfs.github.com" not in changed
 
 

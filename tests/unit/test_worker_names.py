@@ -128,5 +128,5 @@ def test_status_names_the_other_worker_of_the_same_name(other: str) -> None:
 
     assert check.problem == ""
     assert check.description == (
-        f"node (another worker has this name: {other})" if other else "node"
+        f"node (another worker also has this name: {other})" if other else "node"
     )
