@@ -139,7 +139,9 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
             "programs. Muster already resets SIGCHLD in the driver of each job."
         )
     if not lines:
-        lines.append("No setting is needed: all processes ended, and exit codes are correct.")
+        lines.append(
+            "No setting needs a change: Ray ended all child processes, and exit codes are correct."
+        )
     return lines
 
 

@@ -182,9 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
-        description="Maintain this host: finish the runs whose process has ended, every minute. "
-        f"This program also serves flows on the Prefect server of PREFECT_API_URL: {flows}. Start "
-        "it once on each host that starts runs. It waits if the server does not answer.",
+        description="Maintain this host: every minute, clean up after the runs whose flow "
+        "process has died. This program also serves flows on the Prefect server of "
+        f"PREFECT_API_URL: {flows}. Start it once on each host that starts runs. If the server "
+        "does not answer, the program waits.",
         epilog="Exit: 0 the program was ended by SIGINT or SIGTERM; 2 the program takes no "
         "arguments but got one, or another user may write in MUSTER_HOME.",
     )

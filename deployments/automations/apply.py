@@ -190,16 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m deployments.automations.apply",
         description="Create or update the automations of deployments/automations/ on the Prefect "
-        "server of PREFECT_API_URL. If the server has a notification block named "
-        f"{BLOCK}, the automations send notifications through this block.",
+        f"server of PREFECT_API_URL. If the server has a notification block named {BLOCK}, the "
+        "automations send notifications through this block.",
         epilog="Exit: 0 done; 1 the server does not answer, or refuses a request; 2 a file is "
         "not a valid automation, or the arguments are wrong.",
     )
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="Also overwrite automations that were changed on the server. A disabled automation "
-        "stays disabled.",
+        help="Also overwrite automations that a person changed on the server. A disabled "
+        "automation stays disabled.",
     )
     options = parser.parse_args(arguments)
     if not (url := PREFECT_API_URL.value()):

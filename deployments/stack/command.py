@@ -65,7 +65,8 @@ Port = Annotated[
     Parameter(
         name="--port",
         validator=validators.Number(gte=1, lte=65535),
-        help=f"Port of the Prefect server. Default: port of PREFECT_API_URL, or {_DEFAULT_PORT}.",
+        help="Port of the Prefect server. Default: the port in PREFECT_API_URL, or "
+        f"{_DEFAULT_PORT}.",
     ),
 ]
 #: Type of the option `--gpus`.
@@ -391,7 +392,10 @@ def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
 
 def _say_waiting() -> None:
     """Tell the user that this command waits for the end of another command."""
-    _say("Another `up` or `down` of this stack is still running: waiting for its end.")
+    _say(
+        "Another `muster up` or `muster down` of this stack is still running. This command waits "
+        "until it has ended."
+    )
 
 
 def _say(text: str) -> None:

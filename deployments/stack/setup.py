@@ -114,9 +114,10 @@ def _make_contents(copy: PoolCopy | None, template: Mapping[str, Any]) -> WorkPo
         return copy.fill_in(template)
     return WorkPoolUpdate(
         # The description is plain text, because the Prefect UI renders no links here.
-        description="Runs of the flow train. Each starts in order when all GPUs of its gang are "
-        "free. The concurrency limit is the largest number of runs at once. The queue is on the "
-        f"page {QUEUE_PAGE} of this server (artifact gang-queue), the nodes on {NODES_PAGE}.",
+        description="Training runs of Muster's flow `train`. They start in the order of the "
+        "queue, each when all GPUs that it needs are free. The concurrency limit is the largest "
+        f"number of runs at once. The page {QUEUE_PAGE} of this server (artifact gang-queue) "
+        f"shows the queue, and {NODES_PAGE} shows the nodes.",
         concurrency_limit=POOL_LIMIT,
         base_job_template=dict(template),
     )

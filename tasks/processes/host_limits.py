@@ -208,8 +208,9 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
         description = describe_file_limits()
         rule = FILE_RULE
         hint = (
-            "No further file or connection could be opened. Close unused files, use fewer "
-            "workers, or raise the limit with ulimit -n before Muster starts."
+            "The program could not open another file or connection, because too many files were "
+            "open. Close unused files, use fewer worker processes, or raise the limit with "
+            "`ulimit -n` before Muster starts."
         )
     else:
         return failure

@@ -63,7 +63,10 @@ _LOCK_TIMEOUT_S = 2.0
 #: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
 #: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
-_NOTE = "Muster: lock of the scheduler that is deciding now. It is removed automatically."
+_NOTE = (
+    "Muster wrote this variable. It is the lock of the scheduler that is deciding now, and is "
+    "removed automatically."
+)
 
 T = TypeVar("T")
 

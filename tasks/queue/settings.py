@@ -94,8 +94,8 @@ class PoolSettings(BaseModel):
     faulty: tuple[FaultyNode, ...] = Field(
         (),
         title="Faulty nodes",
-        description="Nodes that Muster has drained for a day, because two runs failed there for "
-        "reasons that a node can cause.",
+        description="Nodes that Muster has drained for a day, because two runs failed on them "
+        "for reasons that may lie in the node.",
     )
 
     def drained_at(self, now: float) -> frozenset[str]:

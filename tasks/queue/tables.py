@@ -326,7 +326,10 @@ class QueueArtifacts:
         return self.clock() - written_at >= limit_s
 
     def _write(self, artifacts: Artifacts, tables: Mapping[str, Shown], at: float) -> None:
-        as_of = f"As of {format_datetime(at)}. Updated after each change and once a minute."
+        as_of = (
+            f"As of {format_datetime(at)}. Muster updates this page after each change, and once "
+            "a minute."
+        )
         with connect_to_server(self._api_url) as client:
             for key, table in tables.items():
                 headline = f"{table.headline}\n\n{as_of}"

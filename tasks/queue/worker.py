@@ -268,8 +268,8 @@ class GangVariables(ProcessVariables):
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
         title="Gang queue",
-        description="Settings of the queue of this work pool. Values in a deployment have no "
-        "effect.",
+        description="Settings of the queue of this work pool. Values of these settings in a "
+        "deployment have no effect.",
     )
 
 
@@ -589,8 +589,8 @@ class GangWorker(ProcessWorker):
         if other:
             self._logger.warning(
                 "Another worker of the work pool %s is also named %s: %s. Muster and Prefect "
-                "cannot tell the two workers apart. Stop one of them, or start it with another "
-                "--name or MUSTER_HOST.",
+                "cannot tell the two workers apart. Stop one of them, or start one of them with "
+                "another --name or MUSTER_HOST.",
                 self._work_pool_name,
                 self.name,
                 other,

@@ -486,7 +486,7 @@ class TakeDown:
         if unchecked_nodes:
             note.with_nodes(unchecked_nodes).write()
             node_list = join_words(unchecked_nodes, at_most=_MAX_LISTED_NODES)
-            descriptions = [f"{node_list}; to check again, run `muster reconcile`"]
+            descriptions = [f"{node_list}; to check these nodes again, run `muster reconcile`"]
         else:
             note.forget()
         if departures:

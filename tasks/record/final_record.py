@@ -29,8 +29,8 @@ _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it 
 #: Advice to the user after the loss of the flow process. `{retry}` stands for the possible ways to
 #: retry the run.
 _ADVICE_AFTER_LOSS = (
-    "To continue the run: {retry}. If the spec has `checkpoints`, the next attempt resumes from "
-    "the last complete checkpoint."
+    "To continue the run: {retry}. If the spec has the key `checkpoints`, the next attempt "
+    "resumes from the last complete checkpoint."
 )
 
 
@@ -76,7 +76,10 @@ class FlowLoss:
         if self.jobs_left:
             cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:
-            cleanup = f"{cleanup}; leftovers may run on nodes that were not checked ({self.unseen})"
+            cleanup = (
+                f"{cleanup}; leftover processes may still run on nodes that were not checked "
+                f"({self.unseen})"
+            )
         pid = f" (pid {self.pid})" if self.pid else ""
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 

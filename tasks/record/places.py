@@ -256,8 +256,8 @@ def _umask() -> int:
     if mask & _WRITE_BITS != _WRITE_BITS:
         raise UntrustedPath(
             f"MUSTER_UMASK={os.environ[UMASK.name]} would let other users write to the files of "
-            "runs. "
-            "Set it to 077 (only you can read), 027 (the group can read) or 022 (all can read)."
+            "runs. Set MUSTER_UMASK to 077 (only you can read the files), 027 (your group can "
+            "read them) or 022 (all users can read them)."
         )
     # The mask must not remove the rights of this user, who could not read new files otherwise.
     return mask & 0o077

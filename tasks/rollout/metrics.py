@@ -128,7 +128,7 @@ class Metrics:
             snapshot.get("version", 0),
         )
         states = GaugeMetricFamily(
-            f"{_PREFIX}_engines", "Number of engines in each state.", labels=["state"]
+            f"{_PREFIX}_engines", "Number of inference engines in each state.", labels=["state"]
         )
         for state, count in Counts(engine["state"] for engine in engines).items():
             states.add_metric([state], count)

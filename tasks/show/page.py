@@ -74,7 +74,7 @@ def show_components(view: RunView) -> Shown:
     directory = inline_code(view.place.attempt(attempt.number).directory)
     as_of = format_datetime(view.at)
     parts = [
-        f"Attempt {attempt.number}{host}, as of {as_of}. Logs are in {directory}.",
+        f"Attempt {attempt.number}{host}, as of {as_of}. The logs are in {directory}.",
         markdown_table(_COMPONENT_HEADINGS, rows),
     ]
 

@@ -109,8 +109,8 @@ class Component(Model):
 
     launcher: Launcher = Field(
         "process",
-        description="Kind of the component. process: a process of this machine. ray_job: a job "
-        "that Muster submits to the Ray cluster.",
+        description="Way in which Muster starts the component. process: as a process on the host "
+        "of the run. ray_job: as a job that Muster submits to the Ray cluster.",
     )
     command: Words = Field(
         description="The program of the component and its arguments, with one list item for each "
@@ -132,9 +132,9 @@ class Component(Model):
     )
     gpus: CountOrZero | None = Field(
         None,
-        description="Number of GPUs that only this component may use, out of the GPUs of the run. "
-        "If omitted, the component sees all GPUs that no component has reserved. If every GPU is "
-        "reserved, it sees all GPUs of the run.",
+        description="Number of GPUs, out of the GPUs of the run, that only this component may "
+        "use. If omitted, the component sees all GPUs that no component has reserved. If every "
+        "GPU is reserved, it sees all GPUs of the run.",
         examples=[4],
     )
     memory_gib: Positive | None = Field(
@@ -185,9 +185,9 @@ class Component(Model):
     )
     log_max_bytes: LogBytes | None = Field(
         None,
-        description="Largest size of the component's log on the disk, in bytes. Muster keeps the "
-        "first quarter and the newest lines of a larger log, with a line in between that says how "
-        "many bytes were left out. If omitted, the log has no bound.",
+        description="Largest size, in bytes, of the component's log file. Muster keeps the first "
+        "quarter and the newest lines of a larger log, with a line in between that says how many "
+        "bytes were left out. If omitted, there is no limit.",
         examples=[1_000_000_000],
     )
     keep: Count | None = Field(

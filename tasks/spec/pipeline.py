@@ -150,14 +150,15 @@ class Stage(Model):
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
-        description="Changes to the run spec of this stage: new values by their dotted paths.",
+        description="Changes to the run spec of this stage: the dotted path of a key, and its "
+        "new value.",
         examples=[{"progress.total": 20}],
     )
     checkpoint: Text | None = Field(
         None,
-        description="Path or pattern of the checkpoint for later stages. It may use ${run.dir}, "
-        "${run.id} and ${attempt.dir}. If omitted, it is the checkpoint from which the run would "
-        "resume.",
+        description="Path or pattern of the checkpoint that later stages get as "
+        "${stage.NAME.checkpoint}. It may use ${run.dir}, ${run.id} and ${attempt.dir}. If "
+        "omitted, later stages get the checkpoint from which the run of this stage would resume.",
         examples=["${run.dir}/hf/step-*"],
     )
     call: Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = (
@@ -196,7 +197,8 @@ class Stage(Model):
     )
     resources: Resources = Field(
         default_factory=Resources,
-        description="Resources that the step takes while it runs. On a host, only `gpus`.",
+        description="Resources that the step takes while it runs. With `on: host`, only `gpus` "
+        "is allowed.",
     )
     retries: CountOrZero = Field(
         0,
@@ -219,8 +221,9 @@ class Stage(Model):
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
-        description="Version of the project's files that a step uses. If omitted, Muster stores a "
-        "copy when the pipeline is started, and writes the name of the copy here.",
+        description="Version of the project's files that the step uses. If omitted, Muster "
+        "stores a copy of the files when the pipeline is started, and writes the name of the "
+        "copy here. live: the files as they are when the step starts.",
         examples=["live"],
     )
     matrix: Matrix | None = Field(
@@ -233,8 +236,8 @@ class Stage(Model):
     )
     sample: Count | None = Field(
         None,
-        description="Number of random points of the matrix. If omitted, the points are all "
-        "combinations of the values.",
+        description="Number of random points that Muster draws from the matrix. If omitted, the "
+        "points are all combinations of the values.",
         examples=[16],
     )
     at_most: Count | None = Field(
@@ -251,8 +254,9 @@ class Stage(Model):
     )
     stop_early: StopEarly | None = Field(
         None,
-        description="Rule that stops a point whose metric is worse than that of the other points, "
-        "while the points run. It needs the Python package optuna.",
+        description="Rule that stops a point of the matrix early, while the points run, if its "
+        "metric is worse than the metric of the other points. The rule needs the Python package "
+        "optuna.",
         examples=[{"by": "reward", "mode": "max", "rule": "median", "after_step": 20}],
     )
 

@@ -159,8 +159,8 @@ class Probe(Model):
     )
     tcp: Address | None = Field(
         None,
-        description="HOST:PORT, or a port of this machine. The probe succeeds if a connection is "
-        "accepted.",
+        description="HOST:PORT, or only the port for this machine. The probe succeeds if a TCP "
+        "connection to this address is accepted.",
         examples=["127.0.0.1:${trainer.port}"],
     )
     log: Pattern | None = Field(
@@ -183,8 +183,8 @@ class Probe(Model):
     )
     alive_s: Seconds | None = Field(
         None,
-        description="The probe succeeds if the component is still alive this number of seconds "
-        "after its start. Use it only if no other probe is possible.",
+        description="Number of seconds. The probe succeeds if the component is still alive this "
+        "long after its start. Use it only if no other probe is possible.",
         examples=[5],
     )
 

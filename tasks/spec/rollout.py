@@ -435,9 +435,9 @@ class FleetHealth(Model):
     )
     misses: CountOrZero = Field(
         3,
-        description="Number of failed checks of a server in a row that make its engine fail. 0: "
-        "no regular checks. Muster then still notices dead servers. At a request to check all "
-        "servers, a single failed check is enough.",
+        description="Number of failed checks of a server in a row after which the server's "
+        "engine counts as failed. 0: Muster makes no regular checks, but still notices dead "
+        "servers. If a program requests a check of all servers, a single failed check is enough.",
     )
     first_after_s: Seconds | None = Field(
         None,
@@ -548,13 +548,16 @@ class Rollout(Model):
     )
     model: Text | None = Field(
         None,
-        description="Path or name of the model. Required for all backends except `command`.",
+        description="Path of the model, or name of the model on the Hugging Face Hub. Required "
+        "for all backends except `command`.",
         examples=["Qwen/Qwen3-8B"],
     )
     engines: Count = Field(
         1, description="Number of inference engines. Each engine serves the whole model."
     )
-    nodes_per_engine: Count = Field(1, description="Number of nodes of each engine.")
+    nodes_per_engine: Count = Field(
+        1, description="Number of nodes over which each engine is distributed."
+    )
     gpus_per_node: Count | None = Field(
         None,
         description="Number of GPUs that one engine takes on each of its nodes. If omitted, "

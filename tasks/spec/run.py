@@ -115,8 +115,8 @@ class Ray(Model):
     )
     entrypoint_cpus: Positive | None = Field(
         None,
-        description="Number of CPUs that a job's driver itself takes. If omitted, the driver takes "
-        "no CPU of Ray.",
+        description="Number of CPUs that Ray reserves for the driver of a job. If omitted, Ray "
+        "reserves no CPU.",
         examples=[4],
     )
     entrypoint_gpus: Count | None = Field(
@@ -152,7 +152,8 @@ class Progress(Model):
         examples=["${run.dir}/metrics.jsonl"],
     )
     step: DottedKey = Field(
-        description="Key of the step number in the JSON answer or line. Join nested keys by dots.",
+        description="Key of the step number, in the JSON answer of `http` or in each line of the "
+        "file of `jsonl`. Join nested keys by dots.",
         examples=["current_step"],
     )
     total: Count | None = Field(
@@ -163,8 +164,8 @@ class Progress(Model):
     )
     every_s: Seconds = Field(
         0.5,
-        description="Seconds between two readings of the step. A longer interval saves work in a "
-        "run of several weeks.",
+        description="Seconds between two readings of the step. A longer interval saves CPU time "
+        "in a run of several weeks.",
     )
 
     @classmethod
@@ -307,8 +308,8 @@ class RunSpec(Document):
     )
     ray: Ray | None = Field(
         None,
-        description="Ray cluster of the run. It is required if a component is a Ray job or the "
-        "fleet is placed on Ray.",
+        description="Ray cluster of the run. The key is required if a component is a Ray job, or "
+        "if the inference fleet runs on Ray.",
     )
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",

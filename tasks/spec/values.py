@@ -393,8 +393,8 @@ class SecretBlock(Model):
     """Reference to a Prefect Secret block, whose value Muster uses instead of a text."""
 
     secret: Text = Field(
-        description="Name of a Secret block on the Prefect server. Muster reads its value at the "
-        "start of each attempt and does not store it.",
+        description="Name of a Secret block on the Prefect server. Muster reads the value of the "
+        "block at the start of each attempt, and does not store the value.",
         examples=["hf-token"],
     )
 
@@ -460,8 +460,8 @@ class Stop(Model):
     )
     grace_s: SecondsOrZero = Field(
         10,
-        description="Grace period in seconds. After it, Muster kills all remaining processes of "
-        "the component.",
+        description="Grace period in seconds after the stop signal. After this time, Muster "
+        "kills all processes of the component that are still running.",
     )
 
 

@@ -46,8 +46,8 @@ class WatchRule(Model):
 
     metric: Names = Field(
         (),
-        description="Names of the metric in the metrics file. In each line, the first of these "
-        "names that the line has is used.",
+        description="Name of the metric in the file of `progress.jsonl`, or a list of possible "
+        "names. In each line of the file, the first of these names that occurs is used.",
         examples=[["actor/ppo_kl", "train/ppo_kl"]],
     )
     finite: Literal[True] | None = Field(
@@ -135,15 +135,15 @@ class Watch(Model):
     )
     then: Then = Field(
         "tell",
-        description="Reaction to an alarm. tell: report it as an event, in the message of the "
-        "state and on the page of the run. stop: fail the attempt as ALARM. If `retry` lists "
-        "ALARM, the next attempt starts from a checkpoint before the alarm.",
+        description="Reaction to an alarm. tell: report the alarm as an event, in the message of "
+        "the run's state and on the page of the run. stop: fail the attempt as ALARM. If `retry` "
+        "lists ALARM, the next attempt starts from a checkpoint before the alarm.",
     )
     rules_: Mapping[Text, WatchRule | None] = Field(
         default_factory=dict,
         alias="rules",
-        description="Rules by name, in addition to those of the preset. A rule with the name of a "
-        "preset's rule changes that rule, and null removes it.",
+        description="Alarm rules by name, in addition to the predefined rules of `preset`. A "
+        "rule with the name of a predefined rule changes that rule, and null removes it.",
         examples=[{"kl": {"metric": ["actor/ppo_kl"], "above": 0.5, "then": "stop"}}],
     )
 

@@ -195,7 +195,7 @@ def close_ended_waiting_runs() -> Iterator[RunReport]:
             _log.debug("Waiting run %s was not checked: %s", run_id, error)
         except Exception:
             # A problem with one run must not prevent the check of the other runs.
-            _log.exception("Waiting run %s could not be checked.", run_id)
+            _log.exception("Muster could not check whether the waiting run %s has ended.", run_id)
 
 
 def _close_if_ended(note: WaitingRunNote) -> RunReport | None:

@@ -371,7 +371,9 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     assert is_still_stopped
     kind, message = run.state()
     assert (exit_code, kind) == (0, "COMPLETED"), host_env.log("train")
-    assert unseen_text in message and "to check again, run `muster reconcile`" in message, message
+    assert (
+        unseen_text in message and "to check these nodes again, run `muster reconcile`" in message
+    ), message
     assert run.record()["message"] == message
     [attempt] = run.record()["attempts"]
     assert unseen_text in attempt["ray"]["unseen"][0]

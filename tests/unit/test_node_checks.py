@@ -154,7 +154,7 @@ def test_unreached_node_is_named_with_reason_and_command(
 
     message = (
         "node 10.0.0.5 could not be checked (no answer within 60 s); "
-        "to check again, run `muster reconcile`"
+        "to check these nodes again, run `muster reconcile`"
     )
     assert (ended.left, ended.unseen) == ((), (message,))
     assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
@@ -168,7 +168,7 @@ def test_sweep_without_any_reached_node_is_reported(
 
     assert ended.unseen == (
         "no node of the cluster could be checked (the driver has ended); "
-        "to check again, run `muster reconcile`",
+        "to check these nodes again, run `muster reconcile`",
     )
     assert read_noted_nodes() == {"r--a01": {}}
 
