@@ -109,8 +109,8 @@ def up(
             return _apply_deployments_again(place, stack, port, gpus)
         if stack is not None and stack.is_running:
             _say(
-                "The Muster stack of this MUSTER_HOME is stopping. This command waits until it "
-                "has ended."
+                "The Muster stack of this MUSTER_HOME is stopping. This command waits until the "
+                "stack has ended."
             )
             stop(stack)
         with place.no_supervisor() as lock_fd:
@@ -394,7 +394,7 @@ def _say_waiting() -> None:
     """Tell the user that this command waits for the end of another command."""
     _say(
         "Another `muster up` or `muster down` of this stack is still running. This command waits "
-        "until it has ended."
+        "for the end of the other command."
     )
 
 

@@ -106,7 +106,7 @@ def _create_deployments(names: list[str], project_file: Path) -> None:
     if code != 0:
         raise MusterError(
             f"`prefect deploy` exited with code {code}, so not all of these deployments were "
-            f"created: {', '.join(names)}. Its output above shows the reason."
+            f"created: {', '.join(names)}. The output of `prefect deploy` above shows the reason."
         )
 
 

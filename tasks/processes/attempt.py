@@ -122,8 +122,8 @@ _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", 
 
 #: Advice for a signal that ended a component, if the log does not show the cause.
 _SIGNAL_HINTS = {
-    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (dmesg on the "
-    "host shows it) or by a person.",
+    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (then dmesg on "
+    "the host shows the kill) or by a person.",
     "SIGTERM": "SIGTERM was sent from outside the run: by a person, another program or a job "
     "manager such as Slurm.",
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow, because its file "

@@ -362,7 +362,7 @@ class DescendantWatch:
             )
         if oom_killer.read_kernel_log():
             return (
-                "The kernel log (dmesg) has no entry that the kernel's OOM killer killed this "
+                "The kernel log (dmesg) does not show that the kernel's OOM killer killed this "
                 "process."
             )
         # This sentence is only true if the component's cgroup is known. The cgroup is unknown if

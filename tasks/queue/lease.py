@@ -64,8 +64,8 @@ _LOCK_TIMEOUT_S = 2.0
 _READ_INTERVAL_S = (0.1, 0.25)
 #: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
 _NOTE = (
-    "Muster wrote this variable. It is the lock of the scheduler that is deciding now, and is "
-    "removed automatically."
+    "Muster wrote this variable. It is the lock of the scheduler that currently decides which "
+    "runs start. Muster removes the variable automatically."
 )
 
 T = TypeVar("T")

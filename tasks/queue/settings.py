@@ -82,8 +82,8 @@ class PoolSettings(BaseModel):
     limits: dict[str, int] = Field(
         default_factory=dict,
         title="GPUs per tag",
-        description="Largest number of GPUs that all runs with the same tag may hold at the same "
-        "time, by tag. A tag can stand for a team, for example.",
+        description="For each tag: largest number of GPUs that all runs with this tag may hold "
+        "at the same time. A tag can stand for a team, for example.",
     )
     drained: tuple[str, ...] = Field(
         (),

@@ -588,7 +588,7 @@ class GangWorker(ProcessWorker):
             return
         if other:
             self._logger.warning(
-                "Another worker of the work pool %s is also named %s: %s. Muster and Prefect "
+                "Another worker of the work pool %s is also named %s (%s). Muster and Prefect "
                 "cannot tell the two workers apart. Stop one of them, or start one of them with "
                 "another --name or MUSTER_HOST.",
                 self._work_pool_name,

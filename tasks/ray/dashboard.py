@@ -108,8 +108,9 @@ class ListedCluster(BaseModel):
         None,
         min_length=1,
         title="Certificates",
-        description="Path of the file with the CA certificates for an https address, on each "
-        "host. Default: the public certificate authorities.",
+        description="Path of the file with the CA certificates for an https address of the "
+        "dashboard. The file has the same path on each host. Default: the public certificate "
+        "authorities.",
     )
     max_nodes: int | None = Field(
         None,

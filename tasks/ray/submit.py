@@ -228,9 +228,9 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
         # HTTP status 413: the package is too large. The dashboard's size limit is lower than Ray's
         # own limit for packages.
         raise Denied(
-            f"{problem}: its package exceeds the size limit of the dashboard at {plan.address} "
-            f"({rest[5:].strip(' .')}). Exclude files that the job does not need, or move them to "
-            "a directory that the nodes can read."
+            f"{problem}: the package with the files of this directory exceeds the size limit of "
+            f"the dashboard at {plan.address} ({rest[5:].strip(' .')}). Exclude files that the "
+            "job does not need, or move them to a directory that the nodes can read."
         ) from error
     if rest.startswith("4"):
         raise Denied(f"{plan.address} rejected the job: {text[:2000]}") from error

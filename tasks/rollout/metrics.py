@@ -109,7 +109,7 @@ class Metrics:
         yield HistogramMetricFamily(
             f"{_PREFIX}_request_seconds",
             "Seconds from the arrival of a request at the gateway to the end of its response, "
-            "with the wait in the gateway's queue.",
+            "including the wait in the gateway's queue.",
             buckets=list(zip(_BUCKET_LABELS, accumulate(self._buckets), strict=True)),
             sum_value=self._total_s,
         )
@@ -135,7 +135,8 @@ class Metrics:
         yield states
         version = GaugeMetricFamily(
             f"{_PREFIX}_engine_version",
-            "Version of the weights in each engine whose version is known.",
+            "Version of the weights that each inference engine has. Engines whose version is "
+            "unknown are omitted.",
             labels=["engine"],
         )
         restarts = CounterMetricFamily(

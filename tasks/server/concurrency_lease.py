@@ -117,8 +117,9 @@ def renew_lease(
         except httpx.HTTPStatusError as error:
             if error.response.status_code == HTTPStatus.GONE:
                 _log.info(
-                    "The Prefect server no longer has the concurrency lease %s, with which this "
-                    "run counts for its concurrency limit. The run continues.",
+                    "The Prefect server no longer has the concurrency lease %s, which this run "
+                    "got for the concurrency limit of its deployment. The run continues without "
+                    "the lease.",
                     lease_id,
                 )
                 return

@@ -193,7 +193,7 @@ class Slow:
             yield f"Earlier steps took {earlier}, so a step now takes {ratio:.1f} times as long."
             if name:
                 yield (
-                    f"The part {name} of a step alone takes {format_duration(growth[name])} "
+                    f"Within a step, the part {name} alone takes {format_duration(growth[name])} "
                     "longer than before."
                 )
 

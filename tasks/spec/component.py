@@ -68,8 +68,8 @@ class ComponentStop(Stop):
     save_grace_s: SecondsOrZero | None = Field(
         None,
         description="Longest time in seconds that Muster gives the component to finish a "
-        "checkpoint. Muster waits before the stop signal, and between this signal and SIGKILL; "
-        "both waits count. If omitted, `grace_s` applies.",
+        "checkpoint. Muster waits before the stop signal, and again between this signal and "
+        "SIGKILL; the limit is for both waits together. If omitted, `grace_s` applies.",
         examples=[900],
     )
 

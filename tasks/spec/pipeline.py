@@ -144,9 +144,8 @@ class Stage(Model):
     spec: Mapping[str, Any] | None = Field(
         None,
         description="Run spec of this stage. In a pipeline file, it may also be the path of a "
-        "run spec file. Wherever a spec may have placeholders, this spec may also have "
-        "${stage.NAME.checkpoint}, ${stage.NAME.run_dir}, ${stage.NAME.run_id} and "
-        "${stage.NAME.result} of earlier stages.",
+        "run spec file. Its placeholders may also be ${stage.NAME.checkpoint}, "
+        "${stage.NAME.run_dir}, ${stage.NAME.run_id} and ${stage.NAME.result} of earlier stages.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
@@ -166,7 +165,7 @@ class Stage(Model):
             None,
             description="Python function of the step, as MODULE:FUNCTION. The module belongs to "
             "the project that contains the pipeline's file. The function may also be a Prefect "
-            "task. It returns JSON data, which is the result of the step.",
+            "task. The function returns JSON data, which is the result of the step.",
             examples=["evals.score:benchmark"],
         )
     )
@@ -221,9 +220,9 @@ class Stage(Model):
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
-        description="Version of the project's files that the step uses. If omitted, Muster "
-        "stores a copy of the files when the pipeline is started, and writes the name of the "
-        "copy here. live: the files as they are when the step starts.",
+        description="Version of the project's files that the step uses. live: the files as they "
+        "are when the step starts. If omitted, Muster stores a copy of the files when the "
+        "pipeline is started, and writes the name of the copy here.",
         examples=["live"],
     )
     matrix: Matrix | None = Field(
@@ -338,7 +337,7 @@ class PipelineSpec(Document):
     """Graph of runs and steps. Each stage starts when the stages that it needs have ended."""
 
     name: SpecName = Field(
-        description="Name of the pipeline. The names of its flow runs begin with it.",
+        description="Name of the pipeline. The names of its flow runs begin with this name.",
         examples=["sft-then-grpo"],
     )
     tags: tuple[Text, ...] = Field(

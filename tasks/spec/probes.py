@@ -152,9 +152,9 @@ class Probe(Model):
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
         None,
         alias="json",
-        description="Conditions on the JSON answer to the request of `http`. Each key is a key "
-        "of the answer, with dots between nested keys. Each value is the expected value, or "
-        "{not: VALUE} for any other value.",
+        description="Conditions on the JSON answer of the URL in `http`. Each key is a key of "
+        "the answer, with dots between nested keys. Each value is the expected value, or {not: "
+        "VALUE} for any other value.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(

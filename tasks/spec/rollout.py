@@ -481,8 +481,8 @@ class FleetRecovery(Model):
         None,
         description="Largest number of restarts of failed engines in the whole attempt. If "
         "several engines fail together, their restart counts once. After this number, Muster "
-        "restarts no failed engines. unlimited: no limit. If omitted, 3 for each engine of the "
-        "fleet, and at least 10.",
+        "restarts no failed engines. unlimited: no limit. If omitted, the number is 3 for each "
+        "engine of the fleet, but at least 10 in total.",
     )
     backoff_s: Seconds = Field(
         1,
@@ -491,8 +491,7 @@ class FleetRecovery(Model):
     )
     max_backoff_s: Seconds = Field(
         60,
-        description="Upper limit, in seconds, of the delay before a restart of an engine, "
-        "which grows with each restart.",
+        description="Upper limit, in seconds, of the growing delay before a restart of an engine.",
     )
     parallel: Count = Field(
         4, description="Largest number of inference engines that restart at the same time."
@@ -582,8 +581,8 @@ class Rollout(Model):
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
         description="Only for SGLang. true: data parallelism for the attention layers only. The "
-        "replicas share the GPUs of `tensor_parallel`, so they need no further GPUs. They may "
-        "span several nodes.",
+        "replicas share the GPUs of `tensor_parallel`, so they need no further GPUs. The "
+        "replicas may span several nodes.",
     )
     command: Words | None = Field(
         None,

@@ -192,8 +192,8 @@ class Retry(Model):
     attempts: Count | None = Field(
         None,
         description="Largest number of attempts, including the first. If an attempt reaches a "
-        "later step than all attempts before it, Muster counts from this attempt again, as the "
-        "first. `attempts` may be omitted only for kinds that have a default: "
+        "later step than all attempts before it, Muster starts to count again, with this attempt "
+        "as the first. `attempts` may be omitted only for kinds that have a default: "
         f"{list_default_attempts()}.",
     )
     delay_s: Seconds = Field(
@@ -204,8 +204,8 @@ class Retry(Model):
     )
     max_delay_s: Seconds = Field(
         600,
-        description="Upper limit, in seconds, of the delay before a retry, which grows with each "
-        "retry. If the limit is below delay_s, the delay stays at delay_s.",
+        description="Upper limit, in seconds, of the growing delay before a retry. If the limit "
+        "is below delay_s, the delay stays at delay_s.",
     )
 
 

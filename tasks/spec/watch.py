@@ -70,8 +70,9 @@ class WatchRule(Model):
     loses: Share | None = Field(
         None,
         description="Number from 0 to 1. Raise an alarm if the mean of the metric over "
-        "`for_steps` steps has fallen from the best mean by this share. It is a share of the "
-        "best mean, or of the gain from the first mean to the best mean if the gain is larger.",
+        "`for_steps` steps has become worse than the best mean by this share. It is a share of "
+        "the best mean, or of the improvement from the first mean to the best mean if the "
+        "improvement is larger.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(
@@ -98,8 +99,8 @@ class WatchRule(Model):
     )
     then: Then | None = Field(
         None,
-        description="Reaction to an alarm of this rule: tell or stop. If omitted, the key `then` "
-        "of `watch` applies.",
+        description="Reaction to an alarm of this rule: tell (report it) or stop (fail the "
+        "attempt). If omitted, the key `then` of `watch` applies.",
     )
 
     @classmethod

@@ -228,7 +228,7 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         # An unexpected error occurred, for example because the server has another release. The
         # error must not prevent the start of a worker or discard the reports about lost runs.
         _log.exception(
-            "The search for flow runs without a process on the Prefect server %s has failed.",
+            "Muster could not search the Prefect server %s for flow runs whose process has ended.",
             api_url,
         )
         return []

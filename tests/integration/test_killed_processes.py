@@ -153,7 +153,7 @@ def test_oom_kill_of_another_program_in_the_cgroup_is_not_the_cause(
     assert other.returncode == -signal.SIGKILL
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.UNKNOWN
-    assert "The kernel log (dmesg) has no entry" in verdict.failure.hint
+    assert "The kernel log (dmesg) does not show" in verdict.failure.hint
 
 
 #: Program with two worker processes of `multiprocessing`. Worker 1 ends by the code that a test

@@ -96,7 +96,7 @@ def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
     assert text_of(analysis) == (
         "A training step takes 25 s: waiting 72%, training 28%. "
         "Earlier steps took 10 s, so a step now takes 2.5 times as long. "
-        "The part waiting of a step alone takes 14 s longer than before."
+        "Within a step, the part waiting alone takes 14 s longer than before."
     )
 
 
