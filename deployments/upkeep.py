@@ -60,7 +60,7 @@ class Served:
 SERVED = (
     Served(
         flow=reconcile,
-        description="Cleans up after the runs of this host whose flow process has died. The "
+        description="Cleans up after the runs of this host whose flow process has died. Muster's "
         "upkeep process also does this every minute, without a flow run.",
         # The upkeep process already does the same work every minute, without a flow run. The rare
         # flow runs show in the Prefect UI that the host is maintained. They also do the work if
@@ -176,16 +176,16 @@ def serve() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     flows = "; ".join(
-        f"`{served.flow.name}/<host>` every {served.interval_s} s "
+        f"`{served.flow.name}/<host>`, which runs every {served.interval_s} s "
         f"({served.description.rstrip('.')})"
         for served in SERVED
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
         description="Maintain this host: every minute, clean up after the runs whose flow "
-        "process has died. This program also serves flows on the Prefect server of "
-        f"PREFECT_API_URL: {flows}. Start it once on each host that starts runs. If the server "
-        "does not answer, the program waits.",
+        "process (the process of the Prefect flow run) has died. This program also serves "
+        f"deployments on the Prefect server of PREFECT_API_URL: {flows}. Start it once on each "
+        "host that starts runs. If the server does not answer, the program waits.",
         epilog="Exit: 0 the program was ended by SIGINT or SIGTERM; 2 the program takes no "
         "arguments but got one, or another user may write in MUSTER_HOME.",
     )

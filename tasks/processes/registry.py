@@ -605,8 +605,8 @@ def describe_unreadable_files() -> list[str]:
     except OSError as error:
         return [f"The registry of this machine cannot be read: {error}"]
     return [
-        f"{file}. Muster keeps the run in the registry until `muster reconcile` has ended the "
-        "processes of the run."
+        f"{file}. Muster keeps the run in the registry of running processes until `muster "
+        "reconcile` has ended the processes of the run."
         for file in files
     ]
 

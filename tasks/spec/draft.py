@@ -396,7 +396,7 @@ class _SpecWriter:
         workload = next(mentioned, default_workload)
         root = find_project_root(self._directory / "muster.yaml")
         gpus = self._gpus or self._machine_gpus or _EXAMPLE_GPUS
-        without_gang = "If the run needs GPUs, remove the first # of the next line."
+        without_gang = "If the run needs GPUs, remove the first # of the next line in this file."
         if not self._machine_gpus:
             without_gang = f"This machine shows no GPUs. {without_gang}"
         total = self._find_total()

@@ -96,8 +96,9 @@ class Ray(Model):
     )
     start_within_s: Seconds = Field(
         600,
-        description="Longest time in seconds until a job must have taken all of its GPUs. Muster "
-        "stops a slower job as START_TIMEOUT, and the run returns to the queue.",
+        description="Longest time in seconds after the submission of a job until the job has "
+        "taken all of its GPUs. Muster stops a slower job as START_TIMEOUT, and the run returns "
+        "to the queue.",
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,

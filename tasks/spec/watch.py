@@ -271,8 +271,8 @@ class Alarm:
 
     @property
     def message(self) -> str:
-        """Message to the user: `kl: actor/ppo_kl is 0.5, above 0.2 for 3 steps (step 12)`."""
-        return f"{self.rule}: {self.metric} {self.predicate} (step {self.step:g})"
+        """Message to the user: `rule kl: the metric actor/ppo_kl is 0.5, above 0.2 (step 12)`."""
+        return f"rule {self.rule}: the metric {self.metric} {self.predicate} (step {self.step:g})"
 
 
 class Alarms:

@@ -41,8 +41,8 @@ MatrixOptions = Annotated[
         show_default=False,
         help="Start one run of the spec for each value: `KEY=VALUE,VALUE`, or `KEY=1..4` for "
         "whole numbers. KEY is a dotted path in the spec, or the name of a variable in the "
-        "spec's `env`, in small letters. If the option is repeated, each combination of values "
-        "is a run.",
+        "spec's `env`, in small letters (lr for LR). If the option is repeated, each combination "
+        "of values is a run.",
     ),
 ]
 

@@ -706,7 +706,7 @@ async def test_messages_after_the_stop_of_an_alarm_are_no_evidence(
 
     failure = verdict.failure
     assert failure is not None and failure.kind is FailureKind.ALARM
-    assert failure.message == "loss_not_finite: loss is nan (step 8)"
+    assert failure.message == "rule loss_not_finite: the metric loss is nan (step 8)"
     assert failure.line == ""
     assert failure.hint.startswith("The training diverged: a metric is NaN or infinite.")
     assert failure.log_tail == "step 8 loss nan"
