@@ -292,7 +292,8 @@ def _repair_ray(place: StackPlace, stack: Stack) -> None:
         StackError: The Ray cluster does not answer after the restart.
     """
     try:
-        # A cluster that does not answer may just be starting: the next checks wait for it.
+        # Ignore a cluster that does not answer: it may be starting, and the next checks wait until
+        # the cluster answers.
         with suppress(NoAnswer, Denied):
             check_session(stack)
     except BrokenSession as error:

@@ -405,7 +405,7 @@ def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str
         **build_ray_auth(),
         "RAY_USAGE_STATS_ENABLED": "0",
         # With 0, Ray listens only on the loopback interface. Otherwise Ray listens on every
-        # interface, even if it is given an address.
+        # interface, even if Muster passes an address to it.
         # Source: ray/_private/services.py, get_node_ip_address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "MUSTER_RUN_ID": RUN_ID,

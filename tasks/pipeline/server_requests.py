@@ -38,7 +38,8 @@ class ServerRequests:
         #: Event that is set when the pipeline must end, or when the next flow process of the
         #: pipeline must continue it.
         self.ending = threading.Event()
-        #: Event that is set to end the present wait, or the next wait.
+        #: Event that is set to end the current wait. If the event is set while nothing waits, the
+        #: next wait ends at once.
         self._woken = threading.Event()
         #: True if the active runs must be cancelled without their grace periods.
         self.is_hurried = False
@@ -49,7 +50,10 @@ class ServerRequests:
         self.wake()
 
     def wake(self) -> None:
-        """End the present wait, because a run has ended. Without a wait, end the next wait."""
+        """End the current wait, because a run has ended.
+
+        If nothing waits now, the next wait ends at once.
+        """
         self._woken.set()
 
     def hurry(self) -> None:
@@ -99,7 +103,8 @@ class ServerRequests:
     def wait(self, delay_s: float) -> bool:
         """Wait `delay_s` seconds, or less if a run ends or the pipeline must end.
 
-        If the pipeline must already end at the call, the wait lasts a quarter of `delay_s`.
+        If the pipeline must already end when this method is called, the method only waits a quarter
+        of `delay_s`.
 
         Returns:
             True if a call of `wake` has ended the wait.

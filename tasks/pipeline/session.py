@@ -361,10 +361,10 @@ class PipelineSession:
         self._report.report_new_run(run)
 
     def _use_cache(self, step: Begin, tag: str) -> bool:
-        """Use the result of an earlier run of a stage, if one had the same inputs.
+        """Use the result of an earlier run of a stage, if an earlier run had the same inputs.
 
         Args:
-            step: The run that would begin now. If an earlier run is found, it takes its place.
+            step: The planned run of the stage. An earlier run with a usable result replaces it.
             tag: Tag of the runs with the same inputs.
 
         Returns:

@@ -333,7 +333,8 @@ def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun
         try:
             flow_run = client.read_flow_run(UUID(used[0].removeprefix(_REUSED_TAG)))
         except ObjectNotFound:
-            # The earlier run was deleted, so its result is gone. The step runs again.
+            # The flow run whose result was reused has been deleted, and its result with it. So
+            # leave out this reuse: the pipeline runs the stage again.
             continue
         unit = task_run.task_key.removeprefix("stage-")
         run = describe_stage_run(unit, int(task_run.dynamic_key), flow_run)

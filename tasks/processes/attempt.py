@@ -575,8 +575,8 @@ class SupervisedAttempt:
             self._check_undecided(name)
             component = self.components[name]
             await self._launch(component)
-            # If the program could not be executed, the end of the run is decided now. Check this,
-            # so that the component is not reported as ready.
+            # If the program could not be executed, the launch has already decided that the attempt
+            # ends. Check this first, so that the component is not reported as ready.
             self._check_undecided(name)
             await self._until_settled(component)
             self._check_undecided(name)

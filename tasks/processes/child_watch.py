@@ -103,7 +103,7 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
 
 
 #: Longest time in seconds between the fork of a process and the execution of its program. During
-#: this time, the process has the command line of its parent. It usually takes a few milliseconds.
+#: this time, the process has the command line of its parent, and is not watched yet.
 _FORKED_WITHIN_S = 1.0
 #: Largest number of characters of a command line that a message shows.
 _SHOWN_CHARACTERS = 200

@@ -246,7 +246,10 @@ class DescendantWatch:
                 self._last_groups[path] = group
 
     def _describe_oom_kill(self, exit: Exit) -> str:
-        """Return a clause about the last kill of the OOM killer, or an empty string."""
+        """Return a clause about the last kill of the OOM killer in this component.
+
+        The clause is empty if the OOM killer has killed no process of the component.
+        """
         # The times in the kernel log can differ slightly from CLOCK_MONOTONIC. So begin the search
         # one second earlier.
         since_s = max(self._began_monotonic_s, exit.at_monotonic_s - _CAUSE_WITHIN_S) - 1.0

@@ -216,7 +216,8 @@ class DeviceLease:
                 answers.append(str(error))
                 return
             # On a machine without GPUs, the leased device numbers come from MUSTER_GPUS or from the
-            # work pool's settings. They name no devices, so they are always usable.
+            # work pool's settings. No physical device belongs to such a number, so it cannot be
+            # unhealthy.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
             problem = f"GPU {format_devices(unfit)} of {host_name()} is missing or unhealthy"
             answers.append(problem if unfit else "")

@@ -296,8 +296,8 @@ class GuardedProcess:
         self._buffer = b""
         self._spawned: asyncio.Future[None] = loop.create_future()
         self._leader_pidfd: int | None = None
-        #: Latest time at which the command can have ended, in CLOCK_MONOTONIC seconds. At first
-        #: infinity, then the time at which the pidfd reported the end.
+        #: Time at which the pidfd reported the end of the command, in CLOCK_MONOTONIC seconds. The
+        #: command may have ended shortly before. Infinite until the report.
         self._leader_gone_s = float("inf")
         self._ended_processes = [] if ended_processes is None else ended_processes
         #: True from the launch of the command until the guardian process reports that no process of
@@ -482,7 +482,11 @@ class GuardedProcess:
 
     @property
     def leftover_pids(self) -> tuple[int, ...]:
-        """Pids of the process tree that have not ended; empty if its guardian has ended, too."""
+        """Pids of the processes of the process tree that have not ended.
+
+        If only the guardian process of the tree is left, its pid is returned. The result is empty
+        if the guardian has ended, too.
+        """
         if self.empty.done():
             return ()
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)
@@ -555,8 +559,8 @@ class GuardedProcess:
     def _watch_leader(self, pidfd: int) -> None:
         """Watch the end of the command through its pidfd.
 
-        The guardian process reports this end, too. But it cannot report it while the guardian
-        itself is stopped by SIGSTOP.
+        The guardian process reports this end, too. But a guardian process that was stopped with
+        SIGSTOP cannot report anything.
         """
         try:
             self.pid = _pid_of(pidfd)

@@ -220,9 +220,9 @@ def compose_report(
             frame_counts[process["frame"]],
         )
 
-    # Put ranks first that do not wait for other ranks, and then processes with rare frames. Most
-    # ranks wait at the same place for the rank that hangs, so a rank at another place is probably
-    # the cause.
+    # Put the probable cause of the hang first. Most ranks wait at the same place for the rank that
+    # hangs. So ranks that do not wait for other ranks come first, and then processes whose stack
+    # frame is rare.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")
@@ -401,7 +401,8 @@ def nccl_status(pids: Sequence[int]) -> str:
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
                 if not any(inodes & {*list_sockets(pid).values()} for pid in pids):
-                    break  # Another job or no process listens at this address.
+                    # The listener belongs to another job, or no process listens at this address.
+                    break
                 return _ras_status(host.strip("[]"), int(port))
     return ""
 

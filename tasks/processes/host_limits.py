@@ -240,7 +240,10 @@ def _count_threads() -> Iterator[tuple[int, int]]:
 
 
 def _measure_cgroups(threads_by_pid: dict[int, int]) -> Iterator[HostLimit]:
-    """Yield the limit of each cgroup that contains this process and has a limit of processes."""
+    """Yield the limit on the number of processes of each cgroup that contains this process.
+
+    A cgroup without such a limit is left out.
+    """
     for directory in _list_pids_cgroups():
         try:
             limit = int((directory / "pids.max").read_text())

@@ -147,14 +147,15 @@ class PlaceReader:
         return await self.until_done(self.submit(work, within_s), within_s)
 
     async def until_done(self, result: Future[T], within_s: float = ANSWERS_WITHIN_S) -> T:
-        """Wait for the result of `submit`.
+        """Wait for the result of a function that was passed to `submit`, and return the result.
 
         Args:
-            result: The future.
-            within_s: Time limit in seconds. If the current call is overdue, the wait ends at once.
+            result: The future that `submit` returned.
+            within_s: Time limit in seconds.
 
         Raises:
-            PlaceTimeout: The function has not returned in time. Its errors are raised, too.
+            PlaceTimeout: The function has not returned in time, or the reader's thread is blocked
+                in an overdue call. Other errors of the function are raised, too.
         """
         if result.done():
             return result.result()

@@ -229,8 +229,8 @@ class ProcessComponent(RunningComponent):
         async with self._diagnosis.collecting_output() if self._diagnosis else nullcontext():
             self.process.stop()
             await self._context.guards.end(self.process, self.plan.command.ends_within_s)
-            # `launch` may still wait for the start of the process. It returns now, because the
-            # process has ended.
+            # A call of `launch` may still be waiting for the start of the process. Because the
+            # process has ended, this call returns now. Wait for its return.
             await self._launch_is_over.wait()
             await self._running.aclose()
             pids = self.process.leftover_pids

@@ -579,7 +579,7 @@ class ProgressWatch:
     #: Step in the first line that this attempt has added to the metrics file. None if the attempt
     #: has added no line.
     _first_line: float | None = None
-    #: True if a warning about the missing step was published.
+    #: True if a warning was published that the training step cannot be read.
     has_warned: bool = False
     #: Time at which the last step of the training was reached, in UTC epoch seconds. None if it was
     #: not reached yet.

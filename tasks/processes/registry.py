@@ -314,9 +314,9 @@ class RunRegistration(EntryWriter):
             sync_directory(self.directory.parent)
             self._reserve_space()
         except OSError:
-            # This process has started no component of the run yet. So remove the run from the
-            # registry, unless an earlier process of the run has left entries of its components.
-            # `muster reconcile` needs these entries.
+            # This process has started no component of the run yet, so undo the registration. But if
+            # an earlier process of the run has left entries of its components, keep the run in the
+            # registry: `muster reconcile` needs these entries.
             if not _entry_files(self.directory):
                 _remove_run(self.directory)
             self._unlock()
@@ -455,9 +455,8 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: The part of `unreadable_jobs` whose Ray jobs are unknown: a submission file of the run is
-        #: unreadable, too, so the names of the jobs cannot be read there. The Ray jobs may still
-        #: run.
+        #: Those of the `unreadable_jobs` whose Ray jobs have unknown names, because a submission
+        #: file of the run cannot be read, either. These Ray jobs may still be running.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run from its reserved disk space. A run writes its record there only
         #: if the disk is full. None if there is no record in the reserved space.
@@ -1002,7 +1001,10 @@ _PREFIX = "muster-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftoverCleanup:
-    """Result of `finish`: the processes and files of a lost run that were ended or remain."""
+    """Result of `finish`, which cleans up after a lost run.
+
+    The result lists the killed processes, the remaining processes, and the removed files.
+    """
 
     #: Pids of the processes that were killed.
     killed: tuple[int, ...]

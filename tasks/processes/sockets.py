@@ -460,8 +460,8 @@ def verified_listeners(
     with SocketTable() as table:
         users = table.listeners(port, host)
         foreign = users.keys() - known
-        # Check twice. Between the list of sockets and the list of processes, a new process may have
-        # started or a socket may have been closed.
+        # Check twice, because the list of sockets and the list of processes are not from the same
+        # moment. In between, a process may have started, or a socket may have been closed.
         for _ in range(2):
             foreign -= find_open_inodes(tree(), foreign)
             if not foreign:

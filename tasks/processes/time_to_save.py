@@ -52,9 +52,10 @@ class _Warned:
 
     #: Time of the first warning signal, in CLOCK_MONOTONIC seconds.
     at_monotonic_s: float
-    #: Step and time of the newest complete checkpoint before the warning. None if there was none.
+    #: Step and time of the newest complete checkpoint when the first warning signal was sent. None
+    #: if there was no checkpoint.
     checkpoint: object
-    #: Time of the end that was announced by the warning, in UTC epoch seconds.
+    #: Time at which the attempt ends according to the warning, in UTC epoch seconds.
     end_at: float
 
 
@@ -162,9 +163,10 @@ class TimeToSave:
         )
 
     def _is_warned(self, component: RunningComponent) -> bool:
-        """Return True if a component got a warning, and the announced end was not called off.
+        """Return True if a component got a warning of an end that is still expected.
 
-        After an end that was called off, the component can be warned again.
+        If the attempt still runs some time after the announced end, the end was called off. The
+        warning is then forgotten, so that the component can be warned of a later end.
         """
         warned = self._warned.get(component.name)
         if warned is not None and self.clock() > warned.end_at + _CALLED_OFF_AFTER_S:

@@ -26,8 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
 #: `mark_own` can use its value to mark processes. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-#: Smallest number that counts as a mark of Muster's processes, see `mark_own`. Real limits on the
-#: number of file locks are smaller.
+#: Smallest value of the resource limit on file locks that counts as a mark of Muster's processes,
+#: see `mark_own`. Limits that an administrator sets are smaller.
 _MARK_BASE = 1 << 62
 #: Byte that `spawn` writes to the new process to permit the execution of its program.
 _GO = b"g"
@@ -522,10 +522,11 @@ class KillRounds:
         self._next_at = self._clock() + min(pause_s, _ROUND_PAUSE_AT_MOST_S)
 
     def are_stuck(self, pids: Iterable[int]) -> bool:
-        """Return True if it is time to report the remaining processes.
+        """Return True if the remaining processes must now be reported as survivors of SIGKILL.
 
-        The time is `STUCK_AFTER_S`. It is only `REFUSED_AFTER_S` if this user may signal none of
-        the processes, because no further SIGKILL can end them.
+        They are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user may signal
+        none of them, they are reported earlier, after `REFUSED_AFTER_S` seconds: a further SIGKILL
+        would be refused as well.
 
         Args:
             pids: The remaining processes.

@@ -81,8 +81,9 @@ class ListenerCheck:
             peer: Address of the server's end, as `getpeername` returns it.
 
         Raises:
-            UntrustedListener: The user of the server is not trusted or unknown, or another socket
-                has begun to listen since this object was created.
+            UntrustedListener: The user of the server is not trusted or unknown. Also raised if
+                another socket has begun to listen since this object was created, because it is
+                then unknown which socket accepted the connection.
         """
         own_address = _parse_address(own[0])
         peer_address = _parse_address(peer[0])

@@ -59,7 +59,10 @@ def send_warning(
     *,
     skip: Collection[ProcessKey] = (),
 ) -> list[ProcessKey]:
-    """Send a signal to the first process on each branch of process trees that handles the signal.
+    """Send a signal to those processes of process trees that handle the signal.
+
+    If a process handles the signal, its descendants get no signal: the process itself decides how
+    its descendants react.
 
     Args:
         roots: Pids of the first processes of the trees.

@@ -114,9 +114,10 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     flow_run_ids = {*map(str, granted)}
 
     def count_unavailable_gpus(node: ClusterNode) -> float:
-        """Return the number of a node's GPUs that no run can get.
+        """Return the number of a node's GPUs that no waiting run can get.
 
-        GPUs that the runs in `gangs` hold are not counted.
+        These are GPUs that other programs use, and granted GPUs that their run does not hold yet.
+        GPUs that the runs in `gangs` hold are not counted: the policy counts them itself.
         """
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others

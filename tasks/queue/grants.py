@@ -298,8 +298,9 @@ async def set_state(
     # run was deleted after the write and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
-    # Find the states that other processes set after `current_run` was read. Prefect's client may
-    # send a request twice, so this call itself may have set a further state with the new name.
+    # Find the states that other processes set after `current_run` was read. States with the new
+    # name are not counted: Prefect's client may send a request twice, so they may be from this
+    # call.
     overwritten = [
         earlier
         for earlier in history[:-1]
@@ -345,11 +346,12 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
 
 
 def may_have_process(flow_run: FlowRun) -> bool:
-    """Return True if a scheduled flow run may have a process that still works.
+    """Return True if a scheduled flow run may have a process that is still running.
 
-    The server has recorded a process for such a flow run. Muster deletes that record before it
-    requeues a flow run. So the record remains only if a user has set the state Scheduled by hand,
-    or has retried an ended flow run. `was_set_back` distinguishes these two cases.
+    This is the case if the server has recorded a process for the flow run. Muster deletes this
+    record before it requeues a flow run. So a scheduled flow run with the record was scheduled by a
+    user: either the user set the state Scheduled by hand, or the user retried an ended flow run.
+    `was_set_back` tells these two cases apart.
     """
     is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
     return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)

@@ -567,8 +567,9 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # Prefect's worker uses cancel scopes of anyio. After a cancellation, such a scope also
-            # cancels each later `await` of this task. So the wait is repeated until `work` is done.
+            # Repeat the wait until `work` is done. One repetition is not enough: after a
+            # cancellation, the anyio cancel scopes of Prefect's worker also cancel each later
+            # `await` of this task.
             cancelled = error
     if cancelled is not None:
         raise cancelled

@@ -73,7 +73,12 @@ class Quota:
         return min(exceeded, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Add `gpus`, which may be negative, to the number of GPUs in use of each given tag."""
+        """Count GPUs of a run for the GPU limit of each tag of the run.
+
+        Args:
+            tags: The tags of the run.
+            gpus: Number of GPUs that the run takes. Negative if the run releases them.
+        """
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
 
@@ -423,8 +428,8 @@ class _Pass:
         insufficient = {index for index in self._index.values() if not ahead.is_sufficient(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        # For each run that ends before the waiting run fits: the id of the run that ends, and the
-        # indexes of its nodes.
+        # The running runs that end before the waiting run fits, in the order of their ends. Each
+        # entry has the id of a run and the indexes of the nodes on which the run holds GPUs.
         ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:

@@ -116,9 +116,10 @@ class Scheduler:
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Run a scheduling pass, and write its decisions to the server.
 
-        Runs that can start get a grant. Runs that can never start fail. Overlapping runs of a
-        deployment that skips such runs are cancelled. If a run was not started
-        after its grant, the grant is deleted, and the run waits again.
+        Runs that can start get a grant. Runs that can never start fail. If a deployment has reached
+        its concurrency limit, and its strategy for this case is CANCEL_NEW, its waiting runs are
+        cancelled. If a run was not started after its grant, the grant is deleted, and the run waits
+        again.
 
         Args:
             may_start: Function that returns True if this process should start a run on given nodes.
@@ -294,9 +295,9 @@ class Scheduler:
         await self._client.update_flow_run_labels(
             entry.id, grants.no_grant_labels() | grant.label() | _label_typed_name(entry)
         )
-        # If the write took too long, another scheduler may have granted the same GPUs, and the run
-        # must not start. In that case `check` raises an error. The next scheduling pass finds the
-        # double grant.
+        # If the write took too long, another scheduler may have granted the same GPUs. In that case
+        # `check` raises LeaseLost, so that the run does not start. The next scheduling pass deletes
+        # one of the two grants.
         held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())

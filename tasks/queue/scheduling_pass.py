@@ -90,9 +90,9 @@ class QueueReader:
     #: scheduler has overwritten), by flow run id. Each value is the id of the state that the flow
     #: run had at its check. When the flow run has another state, it is checked again.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: Scheduled flow runs that may have a process, by flow run id. A value contains the id of the
-    #: flow run's state, and a flag. The flag is True if a user set this state although the process
-    #: was working.
+    #: Results of `grants.was_set_back` for scheduled flow runs that may have a process, by flow run
+    #: id. A value contains the id of the flow run's state at the check, and the result. The result
+    #: is True if a user set this state while the process was running.
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
@@ -304,8 +304,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A run that is cancelled after its start is not stuck, because its own process ends the
-        # run. If that process has already ended, the flow `reconcile` ends the run.
+        # A run that was cancelled after its start is not stuck, because its own process ends the
+        # run. If that process was killed, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # The run is not stuck: this process granted GPUs to the run, and will still start the
@@ -321,10 +321,9 @@ class QueueReader:
         age_s = now - entry.state_since.timestamp()
         if not has_ended:
             return age_s > GRANT_TIMEOUT_S and not entry.flow_run.infrastructure_pid
-        # The process id that the server has recorded does not prove whether the run has a process.
-        # The worker may have been killed after it started the process and before it recorded the
-        # id. Or the recorded process may have ended with the worker. So the processes of this host
-        # are searched.
+        # Search the processes of this host, because the process id on the server proves nothing. If
+        # the server has no id, the worker may have been killed after it started the process and
+        # before it recorded the id. If the server has an id, the process may have ended.
         pids = find_holders(FLOW_RUN_VARIABLE).pids
         return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 
@@ -451,8 +450,9 @@ class QueueReader:
             table_names = {node.name for node in scheduling_pass.settings[entry.pool].nodes}
             nodes = tuple(node for node in cluster.nodes if node.name in table_names)
             cluster = replace(cluster, nodes=nodes)
-        # A Ray cluster without GPUs may still be starting, so its size counts as unknown. The list
-        # of nodes in the settings of a work pool never changes by itself.
+        # A Ray cluster without GPUs may still be starting, so return None: its size is unknown. For
+        # the list of nodes in the settings of a work pool, zero GPUs are a reliable size, because
+        # only a user changes this list.
         is_table = not key and bool(cluster.nodes)
         return cluster if _count_gpus(cluster) or is_table else None
 

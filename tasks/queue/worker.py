@@ -238,8 +238,8 @@ class Waker:
                 async with get_events_subscriber(filter=event_filter) as subscriber:
                     reconnect_s = _RECONNECT_S
                     self._is_listening = True
-                    # Events that were emitted before this moment are not received. So a scheduling
-                    # pass must read the waiting runs from the server.
+                    # The server does not send earlier events over this connection. So start a
+                    # scheduling pass, which reads the waiting runs from the server.
                     self._woken.set()
                     async for event in subscriber:
                         flows = {
@@ -816,7 +816,11 @@ class GangWorker(ProcessWorker):
             self._publishing = asyncio.create_task(self._write_queue(scheduling_pass))
 
     async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
-        """Write the messages of the waiting runs, the artifacts and copies of the work pools."""
+        """Write the results of a scheduling pass to the Prefect server.
+
+        The results are the state messages of the waiting runs and the artifacts of the work pools.
+        The stored copies of the work pools' settings are updated, too. An error is only logged.
+        """
         pools = scheduling_pass.ledger.pools
         try:
             await self._pool_copies.update(pool.work_pool for pool in pools.values())

@@ -65,8 +65,8 @@ class WorkerName:
         self._process = process
         self._other = ""
         self._has_written = False
-        #: Number of synchronisations of this worker with the Prefect server since another worker of
-        #: the same name last wrote to the Prefect variable.
+        #: Number of calls of `find_other` since a call last found another worker with the same
+        #: name. After several such calls, the other worker counts as ended.
         self._quiet_syncs = 0
 
     async def find_other(self, client: PrefectClient) -> str:

@@ -130,9 +130,9 @@ class ClusterNode:
     cluster: str = ""
     #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Number of GPUs of each known program whose GPUs count in `others_gpus`, by the name of the
-    #: program. A run of Muster without a grant counts as such a program, for example after its flow
-    #: run was deleted. The name of such a run is its run id.
+    #: Number of GPUs that each known program holds, by the name of the program. These GPUs are part
+    #: of `others_gpus`. A run of Muster that has no grant is also listed, under its run id. For
+    #: example, a run loses its grant if its flow run is deleted.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -151,7 +151,8 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
     while True:
         for fd, _ in poll.poll():
             if fd == ray:
-                # Ray's job supervisor has died. Close the pipe: the keeper then kills the tree.
+                # Ray's job supervisor has died. Close the pipe to the keeper process. The keeper
+                # then kills the process tree of the command.
                 poll.unregister(ray)
                 os.close(write_end)
                 write_end = -1

@@ -320,7 +320,7 @@ def _step_in(message: str) -> int | None:
 LOOKBACK_BYTES = 200_000
 #: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-#: Reading stops when this number of lines with a training step were read.
+#: Largest number of lines with a training step that are used. The search stops at this number.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the middle part of a log. The middle part begins at

@@ -220,9 +220,9 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
-    # A step that is lower than that of the checkpoint has two possible reasons. If the step comes
-    # from an HTTP server, the server may still report a step from before the restart. Otherwise,
-    # the trainer counts its steps from zero after each start, and has completed a step.
+    # A step below the step of the checkpoint has two possible reasons. If the step comes from an
+    # HTTP server, the server may still report a step from before the restart, which proves nothing.
+    # Otherwise, the trainer counts its steps from zero after each start, so it has completed one.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

@@ -70,7 +70,8 @@ _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
 #: A checkpoint of an unknown format is incomplete if one of its files is smaller than this share of
 #: the corresponding files in all other checkpoints.
 _SMALLEST_SHARE = 0.5
-#: Matches names of JSON files with results. It is normal that only some checkpoints have them.
+#: Matches names of JSON files with results. A checkpoint without these files is not incomplete,
+#: because many trainers write them only for some checkpoints.
 _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
 #: Matches names of files of which each rank writes one.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")

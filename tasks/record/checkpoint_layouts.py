@@ -165,9 +165,9 @@ class Layout:
     matches: Callable[[Content], bool]
     #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
-    #: Text for the user: why a checkpoint of this layout is complete if no file is missing, for
-    #: example because the trainer writes a certain file last. Empty if there is no such reason. In
-    #: that case, a checkpoint may be incomplete although no file seems to be missing.
+    #: Reason why a checkpoint of this layout is complete if no file seems to be missing, as a text
+    #: for the user. Example: the trainer writes a certain file last. An empty string if even a
+    #: checkpoint without a missing file may be incomplete.
     proof: str = ""
     #: Function that returns the training step that is stored in a checkpoint, or None.
     read_step: Callable[[Content], int | None] = lambda content: None
@@ -456,7 +456,8 @@ def _is_sharded_at_top(content: Content) -> bool:
     return any(name.endswith(".distcp") and "/" not in name for name in content.names)
 
 
-#: Names of layouts that match not only checkpoints, but also files of other kinds.
+#: Names of layouts that match not only checkpoints, but also files of other kinds. So a match of
+#: one of these layouts alone does not show that the files contain the state of a training.
 _WEAK_LAYOUTS = frozenset({"single file", "one file per rank", "Lightning, sharded"})
 
 

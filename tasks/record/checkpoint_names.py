@@ -104,7 +104,7 @@ def classify_name(name: str) -> NameKind:
         is_replaced_name = words <= _CHECKPOINT_WORDS and words & (_CURRENT_WORDS | _STEP_WORDS)
         return NameKind.UNNUMBERED if is_replaced_name else NameKind.OTHER
     if words <= _CHECKPOINT_WORDS:
-        # A name without words, such as `20`, may be the name of something else than a checkpoint.
+        # A name that is only a number, such as `20`, may belong to a file that is no checkpoint.
         return NameKind.CHECKPOINT if words else NameKind.NUMBERED
     return NameKind.NAMED_CHECKPOINT if has_step_word else NameKind.NUMBERED
 
@@ -167,7 +167,10 @@ def drop_numbers(name: str) -> str:
 
 
 def _strip(name: str) -> str:
-    """Return the name of a checkpoint without suffix, metrics, rank and version."""
+    """Return the name of a checkpoint without its suffix and most of its numbers.
+
+    Values of metrics, ranks and a version such as `-v2` are removed. The step stays in the name.
+    """
     without_metrics = _METRIC.sub("", _SUFFIX.sub("", name))
     return _VERSION.sub("", _RANK.sub("", without_metrics))
 

@@ -295,8 +295,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
         # List the files again: they may have changed since the checkpoint was chosen.
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
-    # A process may have been killed while it removed an earlier checkpoint with the same name.
-    # Delete that checkpoint first: it was renamed to the name that is needed below.
+    # First complete the removals that a killed process did not complete. Such a removal may have
+    # left a renamed checkpoint, whose new name would prevent the `rename` below.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)

@@ -45,9 +45,9 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
-    # Another run may be deleting the checkpoint at this moment. It hides the checkpoint first, then
-    # reads the pins, and restores a pinned checkpoint. So wait until the checkpoint is visible. If
-    # it is visible after its pin was written, no run deletes it any more.
+    # Another run may be deleting the checkpoint at this moment. The other run first renames the
+    # checkpoint, then reads the pins, and restores the name of a pinned checkpoint. So wait until
+    # the checkpoint exists under its name. From then on, its pin protects the checkpoint.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:

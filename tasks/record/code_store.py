@@ -48,7 +48,8 @@ _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
 #: A file with another time was changed since. The time is after 1980, because zip files cannot
 #: store earlier times.
 _MADE_AT = 946684800
-#: Largest length in characters of the stored patch, which has the changes since the last commit.
+#: Largest stored part of the patch with the changes since the last commit, in characters. The rest
+#: of the patch is cut off.
 _DIFF_BYTES = 16_384
 #: Entries of the code store that were stored less than this number of seconds ago are never
 #: deleted, because a new run may need them.
@@ -117,7 +118,7 @@ def _refuse_large_folder(root: Path, limit: int) -> None:
     try:
         counted = count_until(root, limit, _IGNORED)
     except (GitFailed, OSError):
-        # `_files` reports the error.
+        # `_files` runs git again after this check, and reports the error.
         return
     if counted is None:
         return

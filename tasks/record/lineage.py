@@ -286,7 +286,11 @@ def _list_texts(value: Any) -> Iterator[str]:
 
 
 def _list_option_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the values of the options that name the data of a training."""
+    """Yield the values of those options in a command that name the data of a training.
+
+    Args:
+        words: The command as a list of words.
+    """
     for position, word in enumerate(words):
         match = _ASSIGNMENT.fullmatch(word)
         if match:

@@ -78,7 +78,7 @@ class LogBound:
         return left_out
 
     def _find_hole(self, fd: int) -> tuple[int, int]:
-        """Return the offsets of the beginning and end of the part that `apply` has removed.
+        """Return the offsets in the log at which the part that `apply` has removed begins and ends.
 
         If nothing was removed yet, both values are the offset at which the removed part will begin.
         """

@@ -131,7 +131,8 @@ class _OpenLog:
             block = os.pread(self.file.fileno(), end - start, start)
             at = len(block)
             if end == size:
-                # Do not count the newline at the end of the file, because no line follows it.
+                # Each counted newline separates two lines. So do not count a newline at the end of
+                # the file.
                 at -= block.endswith(b"\n")
             while newlines_left > 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
                 newlines_left -= 1

@@ -113,7 +113,8 @@ class MetricsFile:
             self.has_more = False
             return []
         if not data:
-            # Nothing was added. An earlier call has already returned the incomplete last line.
+            # The file has not grown. If its last line has no newline yet, an earlier call has
+            # already returned the content of that line.
             return []
 
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
@@ -164,8 +165,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the content that was already read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # If the first read of this attempt finds new content, the file was replaced before the
-            # attempt. So the attempt itself did not restart the file, and nothing is counted.
+            # Count a restart of the file only if this attempt has read the file before. If the
+            # content differs at the first read, the file was replaced before the attempt.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

@@ -242,8 +242,9 @@ class GitView:
         if self._repository is None:
             return ""
         with suppress(GitFailed):
-            # git stores branches in several formats. Therefore this command works in the real git
-            # directory of the repository. This is safe: `git rev-parse` runs no other program.
+            # Let git itself read the branch from the repository's own git directory, because git
+            # stores branches in several formats. This is safe: `git rev-parse` runs no program that
+            # the settings of the repository name.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
@@ -283,8 +284,8 @@ class GitView:
         """Return the names of git filters by file path. Files without a git filter are omitted."""
         if not names:
             return {}
-        # This file hides the attribute `filter` of the repository from git. Delete the file for a
-        # moment, so that git reports the attribute.
+        # Delete the file `info/attributes` during the next git command. This file switches off all
+        # git filters, so git would report no filter.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:

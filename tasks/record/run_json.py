@@ -373,7 +373,8 @@ class RunJson(Recorded):
             files = map(SubmissionJson.read, place.attempt(attempt.number).submissions())
             return None if any(file.stop_asked_at is not None for file in files) else attempt
         except (OSError, ValueError):
-            return None  # It is unknown whether Ray was asked to stop a job.
+            # It is unknown whether Ray was asked to stop a job, so the attempt cannot be continued.
+            return None
 
     def decided(self) -> RunJson:
         """Return a copy of the record whose last attempt says that no further attempt follows.
@@ -572,8 +573,9 @@ class RunRecord:
             )
             last = content.attempt
             if last is not None and (last.decision is None or last.is_last):
-                # The decision did not announce a new attempt. So a user started the run again, or
-                # the flow process was killed before it recorded a decision.
+                # According to the recorded decision, no attempt was to follow, or no decision was
+                # recorded. So a user has started the run again, or the flow process was killed
+                # before it recorded a decision.
                 decision = f"{last.decision}; " if last.decision else ""
                 content = content.with_last(last.with_changes(decision=f"{decision}begun again"))
 

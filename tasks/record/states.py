@@ -71,9 +71,9 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
     """
     if before is after:
         return ()
-    # Use the first of these sequences of states that is legal. The last sequence is for a flow
-    # process that was killed after the start of a component, but before it wrote the state
-    # STARTING.
+    # Return the first of these three sequences that consists of legal transitions. The last
+    # sequence is needed if the flow process was killed after it started a component, but before it
+    # wrote the state STARTING.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):

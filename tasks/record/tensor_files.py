@@ -32,8 +32,8 @@ _PLACEHOLDER_BYTES = 64
 #: Number of bytes at the beginning of a file that are compared with zero. If a disk is full, some
 #: file systems leave zeros in place of the data.
 _ZERO_CHECK_BYTES = 4096
-#: Size in bytes of the largest pickle that is parsed completely. If a pickle is larger, only its
-#: last byte is checked.
+#: Size in bytes of the largest pickle that is parsed completely. Parsing a larger pickle would take
+#: too long, so only its last byte is checked.
 _PICKLE_BYTES = 64 << 20
 #: Number of bytes per element for each storage type in PyTorch's file format before version 1.6.
 _STORAGE_ITEM_BYTES = {
@@ -184,7 +184,8 @@ def _check_npy(file: BinaryIO, size: int) -> str:
     header = ast.literal_eval(file.read(header_bytes).decode("latin1"))
     match = re.fullmatch(r"[<>|=]?[a-zA-Z](\d+)", str(header["descr"]))
     if match is None or "O" in str(header["descr"]):
-        return ""  # The size of structured types and of pickled objects cannot be computed.
+        # The size of structured types and of pickled objects cannot be computed from the header.
+        return ""
     item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
     expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
     return "" if size >= expected else f"has {size} bytes, but needs {expected} by its header"

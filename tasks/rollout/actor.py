@@ -231,8 +231,8 @@ class ServerActor:
             offset: Number of bytes at the start of the log that the caller has read already.
         """
         data = b""
-        # On a file system that cannot release a part of a file, the data is returned all the same,
-        # and the log keeps its size.
+        # A file system that cannot release a part of a file raises OSError at `punch_hole`. The log
+        # then keeps its disk space, and the data is still returned.
         with contextlib.suppress(OSError), open(self._log, "r+b", buffering=0) as f:
             data = os.pread(f.fileno(), _LOG_AT_MOST_BYTES, offset)
             if offset > _TAIL_BYTES:

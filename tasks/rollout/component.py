@@ -250,8 +250,8 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
             continue
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
-            # All components get the variables of the spec's section `env`. For the error message,
-            # one component that may run on another machine is enough.
+            # All components get the variables of the spec's section `env`. The error message names
+            # only the first of those components that may run on another machine.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"

@@ -335,8 +335,9 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # A cancelled task checks whether the set still contains the task. If not, this method
-            # has cancelled the task. Otherwise, the client has closed its connection.
+            # Empty the set, so that a cancelled task can find out why it was cancelled. If the task
+            # is no longer in the set, this method has cancelled it. If the task is still in the
+            # set, the client has closed the connection.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:

@@ -82,8 +82,9 @@ class Evidence:
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
         """Return the new counts after a request has failed because of the server.
 
-        Failed requests alone never reach the threshold, because all requests on a lost connection
-        fail at the same moment. Each failed request triggers a probe, and the probe decides.
+        All requests on a lost connection fail at the same moment. So failed requests are counted
+        only up to one less than the threshold. Each failed request also triggers a probe, and only
+        a failed probe can reach the threshold.
 
         Args:
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
@@ -468,7 +469,10 @@ class Health:
         return watch.evidence.is_silence
 
     def _warn_not_checked(self, rank: int, reason: NotChecked) -> None:
-        """Warn that this machine could not send a probe. The server's failures are not counted."""
+        """Warn that this machine lacked the resources to send a probe to a server.
+
+        The missing probe does not count as a failure of the server.
+        """
         _log.warning("rank %d was not probed: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()

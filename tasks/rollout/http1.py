@@ -290,9 +290,9 @@ class Wire(asyncio.Protocol):
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # The parser reports a header only when its line is complete. So the size of an incomplete
-        # line has to be limited by the number of received bytes. `data` is counted only if all of
-        # its bytes belong to the current message head.
+        # Limit the size of a head whose current line is incomplete: the parser reports a header
+        # only when its line is complete. For this limit, count the received bytes of the head. Skip
+        # `data` if some of its bytes belong to another message or to a body.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -576,9 +576,9 @@ class ServerConnection(Wire):
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
-        #: Start of the current wait for a request, by the event loop's clock in seconds. It is the
-        #: time at which the connection was opened, the last request ended, or the incoming message
-        #: head began. The latest of these times counts.
+        #: Start of the current wait for a request, by the event loop's clock in seconds. This is
+        #: the latest of three times: the connection was opened, the last request ended, or a new
+        #: message head began to arrive.
         self._waiting_since_s = 0.0
         #: Timer that cuts the connection some seconds after the last response, or None.
         self._abort_timer: asyncio.TimerHandle | None = None

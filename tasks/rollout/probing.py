@@ -114,8 +114,8 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # `problem` is a plain `str`. Callers distinguish problems by their class, a subclass of
-        # `str`. So return the problem as an object of the same class as `reply.body`.
+        # Callers distinguish the kinds of problems by subclasses of `str`, such as `NoReply`. So
+        # convert `problem`, which is a plain `str`, to the class of `reply.body`.
         for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)

@@ -187,8 +187,9 @@ def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> t
 
 def main() -> int:
     """Run the fleet to its end, and return the exit status of the process."""
-    # Each log line contains a level such as INFO, because Muster searches this log for the cause of
-    # a failed run. Without the level, a line about the normal end of a server would look like it.
+    # Let each log line contain a level such as INFO. Muster searches this log for the cause of a
+    # failed run. Without the level, a line about the normal end of a server would look like an
+    # error message.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

@@ -108,7 +108,14 @@ class ActorListeners:
         self._server_at = server_at
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of listening sockets that the last check of a server found."""
+        """Return the sockets on which a server listened at its last check.
+
+        Args:
+            url: URL of the server.
+
+        Returns:
+            Inodes of the sockets. Empty if no server was started at this URL.
+        """
         server = self._server_at(url)
         return frozenset() if server is None else server.listeners
 

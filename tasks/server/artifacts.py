@@ -220,7 +220,8 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
     """
     entry_ids = {entry_name: entry_id for entry_id, entry_name, _parts in _read_entries(client)}
     for object_name in (code_store.read_code(name).tree, name):
-        # Another process may delete the entry at the same time. Then upload the content again.
+        # If another process deletes the entry at the same time, ObjectNotFound is raised. In that
+        # case upload the content again below.
         with suppress(ObjectNotFound):
             if object_name in entry_ids:
                 # Renew the update time of the entry. Otherwise, `delete_unused_code` could delete

@@ -217,7 +217,8 @@ class Announcer:
                 )
             pause_s = self._again_s
             with self._changed:
-                # Some events of the batch may have been removed from `_pending` during the request.
+                # Remove the events of the batch. Some of them may be missing already: if too many
+                # events are pending, the oldest events are dropped, also during a request.
                 while self._pending and self._pending[0] in batch:
                     self._pending.popleft()
 

@@ -408,8 +408,9 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # This user cannot read the flow run id of another user's process. If the flow run's pid is
-        # unknown, too, each flow process of another user may belong to this flow run.
+        # This user cannot read from a process of another user to which flow run it belongs. So the
+        # flow run may have a process if its pid is that of another user's flow process. If its pid
+        # is unknown, any flow process of another user may be its process.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:

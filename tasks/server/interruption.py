@@ -44,8 +44,8 @@ from tasks.server.flow_runs import CANCELLING_NOW, is_flow_run_missing, make_con
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
-#: A flow run counts as deleted after this number of consecutive answers that say so. A single
-#: answer may come from a server that is being restored.
+#: A flow run counts as deleted after this number of consecutive answers that the flow run does not
+#: exist. A single such answer may come from a server whose database is being restored.
 _MISSING_ANSWERS = 4
 _CANCELLED = "cancelled from Prefect"
 #: Beginning of the reason of an end that a signal has caused.
@@ -300,8 +300,8 @@ def end_on_request(
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)
-                # The run or pipeline may have ended during the request. This process has then set a
-                # final state of the flow run.
+                # The run or pipeline may have ended during the request. Then ignore the answer: the
+                # final state in it may be from this process, and not from a user.
                 if not is_over.is_set():
                     wishes.take_observation(observed)
 

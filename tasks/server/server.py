@@ -93,8 +93,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         register = RunRegistration.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            # `Services` restarts the server if the server dies. Meanwhile, the run continues, and
-            # later repeats all requests that the server did not accept.
+            # `Services` restarts the server if the server dies. During the restart, the run
+            # continues. It later repeats all requests that the server did not accept.
             Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:

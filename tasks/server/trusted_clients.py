@@ -44,8 +44,9 @@ from tasks.server.storable_text import replace_nul_in_messages, replace_nul_in_r
 #: Environment variables for a program of Prefect that must check the server process before it sends
 #: the password. The program then loads Muster's plugin, which imports this module.
 GUARDED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
-#: Environment variables for a program that imports `tasks.server` itself, so that it loads none of
-#: Prefect's plugins. It does not need Muster's plugin, which only imports this module.
+#: Environment variables for a program that imports `tasks.server` itself. With these variables, the
+#: program loads none of Prefect's plugins. It does not need Muster's plugin, because the only
+#: purpose of that plugin is to import this module.
 UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 

@@ -71,8 +71,8 @@ AsJson = Annotated[
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
 #: Default settings of all command-line parameters. Without `negative`, cyclopts would add an option
-#: `--no-x` for each option `--x`. Without `show_default`, the help would show the default of an
-#: empty text as `""`.
+#: `--no-x` for each option `--x`. Without `show_default`, the help of a parameter whose default is
+#: an empty string would contain `[default: ""]`.
 DEFAULT = Parameter(negative=(), show_default=lambda value: value if value != "" else None)
 
 

@@ -136,8 +136,8 @@ def find_path_fault(
         OSError: The status of a part of the path cannot be read.
     """
     current = Path("/") if from_root else path.parent
-    # `rest` contains the unchecked parts of the path, in reverse order. If a part is a symbolic
-    # link, it is replaced by the parts of its target.
+    # The parts of the path that are not checked yet, in reverse order. The loop below replaces a
+    # part that is a symbolic link by the parts of the link's target.
     rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
     links = 0
     fault = (

@@ -509,7 +509,10 @@ class _RuleState:
         return f"is {sign * mean:.4g} on average, after {sign * self._best_mean:.4g} at its best,"
 
     def _is_other_metric_steady(self) -> bool:
-        """Return True if the metric in the rule's key `unless_steady` hardly varies."""
+        """Return True if the metric that the rule names in its key `unless_steady` hardly varies.
+
+        The result is False if the rule has no such key, or if the metric has no values yet.
+        """
         if not self._other_recent or not self.rule.unless_steady:
             return False
         mean = math.fsum(self._other_recent) / len(self._other_recent)

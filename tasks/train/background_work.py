@@ -79,8 +79,9 @@ def record_provenance(
 
     Args:
         record: The record of the run.
-        code: The submitted code of the run. None if the run uses the project's files directly. If
-            `root` is a project, a copy of these files is then stored and named in the record.
+        code: The submitted code of the run. None if the run uses the files of the folder `root`
+            directly. If that folder is a project, this function stores a copy of the project and
+            writes the name of the copy into the record.
         spec: The resolved spec of the attempt.
         root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.

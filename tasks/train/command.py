@@ -174,8 +174,8 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
         return flow_state
     flow_run_id = recorded_state.state_details.flow_run_id
     if flow_state.is_cancelling() and flow_run_id is not None:
-        # A user has cancelled the run after its result was recorded. The server then rejects the
-        # result, and the flow run would stay Cancelling for ever.
+        # A user has cancelled the run after its result was recorded, so the server has rejected the
+        # result. Set the result again now. Otherwise, the flow run would stay Cancelling for ever.
         with suppress(ServerAway), connect_to_server(PREFECT_API_URL.value() or "") as client:
             propose_state(client, str(flow_run_id), flow_state, recorded_state)
     return recorded_state

@@ -248,8 +248,9 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # Write this file before any request, because the Prefect server may not answer. Until
-            # a checkpoint is in the file, the spec key `keep` does not remove it.
+            # The spec key `keep` removes only checkpoints that this file lists. So write the file
+            # before any request. Otherwise, no old checkpoint would be removed while the Prefect
+            # server does not answer.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
             with self._connect() as client:

@@ -46,10 +46,10 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: Minimum interval between two updates of an artifact, as a fraction of the age of the run. The
-#: interval is at most `_MAX_INTERVAL_S`.
+#: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So the
+#: artifacts of a long run are updated less often.
 _INTERVAL_PER_AGE = 0.01
-#: Largest value, in seconds, of the minimum interval between two updates of an artifact.
+#: Upper bound, in seconds, of the interval that results from `_INTERVAL_PER_AGE`.
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that are updated even if no event occurs, because they contain durations.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)

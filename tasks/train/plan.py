@@ -318,7 +318,8 @@ class GpuGrant:
             return env
         devices = format_devices(self.divide_devices(spec)[name])
         if self.kind == "nvidia":
-            # By default, CUDA numbers the devices by speed. Muster uses the numbers of the driver.
+            # By default, CUDA numbers the devices by speed. Make CUDA use the numbers of the GPU
+            # driver, as Muster does.
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["MUSTER_DEVICES"] = devices
         return {**env, **dict.fromkeys(DEVICE_VARIABLES[self.kind], devices)}

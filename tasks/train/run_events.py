@@ -83,8 +83,8 @@ class RunAnnouncements:
                 if event.after is GroupState.RETIRED:
                     yield self._make_server_event("muster.rollout.engine.retired", event)
                 elif event.after is GroupState.INACTIVE and event.before in RUNNING_STATES:
-                    # Report only an engine that was running. If the restart of an inactive engine
-                    # fails, its failure was reported before.
+                    # Report only the failure of an engine that was running. If the restart of a
+                    # failed engine fails, too, the first failure was already reported.
                     yield self._make_server_event("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
                     change = "degraded" if seen.is_degraded else "restored"

@@ -91,8 +91,9 @@ _FINAL_STATE_RETRIES_OF_WORKER = 8
 #: Number of times that the final state is sent again for a run that a person started. The person
 #: waits at the terminal, so the retries end earlier.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: Number of times that the final state of an interrupted run is sent again. The run's host or the
-#: Prefect server is probably being stopped, and `muster reconcile` reports the final state later.
+#: Number of times that the final state of an interrupted run is sent again. There are few retries,
+#: because the run's host or the Prefect server is probably being stopped. If all of them fail,
+#: `muster reconcile` reports the final state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
@@ -399,11 +400,11 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 
 
 def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
-    """Ask the Prefect server whether a user has cancelled a run, and who.
+    """Ask the Prefect server whether a user has cancelled a run, and for the reason.
 
-    This process may not know of a cancellation, or not know its reason. The thread that watches the
-    server notices a cancellation of the last moment too late. A worker sends only SIGTERM, without
-    a reason. If the server does not answer, the result is the same as without a cancellation.
+    This process may not know of a cancellation: the thread that watches the server may not have
+    noticed it yet. Or this process does not know the reason: a worker that cancels a run only sends
+    SIGTERM. If the server does not answer, the result is the same as without a cancellation.
 
     Returns:
         Two values. The first is True if the server accepts no other final state than Cancelled. The

@@ -40,7 +40,8 @@ def tracker_env(
         component: Name of the component.
         run_id: Id of the run.
         attempt: Number of the attempt, from 1.
-        env: Other variables of the component. The returned variables are not among them.
+        env: The other variables of the component. A variable that is set here is not returned, so
+            that the value of the user is kept.
         mlflow_parent: Id of the parent run in MLflow, or an empty string if there is none.
     """
     variables: dict[str, str] = {}

@@ -92,8 +92,9 @@ def next_attempt(run: RunSession) -> bool:
     labels = _make_labels(run, decision, delay_s)
 
     if starter is not None:
-        # A requeued run returns to its position in the queue at once, and no other run overtakes it
-        # during the delay. A run that is retried for another reason is queued after the delay.
+        # A requeued run gets back its old position in the queue at once, so that no later run
+        # overtakes it during the delay. A run that is retried because of its own failure joins the
+        # queue only after the delay.
         has_queue = run.spec.gang is not None and starter.labels.get(TYPE_LABEL) == "gang"
         place_in_queue = None
         if decision.is_requeue and has_queue:
