@@ -102,7 +102,7 @@ MusterError = _errors.MusterError
 InvalidSpec = _errors.InvalidSpec
 BadArgument = _errors.BadArgument
 
-# Make pickled objects refer to this module, and not to the module that defines their class. If the
-# project has its own package `tasks`, the name `tasks.client` would not lead to Muster's module.
+# A pickled object contains the module name of its class. Let these classes name this module. With
+# the name `tasks.client`, Python would look in the project's own package `tasks`, if it has one.
 for _class in (RunHandle, MusterError, InvalidSpec, BadArgument):
     _class.__module__ = __name__

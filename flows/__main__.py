@@ -31,7 +31,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     expect_one_run()
-    # Hide the warning of runpy that the module `prefect.engine` is already imported.
+    # `prefect.engine` is already imported, so `run_module` below would print a warning. The second
+    # execution is harmless, so hide the warning.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     flow_run_id = read_flow_run_id()
     exit_if_lease_was_lost(flow_run_id)

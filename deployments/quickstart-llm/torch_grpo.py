@@ -83,10 +83,10 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Like `gap`, but recomputed with wrong weights on purpose: those of the preceding version. If
-    #: the answers have several versions, this is the smallest of the versions' values. The check
-    #: can detect wrong weights only if this value is much larger than `gap`. None if no earlier
-    #: weights are kept.
+    #: Difference like `gap`, but after a recomputation with the weights of the preceding version.
+    #: These weights are wrong on purpose: the check can detect wrong weights only if this value is
+    #: much larger than `gap`. If the answers have several versions, the smallest of the versions'
+    #: values. None if no earlier weights are kept.
     gap_before: float | None
 
 

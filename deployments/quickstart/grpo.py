@@ -95,7 +95,7 @@ def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
     cut = clipped < unclipped
 
     # Compute the gradient of the loss with respect to the log-probabilities of the generated
-    # tokens. From it, compute the gradient with respect to the logits.
+    # tokens. With this gradient, compute the gradient of the loss with respect to the logits.
     log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
     logits_gradient = -probs * log_prob_gradient[:, None]
     logits_gradient[rows, batch.actions] += log_prob_gradient

@@ -28,10 +28,11 @@ _NAME_IN_HOME = "ray"
 #: Name of the subdirectory in which Ray keeps its files. Ray lets all users read this subdirectory.
 #: So the directory around it may be entered only by the user of the stack.
 _RAY_OWN_NAME = "r"
-#: Longest path of a UNIX socket, in bytes.
+#: Longest path that Linux accepts for a UNIX socket, in bytes. Source: unix(7).
 _LONGEST_SOCKET_PATH = 107
-#: Longest path of a socket below the directory for Ray. The suffix `.99` stands for the number of
-#: a Ray node.
+#: Example of the longest socket path that Ray creates, relative to the directory for Ray. Its
+#: length decides how long the path of that directory may be. The suffix `.99` stands for the number
+#: of a Ray node.
 _LONGEST_SOCKET = (
     f"{_RAY_OWN_NAME}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.99"
 )

@@ -261,7 +261,7 @@ class StackPlace:
             start = StackStart.model_validate_json(read_own_file(self._start_file))
         except (OSError, ValidationError):
             return None
-        # If `muster up` was killed, its file remains. So check whether the process is alive.
+        # A killed `muster up` cannot delete its file. So check whether its process is still alive.
         return start if start.process.is_alive() else None
 
     def begin_logs(self) -> None:

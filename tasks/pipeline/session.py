@@ -193,10 +193,9 @@ class PipelineSession:
         self._matrix_page.show(self._values(decision.states))
         if decision.is_over or self.cancel_reason:
             return False
-        # After a run has been cancelled, the pipeline ends as well, so no other process needs to
-        # continue the pipeline. Therefore wait for the end of the run instead of a handover. For
-        # example, `muster down` cancels all runs of this machine. Runs that the pipeline itself
-        # stops early do not end the pipeline.
+        # Do not hand the pipeline over while a run is being cancelled, for example by `muster
+        # down`. The cancellation of a run ends the pipeline, so only wait for the end of that run.
+        # Runs that the pipeline itself stops early do not end the pipeline.
         is_cancelling = any(run.is_cancelling and not run.stop_reason for run in decision.active)
         if self.hand_over_reason and not is_cancelling:
             self._hand_over(_describe_handover(decision))

@@ -197,8 +197,9 @@ def create_child_run(
     deployment = require_deployment(client, deployment_name)
     task_run = _create_task_run(client, parent, unit, number, Pending())
 
-    # Let the run work in the current directory of this process, with two exceptions: the deployment
-    # of a user has its own working directory, and stored code does not depend on a directory.
+    # Let the run use the working directory of this process, with two exceptions. A deployment that
+    # the stage names has its own working directory. A run with stored code needs no directory of
+    # the project.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if has_own_deployment and not has_stored_code:

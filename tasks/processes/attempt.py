@@ -308,9 +308,9 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         # A program that fails may kill its own workers before it ends. So if the log explains the
         # failure, a killed worker is not the cause. But a worker that crashed is the cause.
         return death if is_crash or not is_explained else None
-    # The log shows only a traceback of the process `logged`. The traceback can be the consequence
-    # of the death of another process. So a crash counts as the first failure. The death of a
-    # process also counts if the traceback only reports the loss of another process.
+    # Here two failures compete: the death of the process `death`, and the traceback of the process
+    # `logged`. The traceback may only be a consequence of the death. A crash always counts as the
+    # first failure. Another death counts if the traceback only reports the loss of another process.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
@@ -831,9 +831,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # This failure may have interrupted the task that examines the earliest event, so that this
-        # task makes no decision. Give the failure the time of the earliest event. Otherwise the
-        # failure would be ignored as a later event.
+        # Another event may be under examination now: events that happened later are then ignored.
+        # But the error behind this failure may have ended that examination without a result. So
+        # give this failure the time of the earliest event, which makes it count.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -1105,9 +1105,9 @@ class SupervisedAttempt:
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.
 
-        The work was done if the last step was reached, and a complete checkpoint contains that step
-        or was saved after it was reached. A program without checkpoints has also done its work if
-        it reached the last step and then crashed.
+        The component had done its work if the training reached the last step and the component then
+        saved a complete checkpoint. A component without checkpoints had done its work if the
+        training reached the last step and the component then crashed.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:

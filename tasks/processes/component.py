@@ -476,9 +476,9 @@ class RunningComponent(ABC):
             await self._refuse_foreign([probe.local_port])
         await self.refuse_foreign_ports()
         if self.exited.done():
-            # The component has already ended, so do not report the component as ready. Wait until
-            # the caller cancels this task. The caller decides whether the component was ready
-            # before its end.
+            # Do not report the component as ready, because it has already ended. The caller decides
+            # whether the component was ready before its end, and then cancels this task. So wait
+            # here until the cancellation.
             await forever()
         self.mark_ready()
 

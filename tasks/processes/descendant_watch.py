@@ -167,7 +167,9 @@ class DescendantWatch:
             self._forget(pid)
 
     def explain(self, exit: Exit) -> DeathEvidence:
-        """Return the evidence about the end of the component. The call may take milliseconds.
+        """Return the facts that may explain the end of the component.
+
+        The call blocks for some milliseconds, because it reads the kernel log.
 
         Args:
             exit: Exit of the component's first process, or of one of its processes without which

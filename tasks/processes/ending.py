@@ -97,8 +97,9 @@ def end_all(
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # The time limit is over. Report the processes of this last round as remaining, even if they
-        # end now. Their parent has started new processes in every round and may start more.
+        # New processes appeared until the time limit. Their parent, which could not be killed, may
+        # start more of them. So report the processes of this last round as remaining, even if they
+        # end now.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left
@@ -272,8 +273,8 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
     known: set[PidAndStart] = set()
 
     def send(pid: int, start: int, signum: int) -> bool:
-        # Skip a process of another user, which cannot be signalled. `_end_matching` returns it, so
-        # it is reported as remaining.
+        # Ignore that a process of another user cannot be signalled. `_end_matching` returns this
+        # process as well, so the caller reports it as remaining.
         with suppress(PermissionError):
             return signal_if(pid, signum, lambda: start_ticks(pid) == start)
         return False

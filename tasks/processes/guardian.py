@@ -364,7 +364,8 @@ def main() -> None:
     The arguments are in `sys.argv`, see the module docstring. Never returns, except after an error.
     """
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        # Skip the signals 32 and 33, which the C library uses itself.
+        # Ignore the error for the signals 32 and 33: the C library uses them itself, and does not
+        # let a program change their action.
         with contextlib.suppress(OSError, ValueError):
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])

@@ -237,7 +237,7 @@ def compose_report(
     nccl = [
         (node, of_node["nccl"]) for node, of_node in evidence_by_node.items() if of_node["nccl"]
     ]
-    # NCCL's report from any node covers all nodes of the job, so show only the first report.
+    # Show only one report of NCCL, because each of these reports covers all nodes of the job.
     parts += [f"NCCL's report from node {node}:\n{text}" for node, text in nccl[:1]]
     for node, of_node in evidence_by_node.items():
         if of_node["gpus"]:

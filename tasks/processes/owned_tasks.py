@@ -20,7 +20,7 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     Errors of the tasks are not raised. A task that has not ended in time is logged.
     """
     for task in tasks:
-        # A second cancel would interrupt the clean-up of a task that is already ending.
+        # Do not cancel a task twice: the second cancel would interrupt the cleanup of the task.
         if not task.cancelling():
             task.cancel()
     # A task cannot wait for its own end.

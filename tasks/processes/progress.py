@@ -427,9 +427,9 @@ class Silence:
         Args:
             logs: Logs of the components.
             clock: Returns the current time in seconds.
-            resumed_step: Step of the checkpoint from which the attempt starts; None if unknown. A
-                trainer that reports this step has not trained yet: it evaluates, or has copied its
-                old metrics.
+            resumed_step: Step of the checkpoint from which the attempt starts; None if unknown. The
+                report of this step is no progress: the trainer may evaluate before it trains, or
+                may have copied its old metrics.
         """
         self._logs = tuple(logs)
         self._outputs = [_Output(log) for log in self._logs]
@@ -489,8 +489,9 @@ class Silence:
 
     def has_output(self) -> bool:
         """Return True if a log has new lines since the last call. The call may block."""
-        # Pass a list to `any`, so that every log is read. With a generator, `any` would stop at the
-        # first log with a new line.
+        # Pass a list to `any`, because `has_grown` must be called for every log. With a generator,
+        # `any` would stop at the first log with a new line. A later call would then report old
+        # lines of the other logs as new.
         return any([output.has_grown() for output in self._outputs])
 
     def seconds_without_work(self, step: float | None, has_output: bool | None = None) -> float:
@@ -528,8 +529,8 @@ _CHECK_EVERY_S = 10.0
 #: A step counts as slow if it takes longer than the median duration of earlier steps, multiplied by
 #: this factor.
 _SLOW = 10.0
-#: Smallest number of step durations for a reliable median. Before so many durations are known, no
-#: step counts as slow.
+#: Smallest number of step durations for a reliable median. While fewer durations are known, no step
+#: counts as slow.
 _STEPS_OF_A_PACE = 10
 #: Largest number of step durations for the calculation of the median. Older durations are dropped.
 _PACE_AT_MOST = 1000
@@ -646,9 +647,9 @@ class ProgressWatch:
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
-        #: Time from which `finish_within_s` counts, in seconds on the clock of the asyncio loop.
-        #: None until the training has reported its last step. The time is set again if the trainer
-        #: is still at work afterwards, for example if it writes a checkpoint.
+        #: Start of the period `finish_within_s`, in seconds on the clock of the asyncio loop. None
+        #: until the training has reported its last step. The period starts again while the trainer
+        #: is still at work, for example while it writes a checkpoint.
         finished_s: float | None = None
         finished_step: float | None = None
         while True:

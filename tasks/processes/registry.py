@@ -700,8 +700,8 @@ def _teardown_of_run_s(directory: Path) -> float:
     """
     processes, unreadable_processes = _read_entries(directory, ProcessEntry)
     jobs, unreadable_jobs = _read_entries(directory, JobEntry)
-    # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
-    # component.
+    # Leave out the entries of parts (`COMPONENT.PART`), such as one inference server. A part ends
+    # within the grace period of its component.
     graces = [
         entry.grace_s + (entry.grace_s if entry.save_grace_s is None else entry.save_grace_s)
         for entry in (*processes, *jobs)

@@ -213,8 +213,8 @@ class _Service:
             )
             delay_s = self._restarts.delay_after_death(self._owner.clock(), death.ready_for_s)
             if not self.was_up.is_set() and not death.was_killed:
-                # The service has died by itself before it was ever ready, so a restart would not
-                # help. Do not start it again, so that `start` reports the failure now.
+                # The service has died by itself before it was ever ready. A restart would probably
+                # fail, too. So do not start it again, and let `start` report the failure at once.
                 delay_s = None
             if delay_s is None:
                 if self.was_up.is_set():

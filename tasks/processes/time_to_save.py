@@ -114,9 +114,10 @@ class TimeToSave:
             await self.sleep(_PLANNED_END_EVERY_S)
 
     async def warn_now(self, reason: str) -> None:
-        """Send the warning signal to all components that did not get it yet: the attempt ends now.
+        """Send the warning signal to all components that did not get it yet.
 
-        If no process of a component handles the signal, Muster publishes a message for the user.
+        Call this when the attempt ends now. If no process of a component handles the signal, this
+        method publishes a warning for the user.
         """
         unwarned = [
             component

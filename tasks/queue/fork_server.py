@@ -234,8 +234,8 @@ def _become_training(
     try:
         caller = Caller.receive(socket.socket(fileno=channel))
         if fingerprint() != code_fingerprint:
-            # An imported file has changed, so a new fork server is needed. The worker starts it
-            # when it notices that the old fork server was killed.
+            # A file has changed since the fork server imported it, so a new fork server is needed.
+            # Kill the old one. The worker notices this, and starts a new fork server.
             os.kill(fork_server_pid, signal.SIGKILL)
             os._exit(0)
         is_suitable = may_be_forked(caller.env, os.environ, process_texts.environment_bytes)

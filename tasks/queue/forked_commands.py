@@ -150,15 +150,16 @@ def open_listener() -> socket.socket | None:
             require_own_peer(client)
             return None
         except OSError:
-            # No fork server of this user listens at this path, so the socket is created below.
+            # The connection failed, so no fork server of this user listens at this path. Create the
+            # socket below.
             pass
     listener = socket.socket(socket.AF_UNIX)
     try:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
     except OSError:
-        # The path is too long, the directory is not writable, or another fork server has created
-        # the socket in the meantime.
+        # The socket cannot be created: the path is too long, the directory is not writable, or
+        # another fork server has just created the socket. Runs then start without this socket.
         listener.close()
         return None
     listener.listen()

@@ -230,7 +230,8 @@ class SchedulingLease:
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
     #: Seconds after the request of the scheduling lease during which its holder may write. All
-    #: schedulers of a server must use the same value, because `expire_s` must be larger than it.
+    #: schedulers of a server must use the same value. Otherwise, a scheduler could delete the lease
+    #: of another scheduler that may still write; see `expire_s`.
     hold_s: float = 10.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder has
@@ -447,8 +448,8 @@ class SchedulingLease:
         try:
             lease = await self._with_timeout(asyncio.shield(creation))
         except BaseException:
-            # The request may still reach the server and create a scheduling lease that no process
-            # would use.
+            # The request may still reach the server and create the lease. Undo the creation,
+            # because a lease without a holder would block all schedulers until it expires.
             self._undeleted_holders.add(holder)
             await _finish(self._undo_creation(creation, holder))
             raise

@@ -281,7 +281,7 @@ class QueueEntry:
 
     @property
     def has_started(self) -> bool:
-        """True if the run has had a process. A requeued run has had one."""
+        """True if the run has already had a process, as a requeued run has."""
         return self.flow_run.run_count > 0
 
     @property
@@ -608,8 +608,8 @@ class LedgerReader:
         Args:
             filters: JSON content of the request, for example `flow_runs={"id": {"any_": [...]}}`.
         """
-        # The flow runs are sorted by their ids. So a change of a flow run between two requests does
-        # not move it to another page.
+        # Sort the flow runs by their ids, which never change. With another order, a change of a
+        # flow run between two requests could move it to a page that was already read.
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         flow_runs: list[FlowRun] = []
         while True:

@@ -47,8 +47,9 @@ _LEASE_TIMEOUT_S = 5.0
 #: Time, in seconds, between two messages with the same demand to an autoscaler. The demand is sent
 #: again because a Ray head node forgets it when it restarts.
 _DEMAND_LIFETIME_S = 30.0
-#: Largest number of state messages that a scheduler writes before it gives the scheduling lease
-#: back. Other schedulers can then write their decisions before the next messages are written.
+#: Largest number of state messages that a scheduler writes while it holds the scheduling lease.
+#: Then the scheduler gives the lease back, so that other schedulers can write their decisions, and
+#: takes the lease again for the next messages.
 _WRITES_PER_LEASE = 10
 #: Largest number of state messages that are written after one scheduling pass. The limit exists
 #: because the writes take time, and the messages of the pass become outdated during that time.
@@ -144,7 +145,8 @@ class Scheduler:
             never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
-        # If this call fails, the next scheduling pass must read the whole queue again.
+        # Forget the last pass until this pass has succeeded. If this pass fails, the next pass then
+        # reads the whole queue again.
         last_pass, decision_id, complete_read_at, read_at = self._last
         self._last = _NO_PASS
         rewritten = self._rewritten

@@ -473,8 +473,8 @@ class GangWorker(ProcessWorker):
                 env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
-                # A separate process group keeps signals to the worker's group away from the
-                # run, such as Ctrl-C in the worker's terminal.
+                # Start the run in its own process group. Otherwise, Ctrl-C in the worker's terminal
+                # would also send SIGINT to the run.
                 isolate_process_group=True,
                 env_overrides_settings=True,
             )

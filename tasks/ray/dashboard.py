@@ -539,7 +539,7 @@ class Dashboard:
         if follow:
             query["interval"] = "0.5"
         else:
-            # Deadline in seconds within which the node must send the whole log to the dashboard.
+            # Let the dashboard wait up to 600 seconds until the node has sent the whole log to it.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:

@@ -79,9 +79,9 @@ _BOOTSTRAP = (
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
     'run_name="__main__")'
 )
-#: Shell expression for the path of the Python interpreter that runs Ray on the node. PATH is used
-#: only as a fallback, because it may contain no interpreter. Ray starts the job's command with a
-#: shell, so the parent process of the shell is a Python process of Ray.
+#: Shell expression for the path of the Python interpreter that runs Ray on the node. Ray starts the
+#: job's command with a shell, so the parent process of the shell runs this interpreter. `python3`
+#: in the PATH is only used if that fails, because the PATH may contain another Python or none.
 _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 

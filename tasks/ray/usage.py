@@ -468,9 +468,10 @@ class _ControlStore:
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
         """Request the resources of all nodes, and the placed actors outside placement groups."""
         usage_reply = self._usage(within_s)
-        # Send all requests at once, and the requests for actors last. If no reply names the owner
-        # of a used resource, the resource counts as used by programs outside of Muster. So an
-        # incomplete reply may make the queue grant too few GPUs, but never too many.
+        # Send all requests at once, and the requests for actors last. An actor that is created
+        # between two replies may appear in only one of them. A used resource whose owner no reply
+        # names counts as used by other programs. So the queue may grant too few GPUs for a short
+        # time, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]
@@ -525,8 +526,8 @@ class _ControlStore:
         ]
         head = next((report.node_id for report in reports if _HEAD in report.own), "")
         if head != self._head or not self._id:
-            # The head node is new, so another cluster runs at this address. The new cluster numbers
-            # its Ray jobs from 1 again, so the cached submission ids are wrong.
+            # Another head node means that another cluster runs at this address. Discard the cached
+            # submission ids: the new cluster numbers its Ray jobs from 1 again.
             self._head = head
             self._id = self._cluster(within_s).result().cluster_id.hex()
             self._submissions.clear()

@@ -429,10 +429,11 @@ def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], boo
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches, except errors after which the same process printed a later traceback.
+    """Yield the matches without errors that the process survived.
 
-    A worker often logs an error, continues, and later fails with another error. Matches with the
-    role CAUSE are always kept.
+    A process has survived an error if it prints another traceback later. For example, a worker
+    often logs an error, continues, and later fails with another error. Matches with the role CAUSE
+    are always kept.
     """
     #: Number of the last traceback whose exception was not caught, by process and role of the rule.
     last_tracebacks: dict[tuple[str, Role], int] = {}
@@ -605,8 +606,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # The last line may be incomplete, because this part of the log ends at the offset `end`. The
-    # caller appends the rest of the log.
+    # Return the incomplete last line, too. The offset `end` can be in the middle of a line, and the
+    # caller appends the rest of the log, which begins at that offset.
     return b"".join(kept) + incomplete_line
 
 

@@ -86,8 +86,9 @@ class FlowLoss:
     def make_failure(self, record: RunJson) -> Failure:
         """Return the failure of the attempt that ran when the flow process was killed."""
         retry = f"muster retry {record.run_id}"
-        # Prefect shows the button Retry only for runs of a deployment. A run of `muster train` has
-        # no deployment. Its record has the path of the spec file.
+        # Mention Prefect's button Retry only for a run of a deployment, because Prefect shows the
+        # button only for these runs. A run of `muster train` has no deployment. It is recognised by
+        # the path of a spec file in its record.
         if "spec_file" not in (record.provenance or {}):
             retry += ", or choose Retry on its page in the Prefect UI"
         hint = _ADVICE_AFTER_LOSS.format(retry=retry)

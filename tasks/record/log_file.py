@@ -332,8 +332,8 @@ class LogFile:
     def _open_all(self) -> None:
         """Open the log file, and before the first read also the older files of the log.
 
-        After a rename, the program may continue to write to the old file. Therefore old files stay
-        open, and are read at each later read, too.
+        Log rotation renames the log file, and the program may still continue to write to the old
+        file. So old files stay open, and each later read also reads the old files.
         """
         if not self._was_read:
             self._open_rotated_files()

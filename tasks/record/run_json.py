@@ -204,7 +204,8 @@ class AttemptRecord(Recorded):
     @property
     def highest_step(self) -> float | None:
         """Highest step that the attempt has reported, or None if it has reported none."""
-        # A record that an earlier version of Muster wrote has no `best_step`.
+        # An earlier version of Muster wrote records without `best_step`. Use the last reported step
+        # of such a record.
         return self.step if self.best_step is None else self.best_step
 
     @property

@@ -66,7 +66,7 @@ class FileCheck:
 #: The results are kept because the same files are checked again and again, possibly on a slow file
 #: system.
 _whole_files: dict[tuple[str, int, int, int], FileCheck] = {}
-#: Largest number of results in `_whole_files`.
+#: Largest number of results that are kept in `_whole_files`.
 _WHOLE_FILES_AT_MOST = 100_000
 
 

@@ -172,8 +172,8 @@ def _drop_headers(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMult
     if "Connection" in headers:
         listed = ",".join(headers.getall("Connection"))
         connection_headers = {name.strip().lower() for name in listed.split(",")}
-        # Content-Length is kept even if Connection lists it. Without Content-Length, the receiver
-        # would not find the end of the body.
+        # Keep the header Content-Length even if the header Connection lists it. Otherwise, the
+        # receiver would not find the end of the body.
         dropped |= connection_headers - {"content-length"}
     return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
@@ -600,7 +600,8 @@ class _ForwardedRequest:
             return request.send(make_server_lost_error(reason))
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                # The last event that the server has sent may be incomplete. An empty line ends it.
+                # Begin with an empty line. It ends the last event that the server has sent, which
+                # may be incomplete.
                 error_text = make_server_lost_error(reason).text
                 last_event = f"\n\nevent: error\ndata: {error_text}\n\n".encode()
                 await request.cut(last_event if self._is_event_stream else b"")

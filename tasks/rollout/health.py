@@ -254,8 +254,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request has failed a moment ago. Among many concurrent requests, some may fail while
-            # others get tokens. So do not clear the server's failures yet.
+            # Do not clear the server's failures, because a request has failed a moment ago. Among
+            # many concurrent requests, some may fail while others still get tokens.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -379,9 +379,9 @@ class Health:
             answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(answer)
             if is_decisive or watch.evidence.misses + 1 >= self._rules.misses:
-                # If this probe fails, the server may count as failed. If no answer has come after
-                # half of the timeout, the server's own machine sends a probe, too. Both probes then
-                # end within one timeout.
+                # After a further failed probe, the server may count as failed. To find out whether
+                # only the network is faulty, let the server's own machine send a probe, too. Start
+                # this probe after half of the timeout, so that both probes end within one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
                     local_probe = asyncio.create_task(self._probe_locally(watch, timeout_s / 2))
@@ -525,7 +525,7 @@ class Health:
         else:
             self._report_failed(watch, f"rank {rank} does not answer: {reason}")
             return
-        # One network fault may cut off many servers. Only the first server causes a warning.
+        # One network fault may cut off many servers. Emit a warning only for the first of them.
         if not any(other.is_cut for other in self._watches.values()):
             self._fleet.emit("rollout.warning", message=warning)
         watch.is_cut = True

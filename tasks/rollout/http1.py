@@ -450,7 +450,8 @@ class HttpRequest:
         """
         if "Content-Length" not in headers:
             self._is_chunked = not self.is_http_1_0
-            # HTTP/1.0 has no chunked coding, so the body ends with the end of the connection.
+            # The length of the body is unknown, so the body is sent in chunks. HTTP/1.0 has no
+            # chunked coding. In a response to HTTP/1.0, the end of the connection ends the body.
             self._is_open_ended = self.is_http_1_0
             self.is_kept &= self._is_chunked
             if self._is_chunked:
@@ -504,8 +505,8 @@ class HttpRequest:
                 asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
 
     def _prepare_head(self, status: int, reason: str | None, headers: CIMultiDict[str]) -> None:
-        # On a kept connection, the unread rest of the request body would be parsed as the next
-        # request.
+        # Close the connection after this response if the request body has not arrived completely.
+        # Otherwise, the rest of the body would be parsed as the next request.
         self.is_kept &= self.content.is_complete and not self.wire.is_finishing
         if not self.is_kept:
             headers["Connection"] = "close"
@@ -753,7 +754,8 @@ class ServerConnection(Wire):
                 )
         self.task = None
         self._waiting_since_s = self._loop.time()
-        # Discard the unread part of the request body, so that the connection can read again.
+        # Discard the unread part of the request body. The connection stops reading while much of a
+        # body is unread, and must now read the next request.
         request.content.take_unread()
         if self.transport.is_closing():
             return
@@ -773,6 +775,6 @@ class ServerConnection(Wire):
         # Undo all calls of `hold_reading`, so that reading resumes.
         self._holds = 1
         self.release_reading()
-        with suppress(OSError):  # The client may have closed the connection.
+        with suppress(OSError):  # This call fails if the client has closed the connection.
             self.transport.write_eof()
         self._abort_timer = self._loop.call_later(_LINGER_S, self.transport.abort)

@@ -210,7 +210,8 @@ def main() -> int:
 def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine like `asyncio.run`, with uvloop and fewer runs of the garbage collector.
 
-    Few runs are enough, because most objects are freed as soon as their last reference is gone.
+    A run of the garbage collector delays requests. Few runs are enough, because CPython frees most
+    objects as soon as their last reference is gone.
     """
     gc.collect()
     gc.freeze()

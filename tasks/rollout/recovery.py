@@ -256,8 +256,9 @@ class Recovery:
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
         if works_for_s >= settings.recovery.max_backoff_s:
             del self._tries_in_row[group]
-        # Health checks probe each server once per interval. So all failures with one common cause
-        # are detected within one interval.
+        # Failures within one interval of the health checks belong to the same incident. Health
+        # checks probe each server once per interval, so they detect all failures with a common
+        # cause within one interval.
         window_s = settings.health.interval_s
         incident = self._incidents.add_failure(group, now_s=now_s(), window_s=window_s)
         case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)

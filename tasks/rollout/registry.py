@@ -466,8 +466,8 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # This call comes from a listener that has changed a server group. The outer call of
-            # this method reports that change.
+            # A listener has changed a server group and so caused this call, while an outer call of
+            # this method is still running. The outer call also reports that change.
             return
         self._is_notifying = True
         try:

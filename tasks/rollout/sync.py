@@ -494,8 +494,8 @@ class WeightSyncs:
             target.is_touched = was_touched
             target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
         elif reply.status is None:
-            # The server may hang in the middle of the update. Mark its engine as failed, so that no
-            # later request waits for the server.
+            # The server does not answer, so it may hang in the middle of the update. Mark its
+            # engine as failed, so that later requests of this sync do not wait for the server.
             self._fail(target, f"{ask.method} {ask.path}: {reply.body}")
         elif _is_success(reply):
             target.faults.pop(request_key, None)

@@ -291,10 +291,10 @@ class ServedConnection(Wire):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # A server must send one response to each request. For this response,
-        # `on_headers_complete` sets `_is_kept` to True again if the server keeps the connection
-        # open. If the server sends another response to the same request, the value stays False,
-        # and the connection is not used again.
+        # A response has begun, so the connection counts as not reusable for now. For the first
+        # response to a request, `on_headers_complete` sets `_is_kept` to True again if the server
+        # keeps the connection open. After a second response to the same request, which is an error,
+        # the value stays False.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:

@@ -570,9 +570,9 @@ def cancel(
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        # Force the change, because the server's rules allow only Cancelled after Cancelling. If the
-        # flow run became Cancelled after it was read above, it is now Cancelling again. In this
-        # case, `muster reconcile` finds that it has no process, and sets Cancelled once more.
+        # Force the change, because the server's rules allow only Cancelled after Cancelling. The
+        # flow run may have become Cancelled since it was read above, and is then Cancelling again.
+        # But it has no process any more, so `muster reconcile` sets Cancelled once more.
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 

@@ -201,8 +201,9 @@ class ForwardedRequests:
     def take_signal(self, signum: int, at_s: float) -> None:
         """End the run or pipeline after a signal, or end only this process.
 
-        A SIGTERM from the worker may end only this process. Then a later process of the same flow
-        run continues the run or pipeline. A second Ctrl-C also skips the grace periods.
+        A worker that stops sends SIGTERM. After this signal, only this process may end, and a later
+        process of the same flow run continues the run or pipeline. A second Ctrl-C also skips the
+        grace periods.
 
         Args:
             signum: number of the signal.

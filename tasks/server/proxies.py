@@ -94,7 +94,8 @@ def find_proxy(url: str, environment: Mapping[str, str] = os.environ) -> Proxy |
             if value := environment.get(variable):
                 return Proxy(variable=variable, value=value, host=host)
             if variable in environment:
-                # If `http_proxy` is set but empty, ignore `HTTP_PROXY`.
+                # An empty variable `http_proxy` means that no proxy is used, even if `HTTP_PROXY`
+                # is set.
                 break
     return None
 

@@ -120,7 +120,10 @@ class RenewedPassword(httpx.Auth):
         self._old_header = make_auth_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Yield the request. If the server refuses it, yield it again with the new password."""
+        """Yield the request. If the server refuses it, yield it again with the new password.
+
+        httpx calls this method for each request, and sends each yielded request to the server.
+        """
         response = yield request
         is_refused = response.status_code == httpx.codes.UNAUTHORIZED
         if is_refused and request.headers.get("Authorization") == self._old_header:

@@ -163,8 +163,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
             lines.append(f"--{option}: {fault['msg']}")
         return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # Some commands, such as `muster queue`, also work without a subcommand. Here such a command
-        # was followed by a word that is not the name of a subcommand.
+        # A command such as `muster queue` has subcommands, but also works without one. So cyclopts
+        # reports a mistyped subcommand as an unused word.
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:

@@ -51,8 +51,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
         return None
     overrides: list[str] = []
     paths: list[str] = []
-    # Words that follow an option. This function does not know which options have a value. So such a
-    # word may be the value of the option, or the path of the spec.
+    # Words that directly follow an option. Such a word is the value of the option, or the path of
+    # the spec. This function cannot tell, because it does not know which options have a value.
     uncertain_words: list[str] = []
     previous = ""
     for word in words:
@@ -71,7 +71,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
     if len(candidates) != 1:
         return None
     path = Path(candidates[0])
-    # A pipe can be read only once, so do not read the pipe here: the command itself reads it later.
+    # Do not check a spec in a pipe here. A pipe can be read only once, and the command itself reads
+    # it later.
     if path.exists() and not path.is_file():
         return None
     return SpecArguments(path=path, overrides=tuple(overrides))

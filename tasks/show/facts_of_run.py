@@ -67,7 +67,7 @@ def facts_of_run(
         for alarm in attempt.alarms:
             yield Fact("alarm", alarm.message)
         for warning in attempt.warnings:
-            # The message of the run may end with the same explanation as the warning.
+            # Leave out a warning if the final message of the run already contains its explanation.
             explanation = warning.partition(": ")[2] or warning
             if not (record.state.is_final and explanation in record.message):
                 yield Fact("warning", warning)

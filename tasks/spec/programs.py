@@ -178,11 +178,12 @@ def find_trusted_environment(root: Path) -> Path | None:
         return None
     for place in (environment, programs, programs / "python"):
         try:
-            # `python` may be a symbolic link to an interpreter that another user has installed. The
-            # owner of the link has chosen to trust that interpreter.
+            # `python` may be a symbolic link to an interpreter of another user. Check only the
+            # link: its owner, a trusted user, has chosen this interpreter.
             fault = find_marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
-            # The file or folder does not exist, so Muster starts no program from it.
+            # The file or folder does not exist, so it needs no check: no program can be started
+            # from it.
             continue
         if fault:
             warn_ignored(environment, fault)
@@ -371,7 +372,8 @@ def _find_command_faults(
     is_on_path = not is_python and _is_program(script, cwd, search_dirs)
     if not (cwd / script).exists() and not is_on_path:
         yield _make_missing_fault(f"{place}.{index}", "script", script, cwd)
-    # Config files of a shell script are not checked: the script may change its directory first.
+    # Check the config files only for a Python script. A shell script may change its directory
+    # before it uses the paths of its arguments.
     elif is_python:
         yield from _find_config_faults(place, command, cwd)
 

@@ -226,7 +226,8 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
     for part in list_metric_sections(entry):
         for name in names:
             value = get_value(part, name)
-            # JSON has no number for NaN or infinity, so some programs write a string.
+            # JSON has no number for NaN or infinity. Some programs write them as strings, so
+            # convert such a string to a number.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
             if is_number(value):

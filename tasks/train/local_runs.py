@@ -11,8 +11,8 @@ from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
 from tasks.spec.prefect_address import may_have_server
 
-#: Matches the time in a run id, and the first character of the random part behind the time. A text
-#: with this much of a run id is hardly the beginning of another run's id.
+#: Matches the time in a run id, and the first character of the random part behind the time. If the
+#: beginning of a run id contains this much, it is very unlikely that two runs have this beginning.
 _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 
 

@@ -194,8 +194,8 @@ class RunPage:
         now_s = self._clock()
         with self._lock:
             if is_last:
-                # The content of an artifact may have changed after the last event. So send every
-                # artifact again at the end of the run.
+                # Make every artifact due that may have changed since it was sent. The content of an
+                # artifact can change without an event.
                 always = (pages.SUMMARY, pages.REWARD, pages.EVALUATIONS)
                 keys = (*always, *self._sent_at_s, *self._due_at_s)
                 self._due_at_s = dict.fromkeys(keys, now_s)

@@ -242,7 +242,7 @@ class Reporter:
                 tries += 1
                 self._is_server_away = isinstance(error, httpx.TransportError)
                 is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
-                # Artifacts are not sent again here, because each artifact becomes due again later.
+                # Do not retry a report of artifacts: it is sent again when the artifacts are due.
                 if not is_retried or report == self._send_page:
                     _log.warning(
                         "the Prefect server did not accept a report about the run: %r", error

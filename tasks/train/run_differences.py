@@ -145,8 +145,8 @@ def _describe_code(
         old_files = read_files(str(first.get("tree")))
         new_files = read_files(str(second.get("tree")))
     except (NoCode, OSError):
-        # A copy of the code is missing. Either the copy was pruned, or an earlier release of Muster
-        # stored no copy because the run used the project's files directly.
+        # The stored code of one of the runs is missing. It was pruned, or it was never stored: an
+        # earlier release of Muster stored no code for runs that used the project's files directly.
         if {"diff", "tree"} & differences.keys() or names:
             yield "the code differs, but the files of at least one run are not stored here"
             patches = [str(properties.get("diff") or "") for properties in (first, second)]
@@ -222,8 +222,8 @@ def _read_properties(name: str) -> dict[str, object]:
     with suppress(NoCode, OSError):
         files = hash_files(str(provenance.get("tree")))
     if files:
-        # Compare the hashes of all files instead of the recorded diff of the project, because the
-        # hashes are more exact.
+        # Leave out the recorded diff of the project. The hashes of all files show the differences
+        # of the code more exactly: a long diff was cut.
         provenance.pop("diff", None)
     return {**spec, **dict(_flatten({**provenance, "code": files}))}
 

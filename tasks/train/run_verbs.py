@@ -244,8 +244,9 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             else:
                 print(found_run)
         except MusterError:
-            # Either the server does not answer, or it does not know the run, because the run had a
-            # temporary server. If the run has begun, its own files explain it without the server.
+            # The server does not answer, or it does not know the run because the run had a
+            # temporary server. If the run has begun, continue without the server: the files of the
+            # run explain the run.
             if not has_begun:
                 raise
             print(found_run)

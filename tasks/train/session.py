@@ -624,8 +624,8 @@ class RunSession:
             mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
-        # The template is the process from which guardian processes are forked. The supervisor ends
-        # the template, so only one attempt can use it.
+        # Pass the template, a process from which guardian processes are forked, only to the first
+        # attempt. The supervisor of that attempt ends the template at the end of the attempt.
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(

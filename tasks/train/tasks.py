@@ -121,9 +121,9 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
         run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
             call_body
         )
-        # Give the task run no tags of the flow run. For each tag, Prefect would ask the server
-        # for a concurrency slot, at the same time as the reporter writes. SQLite accepts one
-        # writer at a time, and Prefect's client would wait 2 s before it tries again.
+        # Give the task run no tags. For each tag, Prefect would request a concurrency slot, which
+        # causes a write to the server's database. SQLite accepts one writer at a time, and the
+        # reporter writes at the same moment. Prefect's client would then wait 2 s and try again.
         with TagsContext(current_tags=set()):
             return bool(run_task(return_state=True).is_completed())
 

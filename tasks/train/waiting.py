@@ -120,8 +120,8 @@ def next_attempt(run: RunSession) -> bool:
         except ServerAway as error:
             _log.warning("%s may be retried before its delay is over: %s", run.run_id, error)
         if decision.is_requeue:
-            # Do not wait for the delay here. The next task, `admit`, waits in the queue, and the
-            # scheduler grants no GPUs before the delay is over.
+            # Do not wait for the end of the delay here. The next task, `admit`, waits in the queue,
+            # and the scheduler grants the run no GPUs before the delay is over.
             return not (run.interrupt_reason or run.handover_reason)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
@@ -162,8 +162,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     verdict = run.verdict
     attempts = run.record.content.attempts
     start = ""
-    # If the checkpoints cannot be read now, record the decision without the name of a checkpoint.
-    # The next attempt reads the checkpoints again.
+    # The text of the decision names the checkpoint of the next attempt. If the checkpoints cannot
+    # be read now, leave out this name. The next attempt reads the checkpoints again.
     with suppress(CheckpointsUnreadable):
         start = run.plan_resume().describe()
     decision = decide_retry(
@@ -224,9 +224,9 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # A shorter delay is enough with Ray, because Ray reports which GPUs are free. After some
-        # seconds, this report is correct again, and the scheduler relies on it. Like the full
-        # delay, the shorter delay grows with each requeue.
+        # A shorter delay is enough with Ray. The scheduler relies on Ray's report on the free GPUs,
+        # and some seconds after the end of an attempt this report is correct again. The shorter
+        # delay is a fraction of the full delay, so it also grows with each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 

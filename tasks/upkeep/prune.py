@@ -335,7 +335,8 @@ def _delete_files(run: PrunableRun) -> str:
             problem = problem or str(error)
 
     folders = (Path(parent) / name for parent, names, _ in os.walk(directory) for name in names)
-    # Delete subfolders before their parent folder, which the reverse order of the paths ensures.
+    # Delete the folders that are empty now. In the reverse order of their paths, subfolders come
+    # before their parent folder.
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()

@@ -151,8 +151,8 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
                 if lost is not None and (run := _finish(lost, deadline_s)) is not None:
                     yield run
         except Exception as error:
-            # Continue with the other runs. The registry entry of this run remains, so a later call
-            # tries to clean up after this run again.
+            # Continue with the other runs. This run stays in the registry, so a later call cleans
+            # up after it again.
             _log.exception("Muster could not clean up after the lost run %s.", run_id)
             yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 
