@@ -46,8 +46,8 @@ def main() -> None:
     # A shell without job control starts background processes with SIGINT ignored. After SIGTERM, a
     # Prefect worker sends SIGINT to itself. If the worker ignored SIGINT, it would never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # This process may have inherited an ignored SIGCHLD. The kernel would then discard the exit
-    # codes of the worker's child processes, which are its runs.
+    # Do not ignore SIGCHLD, even if the parent of this process did. Otherwise, the kernel would
+    # discard the exit codes of the worker's child processes, which are the processes of its runs.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (*make_own_command("deployments.prefect_worker"), *sys.argv[1:])
     os.execv(worker[0], worker)

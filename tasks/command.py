@@ -378,8 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # First check that no other user can write to the Muster home directory, because its files
         # contain addresses of servers, passwords and process ids.
         muster_home()
-        # The import of Prefect reads settings from the working directory. So check their owner
-        # before the import. A working directory that was removed has no settings to check.
+        # Prefect reads settings from the working directory when it is imported. So first check that
+        # no other user has written these settings. A working directory that was removed contains no
+        # settings.
         with suppress(FileNotFoundError):
             refuse_foreign_settings(Path.cwd())
     except (InvalidVariable, UntrustedPath) as error:

@@ -28,8 +28,8 @@ _RETRY_EVERY_S = 0.5
 _ORDER_WITHIN_S = 30.0
 #: A gateway counts as gone if it cannot be reached for this number of seconds.
 _GONE_AFTER_S = 10.0
-#: The gateway has a timeout for its own requests to the engines. This client waits for the gateway
-#: this number of seconds longer.
+#: Seconds that this client waits for the gateway's answer, in addition to the timeout of the
+#: gateway's own requests to the engines. So the gateway can report a timeout of an engine.
 _MARGIN_S = 15.0
 
 

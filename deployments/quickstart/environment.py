@@ -118,8 +118,8 @@ class CopyEnvironment(BaseEnv):
         take_steps_from_trainer = self.config.total_steps == -1
         await super().register_env()
         if take_steps_from_trainer:
-            # The trainer ends after exactly total_steps batches. Atropos stops only when *more*
-            # than total_steps batches are queued or fetched, so reduce its value by one.
+            # Let the environment stop after `total_steps` batches, as the trainer does. Atropos
+            # stops only after more than `total_steps` batches, so reduce the value by one.
             self.config.total_steps -= 1
         print("environment registered", flush=True)
 

@@ -145,8 +145,8 @@ class Training:
                 next_state, stats = train_step(self._state, batch, learning_rate=plan.learning_rate)
             durations["time/step"] = _seconds_since(began_at_s)
             began_at_s = time.monotonic()
-            # The metrics are written before the state changes. If the process is killed between
-            # these lines, the metrics contain a step too many, which a resumed training removes.
+            # Write the metrics before the state changes. If the process is killed in between, the
+            # metrics contain a step that is not in the state. A resumed training removes this step.
             self._metrics.append(next_state.step, stats, durations)
             self._state = next_state
             with _measure(durations, "broadcast_weights"):

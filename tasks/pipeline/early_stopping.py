@@ -173,7 +173,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         for figure in others:
             trial = study.ask()
             trial.report(figure, step)
-            # Optuna's pruner for successive halving stores the value of a trial only in this call.
+            # Call `should_prune` only for its side effect: with successive halving, Optuna stores
+            # the value of a trial in this call.
             trial.should_prune()
     trial = study.ask()
     trial.report(best, step)

@@ -65,7 +65,8 @@ class PointHistories:
         try:
             self._files.ask_blocking(reader.read_new, _ANSWERS_WITHIN_S)
         except FileNotFoundError:
-            # The run has not begun, or its directory is on another host.
+            # There are no metrics to read: the run has not begun, or its directory is on another
+            # host.
             return False
         except (OSError, ValueError) as error:
             if run.name not in self._unreadable:

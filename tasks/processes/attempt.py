@@ -1059,8 +1059,8 @@ class SupervisedAttempt:
                 "last step"
             )
         elif last is not None and is_short and (step is None or step < last - 1):
-            # Warn about a step below `last - 1` only. A trainer that counts its steps from zero
-            # reports the last step as `last - 1`.
+            # Do not warn about the step `last - 1`. A trainer that counts its steps from zero
+            # reports this number for its last step.
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
             warning = f"{component.name} ended, but no step of its training is known"

@@ -605,7 +605,10 @@ class RunningComponent(ABC):
         return []
 
     def forget_warnings(self) -> None:
-        """Let `warn` send the signal again to processes that have already got it."""
+        """Let the next call of `warn` send the signal again to processes that have already got it.
+
+        This is needed if the end that was announced by the first warning was called off.
+        """
         return
 
     async def read_planned_end(self) -> PlannedEnd | None:

@@ -206,7 +206,7 @@ class DescendantWatch:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            # The process has ended, or this process has no free file descriptor.
+            # The process has ended, or no file descriptor is free. It is then not watched.
             return
         if tree.start_ticks(pid) != process.id.start_ticks:
             os.close(pidfd)

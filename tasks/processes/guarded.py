@@ -604,9 +604,9 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # Pidfds may report the ends of processes late, but in the right order. So each process in
-        # `earlier`, whose pidfd reported first, ended before this process. If the recorded end time
-        # of such a process is later than that of this process, correct it.
+        # The recorded end times must show in which order the processes ended. Pidfds may report the
+        # ends late, but in the right order. So each process in `earlier`, whose pidfd reported
+        # first, ended before this process. Correct its end time if it is later.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]
@@ -617,7 +617,8 @@ class GuardedProcess:
         note = f"its guardian process (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
         # A guardian process that was killed inside a PID namespace has become a child of this
-        # process. Reap it, because the first process of the namespace cannot end before that.
+        # process, and must be reaped below. Until then it is a zombie, and the kernel does not let
+        # the first process of the namespace end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)

@@ -23,7 +23,7 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
         # Do not cancel a task twice: the second cancel would interrupt the cleanup of the task.
         if not task.cancelling():
             task.cancel()
-    # A task cannot wait for its own end.
+    # Leave out the current task, because a task cannot wait for its own end.
     others = [task for task in tasks if task is not asyncio.current_task()]
     if not others:
         return

@@ -297,14 +297,14 @@ class ProcessComponent(RunningComponent):
             if port is None:
                 continue
             try:
-                # Pass the pids of all components, because a process of another component of this
-                # run may listen on the port.
+                # Pass the pids of all components: it is no failure if a process of another
+                # component of this run listens on the port.
                 check = partial(self._check_listeners, port, self._context.guards.own_pids())
                 try:
                     await reader.ask(check, _LISTENERS_WITHIN_S)
                 except ComponentFailed:
-                    # Check again with a new list of the run's pids. The run may have started the
-                    # listening process after the first list was made.
+                    # A process that is not in the list of pids listens on the port. Check again
+                    # with a new list: the run may have started the process after the first list.
                     check = partial(self._check_listeners, port, self._context.guards.own_pids())
                     await reader.ask(check, _LISTENERS_WITHIN_S)
             except PlaceTimeout as error:

@@ -809,7 +809,10 @@ class ProgressWatch:
         return await self.source.explain_missing_step(is_over=True)
 
     async def _warn_of_missing_step(self) -> None:
-        """Publish a warning if the file or URL probably never contains the training step."""
+        """Publish a warning if the training step will probably never be known.
+
+        The reason can be, for example, that the file of the metrics does not contain the step.
+        """
         if self.source is None:
             return
         problem = await self.source.explain_missing_step(is_over=False)

@@ -421,8 +421,8 @@ class Services:
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.
         """
-        # A kernel without subreapers refuses this call. Continue in that case: level L1 of
-        # `containment.Level` then applies.
+        # A kernel without subreapers refuses this call. Continue in that case with the weakest
+        # containment, level L1 of `containment.Level`.
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)

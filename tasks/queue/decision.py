@@ -827,8 +827,8 @@ def find_overgranted(
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()
 
-    # Runs with a process come first, because they keep their GPUs. The other runs follow in the
-    # order of their grants.
+    # Of two runs with the same GPU, the first in this order keeps the GPU. Runs with a process come
+    # first. The other runs follow in the order of their grants.
     granted = [
         (entry.is_scheduled and not entry.is_handed_over, entry.grant.at, entry, entry.grant)
         for entry in holding

@@ -269,8 +269,8 @@ def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
     os.chdir(order["cwd"])
-    # Python still has the time zone and the temporary folder of the fork server in its cache. Read
-    # both again from the variables TZ and TMPDIR of this process.
+    # Python has cached the time zone and the temporary folder of the fork server. Discard both, so
+    # that the variables TZ and TMPDIR of this process apply.
     time.tzset()
     tempfile.tempdir = None
 

@@ -361,9 +361,8 @@ class SchedulingLease:
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # If another scheduler held the scheduling lease at the last try, read the lease
-                # again before the next try to create it. A read costs the server less than a
-                # creation that fails.
+                # If another scheduler held the lease at the last try, first read whether it still
+                # does. A read costs the server less than a failed try to create the lease.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:

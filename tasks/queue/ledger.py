@@ -492,8 +492,8 @@ class LedgerReader:
             hosts = {*map(parse_worker_host, workers)}
             own_pool, own_name = self._own_worker
             if work_pool.name == own_pool:
-                # Add this worker. It is online, even if the server has not received its heartbeat
-                # yet.
+                # Add this worker. It is online, but the server does not list it before the first
+                # heartbeat.
                 workers |= {own_name}
                 hosts |= {parse_worker_host(own_name), host_name()}
             pools[work_pool.name] = Pool(

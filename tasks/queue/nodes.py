@@ -197,8 +197,8 @@ class Capacity:
             # all GPUs of this machine are shown as in use.
             _log.warning("Muster grants no GPU of the node %s: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # If this machine has no visible GPUs, the devices are numbered from 0. Their number is the
-        # number of GPUs in the settings.
+        # Without visible GPUs, `machine.devices` is empty. The node then has as many devices as the
+        # settings list GPUs, and the devices are numbered from 0.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(
             listed_node,

@@ -172,8 +172,8 @@ def _explain_missing_gpus(
     if names_waited_for:
         expected = "expected time unknown"
         if reason.starts_at is not None:
-            # If the expected start is in the past or near, its time changes with every scheduling
-            # pass. A text with that time would cause a new state after every pass.
+            # Show no time if the expected start is near or in the past. Such a time changes with
+            # every scheduling pass, and each changed text causes a write to the Prefect server.
             is_near = reason.starts_at < now + _MINUTE_S
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
@@ -334,8 +334,8 @@ def describe_free(free: Mapping[str, int]) -> str:
 
 def one_line(error: object) -> str:
     """Return an error as one line of at most 200 characters that the Prefect UI can show."""
-    # The Prefect UI would treat a text such as `<urlopen error ...>` as an HTML tag and hide the
-    # text.
+    # Replace `<` and `>` by brackets. The Prefect UI would not show a text such as `<urlopen error
+    # ...>`, because it would take the text for an HTML tag.
     line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
     if len(line) <= _MAX_ERROR_CHARACTERS:
         return line

@@ -360,8 +360,8 @@ class Dashboard:
 
     async def aclose(self) -> None:
         """Close the connections to the dashboard."""
-        # The cached property `_client` creates the HTTP client at its first use. Without a request,
-        # there is no HTTP client to close.
+        # The cached property `_client` creates the HTTP client at its first use. Before the first
+        # request, no client exists, and none should be created only to close it.
         if "_client" in vars(self):
             await self._client.aclose()
 

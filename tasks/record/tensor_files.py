@@ -106,7 +106,8 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
         except OSError:
             raise
         except Exception as error:
-            # For damaged files, the parsers of the standard library raise many types of error.
+            # The file is damaged. Catch every exception, because the parsers of the standard
+            # library raise many types of exceptions for damaged files.
             damage = f"cannot be parsed ({type(error).__name__}: {error})"
     return FileCheck(is_known_format=True, damage=damage)
 

@@ -409,8 +409,8 @@ def prepare_fleet(
         return None
     is_on_ray = fleet.placement == "ray"
     needs_token = fleet.require_token or not is_loopback(fleet.host)
-    # Servers on other machines do not inherit the variables of this machine's processes. So the
-    # variables of the spec's section `env` are passed to them explicitly.
+    # Pass the variables of the spec's section `env` explicitly to servers on Ray. They run on other
+    # machines, and inherit no variables from the processes of this machine.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # At containment level L4, the servers run in a PID namespace. The pids of the servers have no
     # meaning outside of the namespace, and the servers end with the first process of the namespace.

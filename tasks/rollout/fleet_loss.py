@@ -37,9 +37,8 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # The exit code of the fleet process is unknown if its parent process, the guardian, died at the
-    # same time. In that case `has_ended` is False, but the rule `exit` shows that the fleet process
-    # has ended.
+    # Has the fleet process ended? If the guardian, its parent process, died at the same time, the
+    # exit code is unknown and `has_ended` is False. The rule `exit` then shows the end.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict

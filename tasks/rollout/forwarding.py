@@ -448,8 +448,8 @@ class _ForwardedRequest:
                 continue
             if not (generates and router.is_closed):
                 return entrypoint
-            # The router was closed after it had chosen the entrypoint. Release the entrypoint, and
-            # wait until the router is open.
+            # A weight sync has closed the router since the router chose the entrypoint. Release the
+            # entrypoint. The next call in this loop waits until the router is open again.
             router.done(entrypoint)
 
     async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:
@@ -562,8 +562,8 @@ class _ForwardedRequest:
                 request.flush()
             last_piece = b""
             while piece := await content.read_available():
-                # A line of an event stream that begins with a colon is a comment. Servers send
-                # comments to keep the connection open, even if the engine hangs.
+                # Do not count comments, which are lines of an event stream that begin with a colon.
+                # Servers send them to keep the connection open, even if the engine hangs.
                 if is_generated and not piece.startswith(b":"):
                     self._shared.note_generated_piece(entrypoint)
                 if content.is_complete:

@@ -739,7 +739,7 @@ class ServerConnection(Wire):
                 await self._handle(request)
             await self.drain()
         except ConnectionError:
-            # The client has closed the connection, so no response can be sent.
+            # The client has closed the connection, so no response can be sent. Free the connection.
             self.transport.abort()
         except asyncio.CancelledError:
             self.transport.abort()

@@ -388,10 +388,11 @@ class Router:
     def _remember(self, session: str, key: _Key) -> None:
         """Remember the entrypoint of a session.
 
-        If too many sessions are remembered, forget the least recently used session.
+        If too many sessions are remembered, the least recently used session is forgotten.
 
-        A session keeps its entrypoint even if the entrypoint is at its limit. Later requests of the
-        session then return to the entrypoint, which has cached the prefix of their prompts.
+        If the session already has an entrypoint that is at its limit, another entrypoint answers
+        only the current request. Later requests of the session return to the remembered entrypoint,
+        which has cached the prefix of their prompts.
         """
         session_slot = self._active.get(self._sessions.get(session, key))
         if session_slot is None or not self._may_keep(session_slot):

@@ -134,8 +134,8 @@ class Artifacts:
             }
         description = self._mask(shown.headline)
         if shown.picture:
-            # Mask secrets before the picture is encoded. In the encoded picture, a secret would not
-            # be found.
+            # Mask secrets before the picture is encoded as base64. In the encoded text, the search
+            # for secrets would miss them.
             description = markdown_image(self._mask(shown.picture), description)
         data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
         content = {"description": description, "data": data}

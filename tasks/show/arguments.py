@@ -115,7 +115,8 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
         require_valid_settings(lambda warning: print(warning, file=sys.stderr))
         keep_private()
         code = app(
-            # Cyclopts reads the word `-` as an unknown option, so pass the path of standard input.
+            # The word `-` stands for standard input. Cyclopts would take this word for an unknown
+            # option, so pass the path of standard input instead.
             [str(STANDARD_INPUT) if word == "-" else word for word in words],
             result_action="return_value",
             error_formatter=_format_usage_error,

@@ -170,7 +170,8 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
     stream: TextIO = getattr(sys, name)
     _set_until_closed(sys, name, replacement, stack)
     for handler in _log_handlers():
-        # A log handler keeps the stream with which it was created, so the handler is changed, too.
+        # A log handler keeps the stream with which it was created. So replace the stream of the
+        # handler, too.
         if handler.stream in (stream, unguarded(stream)):
             _set_until_closed(handler, "stream", replacement, stack)
             if (console := getattr(handler, "console", None)) is not None:

@@ -289,7 +289,7 @@ class ObservedRun:
                     if row.stage in (Standing.STARTING, Standing.READY):
                         self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
-                # The process of the inference fleet now stops all inference servers and exits.
+                # The fleet has failed. Its process now stops all inference servers and exits.
                 self.is_stopping = True
             case "attempt.ended":
                 self.failure = event.failure

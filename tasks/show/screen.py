@@ -183,7 +183,7 @@ def _terminal_size(fd: int) -> os.terminal_size:
         size = os.get_terminal_size(fd)
     except OSError:
         return _UNKNOWN_SIZE
-    # A terminal has the size 0 if no program has set its size.
+    # A new pseudo-terminal has the size 0 until a program sets its size.
     return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 

@@ -40,8 +40,8 @@ _REMEDY = (
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
-#: Matches options of Python and of shells that take no value. After any other option, it is
-#: uncertain which argument is the script: the next argument may be the value of the option.
+#: Matches options of Python and of shells that take no value. Any other option may have a value, so
+#: the argument after it may be this value or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: Matches an argument that is the path of a single config file, but no URL and no list of files.

@@ -149,8 +149,8 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # The nodes are unknown, so `compare_stages` cannot check the CPUs, the memory
-                    # and the labels that steps need. It still checks the GPUs.
+                    # The nodes are unknown. Without them, `compare_stages` checks only the GPUs of
+                    # the stages, and not the CPUs, the memory and the labels that steps need.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,

@@ -375,11 +375,11 @@ def component_env(
     code_env: dict[str, str] = {}
     project = os.environ.get(PROJECT)
     if project and component is not None and not is_job:
-        # Without this variable, `uv run` would install this copy of the project into the
-        # environment that all runs use.
+        # Keep `uv run` from installing this run's copy of the project into the Python environment,
+        # which other runs use as well.
         inherited.setdefault("UV_NO_SYNC", "1")
-        # Let the component import the submitted code. Otherwise an editable package would be
-        # imported from the project's folder, whose files may have changed since the submission.
+        # Let the component import the submitted code. Without this PYTHONPATH, it would import an
+        # editable package from the project's folder, whose files may have changed since then.
         environment = component_interpreter({**spec.env, **component.env}).environment
         paths = list_import_folders(Path(project), Path.cwd(), environment)
         if paths:

@@ -285,7 +285,8 @@ class Reporter:
 
     def _note_activity(self, activity: str, event_name: str) -> None:
         """Log the current activity of the run, and queue it as message of the flow run's state."""
-        # The states of many inference servers change in quick succession. Skip outdated messages.
+        # The states of many inference servers change in quick succession. Skip a message that is
+        # outdated because another state has changed since.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))

@@ -83,7 +83,8 @@ class LineageRecorder:
     def _work(self) -> None:
         with ExitStack() as stack:
             client: SyncPrefectClient | None = None
-            # A temporary server ends with the run, so an artifact there would be lost.
+            # Show the lineage only on a lasting server. A temporary server ends with the run, and
+            # an artifact on it would be lost.
             if find_lasting_api_url():
                 stack.enter_context(override_client_settings(retries=0))
                 # Without HTTP settings, `get_client` would return the flow's client, which the flow

@@ -132,7 +132,8 @@ def _read_log(log: LogFile, selection: Selection, prefix: str, *, is_last: bool)
     """
     needs_lines = bool(prefix or selection.text) or is_on_terminal()
     if is_last and not needs_lines:
-        # A log may have many gigabytes, so pass its bytes on without a search for lines.
+        # Pass the bytes on without a search for the ends of lines, which would take long: a log may
+        # have many gigabytes.
         return log.read_rest()
     return _select_lines(log.read_blocks(is_last=is_last), selection.text)
 

@@ -330,8 +330,8 @@ class RunSession:
         self.code = code_store.read_code(self.spec.code, fetch)
         directory = self.place.directory / "code"
         code_store.check_out(self.code, directory, fetch)
-        # Make MUSTER_HOME absolute, because a relative path would lead to another directory after
-        # the change of the working directory.
+        # Make MUSTER_HOME an absolute path. After the change of the working directory below, a
+        # relative path would lead to another directory.
         os.environ["MUSTER_HOME"] = str(muster_home())
         os.environ[code_store.PROJECT] = self.code.project
         os.chdir(directory)

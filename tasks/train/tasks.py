@@ -296,8 +296,8 @@ def _describe_end(run: RunSession) -> State[None]:
     if decision is None:
         return Failed(message="")
     if decision.state is RunState.RUNNING:
-        # Another process continues the run. This task has neither completed nor failed, so its
-        # state is Cancelled.
+        # The attempt goes on in another process, so this task has neither completed nor failed.
+        # Prefect has no state for this case, so use Cancelled.
         make_state = Cancelled
     else:
         make_state = STATE_OF.get(decision.state, Failed)
@@ -347,8 +347,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             earlier=earlier_record,
         )
     except RunHeld as error:
-        # Two workers may have started the same flow run. The first process sets the states of the
-        # flow run, so this process must leave without setting a state.
+        # Another process already executes the run, for example because two workers started the same
+        # flow run. That process sets the states of the flow run, so this process sets none.
         raise Abort(f"{error.strerror}. This process exits and changes nothing") from error
     except OSError as error:
         if is_storage_error(error):

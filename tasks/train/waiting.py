@@ -256,11 +256,12 @@ def _hand_over_run(
         True if the server accepted the state and the run was not interrupted. This process may then
         exit. False if the run must wait in this process, or end.
     """
-    # A report that is sent after the waiting state would set the flow run back to Running.
+    # Send the pending reports first. A report that is sent after the waiting state would set the
+    # flow run back to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
-    # Set this flag before the waiting state. Otherwise the thread that watches the flow run would
-    # set the flow run back to Running.
+    # Set this flag before the waiting state. The thread that watches the flow run corrects every
+    # state other than Running. With this flag, it leaves the waiting state unchanged.
     run.is_handing_over = True
     is_accepted = False
     try:

@@ -270,13 +270,13 @@ def _close_record(
         len(page_record.attempts) > len(local_record.attempts)
     )
     if state is not None and state.is_completed() and has_later_attempt:
-        # The run completed on another host. Only the record of that host has the details, so
-        # the record of this host stays unchanged.
+        # The run has completed on another host. Leave the record of this host unchanged, because
+        # only the record of the other host has the details.
         return None
 
     if state is not None and state.is_completed():
-        # A user has set the flow run to Completed, but its attempt has not completed. So the record
-        # must not say that the run has completed.
+        # A user has set the flow run to Completed, although its last attempt did not complete. So
+        # record the run as cancelled, and not as completed.
         new_state = RunState.CANCELLED
         message = "a user set its flow run to Completed while it waited for its next attempt"
     elif state is None or state.is_cancelled():
