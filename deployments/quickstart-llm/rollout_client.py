@@ -104,7 +104,7 @@ class RolloutClient:
         #: Number of requests that were sent again, by the HTTP status of the failed response. The
         #: status 0 stands for a request without a response.
         self.failures: Counter[int] = Counter()
-        # Ignore proxies that environment variables name, because the gateway runs on this host.
+        # Use no proxy, even if an environment variable names one: the gateway runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def complete(self, prompt: str, *, count: int, max_tokens: int) -> list[Answer]:

@@ -306,8 +306,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
     add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
-    # `interrupt` is not allowed: an answer that was sampled with two versions of the weights cannot
-    # be checked.
+    # Do not offer the third action, `interrupt`. With it, an answer could be sampled with two
+    # versions of the weights, and the log-probabilities of such an answer cannot be checked.
     actions = ("wait", "abort")
     add(
         "--in-flight",

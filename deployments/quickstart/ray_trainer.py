@@ -34,8 +34,9 @@ class TrainerActor:
         Args:
             folder: Folder of `trainer.py`, relative to the working directory of the Ray job.
         """
-        # Ray copies the working directory of the job to each node and adds the copy to the import
-        # path. The folder of `trainer.py` in that copy must be added, too.
+        # Let this actor import `trainer.py`. Ray copies the working directory of the job to each
+        # node, and adds only the copy itself to the import path. So also add the folder in the copy
+        # that contains `trainer.py`.
         folders = (Path(entry) / folder for entry in sys.path)
         sys.path[:0] = [str(path) for path in folders if (path / "trainer.py").exists()]
         self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -248,8 +248,8 @@ def _plan_ray_head(
             "--num-gpus=0",
             f"--node-name={RAY}",
             *port_options,
-            # 0 lets Ray take any free ports for its workers. With the default range of worker
-            # ports, Ray would refuse to start if one of the head's own ports were in this range.
+            # Let Ray take any free ports for its workers (0). Ray has a default range of worker
+            # ports, and refuses to start if one of the head's own ports is in this range.
             "--min-worker-port=0",
             "--max-worker-port=0",
             f"--dashboard-host={HOST}",

@@ -353,8 +353,9 @@ class StackPlace:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # If the file was replaced after it was opened, other processes lock the new
-                    # file. In that case, this lock has no effect, so try again with the new file.
+                    # Check that the locked file is still the file at `path`. If it was replaced
+                    # since it was opened, other processes lock the new file, and this lock has no
+                    # effect. In that case, try again with the new file.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False

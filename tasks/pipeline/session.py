@@ -212,8 +212,9 @@ class PipelineSession:
     def wait(self) -> None:
         """Wait until a run ends, the next read of the runs' states is due, or the pipeline ends.
 
-        After an end of a run, the wait continues for twice the duration of the last `advance`. So
-        the many ends of a large matrix do not occupy this process and the Prefect server.
+        When a run ends, the wait still continues for twice the duration of the last call of
+        `advance`. If many runs of a large matrix end shortly after each other, a single call of
+        `advance` then handles several ends.
         """
         if self._requests.wait(POLL_INTERVAL_S):
             self._requests.ending.wait(min(POLL_INTERVAL_S, 2 * self._advance_s))

@@ -1002,7 +1002,10 @@ class SupervisedAttempt:
         self._examinations.start(self._check_success(component, exit))
 
     def _may_be_finished(self, component: RunningComponent, exit: Exit) -> bool:
-        """Return True if a component may have done all its work before a signal ended it."""
+        """Return True if a component may have done all its work before a signal ended it.
+
+        This is possible only for a trainer that was ready, in a run with a known last step.
+        """
         is_trainer = component.plan.on_exit_zero == "complete" and component.is_ready
         has_signal = exit.signal is not None or _signal_of_shell(exit) is not None
         return has_signal and is_trainer and self._plan.last_step is not None

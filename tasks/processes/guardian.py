@@ -392,8 +392,8 @@ def main() -> None:
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    # Install a handler for SIGCHLD that does nothing. The parent may have ignored SIGCHLD, and the
-    # kernel then discards the exit status of each child.
+    # Install a handler for SIGCHLD that does nothing. If this process inherited from its parent
+    # that SIGCHLD is ignored, the kernel would discard the exit status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     # A kernel without subreapers refuses this call. Continue in that case: level L1 of
@@ -429,8 +429,9 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
         INIT and ALIVE if it enters a PID namespace.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # The forked guardian processes share the memory of this process until a process writes to it.
-    # Keep the garbage collector from writing to the existing objects, to save memory and time.
+    # Exclude the existing objects from garbage collection. The forked guardian processes share the
+    # memory of this process until one of them writes to it. A garbage collection writes to the
+    # objects that it examines, so the kernel would have to copy their memory.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MAX_FDS_PER_MESSAGE)
     while True:
@@ -494,8 +495,9 @@ def enter_namespace(init: int, alive: int) -> None:
         OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # An unprivileged user can only create a PID namespace within a new user namespace. In that
-    # case, the first call fails, and the second call enters the user namespace as well.
+    # First try to enter only the PID namespace and its mount namespace. This fails if an
+    # unprivileged user has created the PID namespace, because such a user needs a user namespace
+    # around it. The second call enters this user namespace as well.
     if (
         libc.setns(init, _NAMESPACE_FLAGS) != 0
         and libc.setns(init, _NAMESPACE_FLAGS | _CLONE_NEWUSER) != 0

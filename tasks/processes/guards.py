@@ -367,8 +367,8 @@ class Guards:
         path = parent.create(self._make_cgroup_name(name), command.memory_limit_bytes)
         self._memory_cgroups[name] = path
         if parent.is_version_2:
-            # With cgroup version 2, a process is in one cgroup only. So the same cgroup limits the
-            # memory and contains the processes.
+            # In version 2 of cgroups, a process is in one cgroup only. So use the cgroup with the
+            # memory limit also as the cgroup through which the processes are ended.
             self._cgroups[name] = path
         return path
 

@@ -267,8 +267,8 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     deadline = time.monotonic() + within_s
     asked = {
         pid: subprocess.Popen(
-            # With `--nonblocking`, py-spy does not pause the process. Otherwise it would wait
-            # forever for a process that SIGSTOP has stopped already.
+            # Do not let py-spy pause the process (`--nonblocking`). It would wait forever for the
+            # pause of a process that SIGSTOP has stopped already.
             [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -684,7 +684,8 @@ async def call_with_time_limit(
         nonlocal result
         with _log_errors(purpose):
             result = work()
-        # The loop may be closed by now, if the function has taken too long.
+        # If the function has taken too long, the loop may be closed by now. Nothing waits for
+        # `done` in that case, so ignore the error.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 

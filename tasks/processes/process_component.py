@@ -290,8 +290,8 @@ class ProcessComponent(RunningComponent):
         return super()._probe(spec)
 
     async def _refuse_foreign(self, ports: Sequence[int | None]) -> None:
-        # Read /proc in another thread. A read of the command line of a process blocks while the
-        # process holds a lock in the kernel.
+        # Read /proc in another thread, because a read can block. For example, the kernel may have
+        # locked the memory of a process whose command line is read.
         reader = self._context.readers.of("/proc")
         for port in dict.fromkeys(ports):
             if port is None:

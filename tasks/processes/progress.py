@@ -502,8 +502,8 @@ class Silence:
             has_output: True if a component has written new output. If None, this method reads the
                 logs itself, but only if no step is known.
         """
-        # An unknown step does not count as progress. Neither does the first known step if it is the
-        # step of the loaded checkpoint.
+        # A new step counts as progress, with one exception: the first known step does not count if
+        # it is the step of the loaded checkpoint.
         moved = step is not None and step != self._step
         if self._step is None and step == self._resumed_step:
             moved = False

@@ -484,8 +484,8 @@ class LostRun:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
             self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
-            # Write to another file if owner.json could not be read. A later process may be able to
-            # read owner.json, so do not overwrite it.
+            # If owner.json could not be read, write to another file and keep owner.json: a later
+            # process may be able to read it.
             name = _REBUILT if self.owner.fault else _OWNER
             write_json(self._directory / name, self.owner.model_dump(mode="json"), durable=True)
         return now - (self.owner.lost_at_boot_s or now)

@@ -171,8 +171,8 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
             if _program.has_run_ended and signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, _program.on_signal)
             elif not _program.has_run_ended:
-                # None means that the former handler was installed by C code. Python cannot restore
-                # such a handler.
+                # If `former` is None, C code had installed the former handler. Python cannot
+                # restore such a handler, so set the default action.
                 signal.signal(signum, signal.SIG_DFL if former is None else former)
         signal.set_wakeup_fd(wakeup_fd_before)
         sender.close()

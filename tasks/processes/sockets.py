@@ -194,8 +194,8 @@ class SocketTable:
             return None
         _, state, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
         if state == _STATE_LISTEN:
-            # If the connection does not exist, the kernel may answer with a socket that listens on
-            # the local port.
+            # The connection does not exist. The kernel then answers with the socket that listens on
+            # the local port, if there is one.
             return None
         return ConnectedSocket(uid=uid, is_open=inode != 0)
 

@@ -58,7 +58,8 @@ class Supervisor:
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = LoopThread("supervisor", self._attempt.crash)
-        # Start the guardian processes now in the thread of the loop, while the caller continues.
+        # Start the guardian processes now, in the thread of the loop. The caller continues in the
+        # meantime, so the components can start sooner.
         self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 

@@ -261,7 +261,8 @@ def start_ticks(pid: int) -> int:
 def is_zombie(pid: int) -> bool:
     """Return True if the process has ended, even if its parent has not read its exit status."""
     fields = stat_fields(pid)
-    # The state of a process is Z, too, if its main thread has ended but other threads still run.
+    # Also check the number of threads. The kernel shows the state Z for a process whose main thread
+    # has ended, even if other threads of the process still run.
     return not fields or (fields[0] in (b"Z", b"X") and _thread_count(pid) <= 1)
 
 

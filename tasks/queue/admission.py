@@ -245,8 +245,8 @@ class _Admission:
             self._last_position = position
             self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
-            # A grant becomes void when the state of the flow run changes. So the state is changed
-            # only after a scheduling pass that gave no GPU grant to this run.
+            # A grant becomes void when the state of the flow run changes. So set the state only
+            # here, after a scheduling pass that has not granted GPUs to this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:

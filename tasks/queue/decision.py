@@ -59,10 +59,10 @@ class Shares:
     #: name. Nodes that have disappeared are included, because their GPUs still count for the GPU
     #: limits of the runs' tags.
     held: Mapping[UUID, Mapping[str, int]]
-    #: For each run that Ray placed on other nodes than the granted nodes: the number of GPUs that
-    #: the run uses on each node. The keys are the flow run id and the node name. A run is
-    #: listed only if no other run was granted these GPUs. So the scheduler can change the grant of
-    #: the run to the nodes that the run uses.
+    #: Runs that Ray placed on other nodes than the granted nodes, if no other run was granted the
+    #: GPUs that they use. The scheduler can change the grant of such a run to the nodes that the
+    #: run uses. The value is the number of GPUs that the run uses. The keys are the flow run id and
+    #: the node name.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
@@ -144,8 +144,8 @@ def _count_held_gpus(
     used_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in used.items() if gpus > _SLACK}
     if _has_all(demand, used):
         return used_gpus
-    # The run does not use all GPUs that it needs, and Ray may still give it the granted GPUs. So
-    # the granted GPUs count, too.
+    # The run does not use all the GPUs that it needs yet. Count its granted GPUs, too, because Ray
+    # may still give them to the run.
     names = dict.fromkeys((*granted, *used_gpus))
     return {name: max(granted.get(name, 0), used_gpus.get(name, 0)) for name in names}
 
@@ -377,8 +377,8 @@ class SchedulingPass:
         ]
         held_by_cluster = {key: self._read_held_gangs(key) for key in self.clusters}
 
-        # The runs that could start, each with its number of GPUs on each node. A run that needs no
-        # GPUs can start at any time.
+        # The runs that could start now, each with its number of GPUs on each node. Begin with the
+        # runs that need no GPUs. The runs that the policy starts are added below.
         starts: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in candidates if entry.request.demand is None
         ]

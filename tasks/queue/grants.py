@@ -285,8 +285,8 @@ async def set_state(
     """
     current_run = await client.read_flow_run(flow_run.id)
     current = state_of(current_run)
-    # If another scheduler has granted GPUs to the flow run, a new state would make that grant void.
-    # So the state is not changed in that case.
+    # Change nothing if the flow run has changed since it was read. For example, another scheduler
+    # may have granted GPUs to it, and a new state would make that grant void.
     if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
     answer = await set_state_and_release_lease_async(client, flow_run.id, state)
@@ -412,7 +412,7 @@ async def requeue_unstarted(client: PrefectClient, flow_run: FlowRun, message: s
 
 def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
     """Return the new state of a run that waits for its GPUs, with the reason as its message."""
-    # The scheduled time stays the same, because it determines the run's position in the queue.
+    # Keep the scheduled time, so that the run keeps its position in the queue.
     due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
     return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
 

@@ -135,7 +135,8 @@ class PoolCopies:
                     settings=settings_of(pool.base_job_template),
                 )
             except ValidationError:
-                # The scheduling pass reports invalid settings, and uses the last valid ones.
+                # The settings of this pool are invalid. Keep its last copy. The scheduling pass
+                # reports the fault.
                 continue
             if copy != self._done.get(pool.name):
                 await self._update_pool(pool, copy)
@@ -156,7 +157,8 @@ class PoolCopies:
         if current_pool.id != pool.id or not is_empty(current_pool):
             return
         if not current_pool.base_job_template.get("job_configuration"):
-            # A worker adds the template at its next heartbeat, but only if the template is empty.
+            # The pool has no template yet, so restore it later. A worker adds the template at its
+            # next heartbeat, but only if the pool has no settings.
             return
         update = copy.fill_in(current_pool.base_job_template)
         await self._client.update_work_pool(pool.name, update)

@@ -137,8 +137,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. The next scheduling pass reads fewer windows if the
-                # present waiting runs fit into fewer windows. A window is a group of 200 runs.
+                # All waiting runs were read. Let the next scheduling pass read only as many windows
+                # as the present waiting runs fill. A window is a group of 200 runs.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS

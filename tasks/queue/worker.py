@@ -218,8 +218,8 @@ class Waker:
             try:
                 await self._wake()
             except Exception as error:
-                # The level is only DEBUG, because Prefect's worker also calls `wake` in its regular
-                # poll. If the error persists, that poll logs it as an error.
+                # Log the error only as DEBUG, because it may be temporary. Prefect's worker also
+                # runs a scheduling pass in its regular poll, and logs an error that persists.
                 _log.debug("the scheduling pass after an event has failed: %r", error)
             # A long queue makes a call slow. The pause has the duration of the call, but at most 2
             # seconds, so that the worker has time for its other tasks.
@@ -604,8 +604,8 @@ class GangWorker(ProcessWorker):
         """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # The server marks a work queue as ready if a worker requests its scheduled flow runs.
-            # This request has no other purpose and matches no flow run.
+            # Let the server show the work queues as ready: it does so if a worker requests the
+            # scheduled flow runs of the queues. This request matches no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(

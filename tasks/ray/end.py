@@ -323,8 +323,8 @@ class TakeDown:
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
-        # If the cluster has not confirmed the submission of the job, the submit request may still
-        # arrive at the cluster. So wait some seconds for the job to appear there.
+        # Wait some seconds for the job to appear in the cluster, if the cluster has not confirmed
+        # the submission of the job: the submit request may still be on its way.
         was_known = file.content.submitted_at is not None
         settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))

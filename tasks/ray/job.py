@@ -259,9 +259,9 @@ class RayJob(RunningComponent):
         self.is_launched = True
         is_adopted = self._job.may_be_submitted_since is not None
         if is_adopted:
-            # `_files` lists files that existed before the launch. Such a file does not prove that
-            # the component is ready. Here the job already runs and may have written the files, so
-            # all files count.
+            # `_files` lists the files that existed before the launch, because an old file does not
+            # prove that the component is ready. But an adopted job was launched earlier, and may
+            # have written these files itself. So let all files count.
             self._files.clear()
         self._emit_event(
             "component.spawned",
@@ -518,7 +518,7 @@ class RayJob(RunningComponent):
         await self._dashboard.aclose()
 
     async def _finish_end(self, leftovers: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the given leftovers of the job. If there are none, close this object.
+        """Close this object if the job has left nothing behind, and return `leftovers`.
 
         If there are leftovers, the object stays open, so that `end` can be called again.
         """

@@ -111,8 +111,8 @@ class AgentKey:
     private: Any
     #: Modulus of the RSA public key, in hex. The agents check signatures with it.
     modulus: str
-    #: Start of the names of this user's agents. It contains a digest of the public key and a digest
-    #: of the agents' code. The id of the node completes the name of an agent.
+    #: Beginning of the names of all agents of this user. It contains a digest of the public key and
+    #: a digest of the agents' code. The name of an agent ends with the id of its node.
     prefix: str
 
     @staticmethod
@@ -507,7 +507,7 @@ async def _lock_agent_start(within_s: float) -> AsyncIterator[None]:
             except BlockingIOError:
                 await asyncio.sleep(_LOCK_EVERY_S)
             except OSError:
-                # The file system of MUSTER_HOME has no file locks.
+                # The file system of MUSTER_HOME has no file locks. Continue without a lock.
                 break
         yield
     finally:

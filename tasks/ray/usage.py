@@ -540,8 +540,8 @@ class _ControlStore:
                 within_s,
                 job_or_submission_id=job_id,
                 skip_submission_job_info_field=True,
-                # Without this flag, the control store contacts every driver before it replies,
-                # which can take long.
+                # Do not ask whether the jobs have running tasks. To answer this, the control store
+                # would contact every driver before it replies, which can take long.
                 skip_is_running_tasks_field=True,
             )
             for job_id in job_ids

@@ -239,7 +239,8 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
     candidates = [*_read_candidates(paths)]
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
-        # A pointer file may name a checkpoint whose name has no step, such as `release`.
+        # Add the checkpoint that a pointer file names, if its own name does not show that it is a
+        # checkpoint. An example is `release`, a name without a step.
         target = folder / pointer.target
         if target != folder and target.exists() and target.name not in known_names:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))

@@ -277,12 +277,12 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """All files below the folder, and the unfinished removals of files.
+        """Two dicts: the visible files below the folder, and the unfinished removals of files.
 
-        Each removal has a small file with the list of the files to remove. The first dict has the
-        size and times of each visible file, by the key of the file. The second dict has one entry
-        for each removal. Its key is the key of the small file. Its value is the content of the
-        small file: the size, time and version of each file to remove, as one text.
+        - The first dict has the size and times of each visible file, by the key of the file.
+        - The second dict has the content of each removal list, by the key of the list. A removal
+          list is a small file that names the files to remove. Its content is one text for each of
+          these files, with the size, time and version of the file.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}

@@ -156,8 +156,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         fetch: Function that returns the entry if it is not in this store.
 
     Raises:
-        NoCode: The entry is not available, or it is not a snapshot. A snapshot refers to a second
-            entry with the files of the project. The name of that entry is not accepted here.
+        NoCode: The entry is not available, or it is not a snapshot. For example, the name may be
+            that of the second entry to which a snapshot refers, with the files of the project.
         OSError: The entry could not be read.
     """
     try:

@@ -190,7 +190,8 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
         record = record.with_last(attempt)
 
     state, message = _decide_state(record, loss)
-    find_recovery_transitions(record.state, state)  # raises if the transition is illegal
+    # Call this only because it raises an error if the transition is illegal.
+    find_recovery_transitions(record.state, state)
     record = record.with_changes(state=state, message=message)
     if state.is_final:
         record = record.with_changes(ended_at=now)

@@ -85,8 +85,8 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
-    # Remember the result of the check only for an existing directory. If the directory does not
-    # exist yet, another user could create it later.
+    # Remember only for an existing directory that it is trusted. A directory that does not exist
+    # yet could be created by another user later, so it must be checked again.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home

@@ -254,8 +254,9 @@ def _read_table(text: str) -> RankFailure | None:
     alive: Sequence[int] = ()
     was_stopped = int(root["code"]) == _STOPPED
     if was_stopped or is_victim(text, int(root["rank"])):
-        # torchrun checks its ranks one after the other. If two ranks die in the same moment,
-        # torchrun may first see the rank that only lost its connection to the other rank.
+        # torchrun may name the wrong rank, because it checks its ranks one after the other. If two
+        # ranks die in the same moment, torchrun may first see the rank that only lost its
+        # connection to the other rank. So prefer a rank that died for another reason.
         own_deaths = [
             entry
             for entry in others

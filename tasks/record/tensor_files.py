@@ -380,7 +380,7 @@ def read_pickled_number(path: CheckpointPath, *keys: str) -> int | None:
                     found.setdefault(key, argument)
                 key = ""
     except Exception:
-        # The pickle is damaged. Numbers that were read before the damage are used.
+        # The pickle is damaged. Use the numbers that were read before the damage.
         pass
     return next((found[key] for key in keys if key in found), None)
 

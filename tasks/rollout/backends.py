@@ -213,9 +213,9 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # The request for a token is needed, too: LMDeploy answers /health with the last result of
-        # its internal monitor. The result may be 12 s old, and the monitor detects a hanging
-        # scheduler only after 90 s.
+        # The request /health alone does not show quickly whether the engine works. LMDeploy answers
+        # it with the last result of an internal monitor, which may be 12 s old. The monitor detects
+        # a hanging scheduler only after 90 s. So health checks also request a token.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ def read_session(
     try:
         content = from_json(body)
     except ValueError:
-        # Ignore the invalid JSON. The server that gets the request reports it to the client.
+        # The body is not valid JSON, so it names no session. The server that gets the request
+        # reports the mistake to the client.
         return None
     if isinstance(content, dict):
         for key in ("session_id", "user") if by_user else ("session_id",):

@@ -330,8 +330,8 @@ class Health:
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
                 # A probe that takes longer than the interval delays the next probe. If the server
-                # has failed a probe, the timeout of a delayed probe is shortened by the delay. So
-                # the delay does not postpone the moment at which a failed server is detected.
+                # has already failed a probe, shorten the timeout of the next probe by this delay.
+                # Then a failed server is detected as early as without the delay.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s

@@ -261,8 +261,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request may have got an entrypoint at the moment of its timeout or cancellation.
-            # The request is not sent, so it must no longer count as outstanding at the entrypoint.
+            # The request may have got an entrypoint at the very moment of its timeout or
+            # cancellation. It will not be sent, so call `done`, which frees the entrypoint.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):

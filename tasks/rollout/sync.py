@@ -286,8 +286,8 @@ class WeightSyncs:
         try:
             answers = await sending
         except asyncio.CancelledError:
-            # If the weight sync is ending, `_end` has cancelled this broadcast. Any other
-            # cancellation must be passed on to the caller.
+            # If the weight sync is ending, `_end` has cancelled only this broadcast, and an error
+            # for the caller is raised below. Otherwise, this task itself was cancelled.
             if not sync.is_ending:
                 raise
         finally:
@@ -426,7 +426,8 @@ class WeightSyncs:
         self._last = (sync.id, outcome)
         for sending in sync.sending:
             sending.cancel()
-        # At the time limit, this code runs in the deadline task, which must not cancel itself.
+        # Cancel the task that ends the sync at its time limit. If the limit has passed, that task
+        # itself runs this code, and must not cancel itself.
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None

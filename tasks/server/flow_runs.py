@@ -564,7 +564,8 @@ def cancel(
         flow_run_id, Cancelling(message=message), force=is_forced
     )
     if answer.status is SetStateStatus.REJECT and answer.state and answer.state.is_cancelled():
-        # The flow run has no process, so the server has set Cancelled instead, without a message.
+        # The flow run has no process, so the server has set the state Cancelled in place of
+        # Cancelling. Set Cancelled again with the message, which the server has left out.
         client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
         return
     state = read_state(client, str(flow_run_id)) if is_now else None

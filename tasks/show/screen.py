@@ -60,8 +60,8 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
             try:
                 remaining = remaining[os.write(fd, remaining) :]
             except BlockingIOError:
-                # Another process has set the terminal to non-blocking mode. Wait until the terminal
-                # accepts more output.
+                # The terminal accepts no output now, and another process has set it to non-blocking
+                # mode. So wait here until the terminal accepts more output.
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
                 poll.poll(_RETRY_AFTER_S * 1000)

@@ -436,8 +436,8 @@ def find_project_root(file: Path) -> Path:
         try:
             fault = find_folder_fault(folder)
         except OSError:
-            # The folder does not exist. This is no error, because the caller may ask for a file
-            # that is not written yet.
+            # The folder does not exist, so no user can have put a file into it. Continue with the
+            # folder above. The caller may ask for a file that is not written yet.
             continue
         if fault:
             if folder is not folders[0]:

@@ -331,17 +331,18 @@ def _list_spellings(value: str) -> set[str]:
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,
-        # JSON contains the value in ASCII or with non-ASCII characters. JSON within JSON contains
-        # the value escaped twice.
+        # The value in JSON: with non-ASCII characters escaped, with these characters unchanged, and
+        # escaped twice for JSON text within JSON.
         as_json,
         json.dumps(value, ensure_ascii=False)[1:-1],
         json.dumps(as_json)[1:-1],
-        # Python prints the value by `repr` or by `ascii`, or with both kinds of quotes escaped.
+        # The value as Python prints it: by `repr`, by `ascii`, and with quotes that are escaped
+        # because the printed text contains both kinds of quotes.
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # URLs contain the value percent-encoded, with or without encoded slashes. A shell command
-        # contains the value within single quotes.
+        # The value percent-encoded, as in URLs, with and without encoded slashes. The last entry is
+        # the value within single quotes in a shell command.
         quote(value, safe=""),
         quote(value),
         value.replace("'", "'\"'\"'"),

@@ -29,9 +29,9 @@ ARGS_VARIABLE = "MUSTER_STEP_ARGS"
 RESULT_FILE = "result.json"
 #: Seconds before the first retry of a step.
 _RETRY_DELAY_S = 5
-#: Program of a `call` step. It runs with the project's own Python interpreter, in which Muster may
-#: not be installed, so it uses only the standard library. The attribute `fn` is the plain function
-#: of a Prefect task or flow.
+#: Program of a `call` step, which calls a function of the project. It runs with the project's own
+#: Python interpreter, in which Muster may not be installed, so it uses only the standard library.
+#: If the function is a Prefect task or flow, its attribute `fn` is called: the plain function.
 _CALL_PROGRAM = f"""\
 import asyncio, importlib, inspect, json, os, sys
 module, _, name = sys.argv[1].partition(":")

@@ -227,8 +227,8 @@ def validate_collecting_faults(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":
-                # Create Muster's own error again, because pydantic can create only its own errors
-                # from the name of an error type.
+                # The type `refused` belongs to an error of Muster. Create this error again, because
+                # pydantic can create an error from the name of a type only for its own types.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(

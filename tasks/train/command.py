@@ -135,7 +135,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                     # now.
                     if not is_lasting:
                         await_last_artifacts()
-                # Show no link to a temporary Prefect server, because the server ends now.
+                # Show a link to the run's page only if the Prefect server is a lasting server. A
+                # temporary server ends now.
                 flow_run_id = state.state_details.flow_run_id
                 link = None
                 if flow_run_id and is_lasting:

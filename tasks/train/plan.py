@@ -410,7 +410,7 @@ def inherit_env() -> dict[str, str]:
     """Return the environment variables of this process that a component may inherit."""
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
-        # Turn off Muster's plugin for Prefect in the component. The plugin would give the component
+        # Keep Prefect in the component from loading Muster's plugin, which would give the component
         # the password of the Prefect server.
         inherited.update(UNPLUGGED_PREFECT)
     return inherited

@@ -139,9 +139,9 @@ class Reporter:
         self._reports.put(self._send_last_page)
         self._reports.put(None)
         if self._flow_run.run_count > 1:
-            # Send the artifacts before the final state. An earlier process of this run may have
-            # run on another host. When the run has ended, that host reads the final record of the
-            # run from an artifact.
+            # Send the final artifacts now, before the flow run gets its final state. An earlier
+            # process of this run may have run on another host. When that host sees the final state,
+            # it reads the final record of the run from an artifact.
             self.await_last_artifacts()
 
     def await_last_artifacts(self) -> None:
@@ -209,8 +209,9 @@ class Reporter:
 
     def _work(self) -> None:
         """Send reports until the context is closed and the final artifacts are sent."""
-        # Use a separate client, because the flow closes its client before the final artifacts are
-        # sent. Prefect's own retries are turned off, because their pauses are too long.
+        # Use a separate client, because the flow closes its own client before the final artifacts
+        # are sent. Turn off the retries of Prefect's client, whose pauses are too long: `_send`
+        # itself retries a report.
         with override_client_settings(retries=0), get_client(sync_client=True):
             self._send_all()
         _closing_reporters.discard(self)

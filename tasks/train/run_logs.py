@@ -203,8 +203,9 @@ def _print_block(block: bytes, prefix: str, color: str) -> None:
     if not start:
         stream.buffer.write(block)
         return
-    # The block ends with a newline. Omit the prefix that `replace` adds behind this newline. Two
-    # writes are faster than a copy of the block with the first prefix.
+    # Write the prefix before each line: the first prefix by a separate write, and the others by
+    # `replace`. `replace` also adds a prefix behind the newline at the end of the block, which must
+    # be left out.
     stream.buffer.write(start)
     prefixed = memoryview(block.replace(b"\n", b"\n" + start))
     stream.buffer.write(prefixed[: -len(start)])

@@ -130,8 +130,8 @@ def ls(
         # Print each run as one line, for programs such as grep and cut. Do not shorten any cell.
         for row in rows:
             *cells, step, metric, message = row.cells
-            # Print the two newest columns at the end of the line. Scripts that select a column by
-            # its number then still work.
+            # Print the columns `step` and `metric` last, because they were added last. So scripts
+            # that select another column by its number still work.
             print("\t".join((*cells, message, step, metric)))
         return
     console = console_of(sys.stdout)

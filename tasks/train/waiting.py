@@ -292,13 +292,14 @@ def _set_waiting_state(
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)
 
-    # The server refused the state, or its response was lost. Read the present state.
+    # The server refused the waiting state, or accepted it but its response was lost. Read the
+    # present state of the flow run to find out which.
     with suppress(ServerAway), _connect() as client:
         present = read_state(client, str(flow_run_id))
         if present is not None and (present.is_cancelling() or present.is_cancelled()):
             run.interrupt("cancelled from Prefect")
         elif present and (present.name, present.message) == (state.name, state.message):
-            # The server accepted the state, and only its response was lost.
+            # The server has accepted the waiting state, and only its response was lost.
             return not run.interrupt_reason
     _log.warning(
         "%s waits for its next attempt in this process, because the Prefect server did not accept "

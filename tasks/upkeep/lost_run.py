@@ -359,9 +359,9 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
             with connect_to_server(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
-                    # Another host has resumed the run, and sets its state on the server. This host
-                    # must close its own record after the run has ended there. The note file makes a
-                    # later `muster reconcile` do this.
+                    # Another host has resumed the run, and sets the state of the flow run on the
+                    # server. After the run has ended on that host, the record of this host must be
+                    # closed. Write a note file, so that a later `muster reconcile` does this.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = decide_closed_state(state, record, loss.cause)

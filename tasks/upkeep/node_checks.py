@@ -56,8 +56,8 @@ async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> l
         try:
             gcs_address = await dashboard.gcs_address()
         except (NoAnswer, Denied) as error:
-            # The cluster does not answer. The request has a long timeout, so do not repeat it for
-            # each job.
+            # The cluster does not answer. Report this for all jobs at once. A request for each job
+            # would take too long, because each would wait for its timeout.
             return [_report_unchecked(note, str(error)) for note in notes]
         return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 

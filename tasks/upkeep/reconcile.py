@@ -225,8 +225,9 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         _log.warning("Flow runs without a process were not checked: %s", error)
         return []
     except Exception:
-        # An unexpected error occurred, for example because the server has another release. The
-        # error must not prevent the start of a worker or discard the reports about lost runs.
+        # Only log an unexpected error, which can occur, for example, if the server has another
+        # release. If the error were raised, a worker could not start, and the reports about lost
+        # runs would be lost.
         _log.exception(
             "Muster could not search the Prefect server %s for flow runs whose process has ended.",
             api_url,
