@@ -117,7 +117,8 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
-        # End the spawned processes even if `spawn` failed.
+        # Always do this, because `spawn` may have started processes before it failed. The function
+        # `_kill_and_watch` ends all processes that have the mark.
         watch = ray.remote(**_node_options(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)

@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Prefect's runner writes files into the temporary directory of the module `tempfile`. Use a
     # private one, which is removed when this process ends.
     use_own_temporary_folder()
-    # Clean up after killed runs now, and do not wait for the first scheduled flow run. One of the
-    # killed runs may be a flow run of `reconcile` that the previous upkeep process executed.
+    # Clean up after killed runs now, and do not wait for the first scheduled flow run. This also
+    # closes a flow run of `reconcile` that a killed earlier upkeep process was executing.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():

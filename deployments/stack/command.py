@@ -404,6 +404,6 @@ def _say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # In `muster up | head`, `head` closes the pipe early. The command must still finish its
-        # work, so standard output is replaced by /dev/null.
+        # The reader of standard output has ended early, for example `head` in `muster up | head`.
+        # Replace standard output by /dev/null, because the command must still finish its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

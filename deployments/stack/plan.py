@@ -368,8 +368,8 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
         ),
         env={
             **_build_env(place, stack, WORKER),
-            # Events of the Prefect server start a scheduling pass at once. The worker also polls,
-            # in case an event is lost.
+            # Let the worker poll every 10 seconds. This is only for lost events: normally, an event
+            # of the Prefect server starts a scheduling pass at once.
             "PREFECT_WORKER_QUERY_SECONDS": "10",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
             "PREFECT_WORKER_WEBSERVER_HOST": HOST,

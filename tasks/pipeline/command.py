@@ -74,8 +74,8 @@ def run_pipeline(
             with connect_to_server(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
-                # Check the specs of all stages, so that an invalid pipeline does not start. The
-                # function raises an exception if a spec is invalid. Its result is not used.
+                # Check the specs of all stages, so that an invalid pipeline does not start. Call
+                # `add_deployment_specs` only because it raises an error if a spec is invalid.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:

@@ -295,8 +295,9 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         return death
     is_crash = death.signal_name in _FATAL_SIGNALS
     if logged is not None and logged.exit_code is not None:
-        # DeepSpeed checks its ranks one after the other, once per second. So it may name a rank
-        # that only lost its connection to the rank that had died first.
+        # DeepSpeed may name the wrong rank, because it checks its ranks one after the other, once
+        # per second. The named rank may only have lost its connection to the rank that had died
+        # first.
         is_exception = logged.exit_code == 1
         is_later = is_exception and (
             death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))
@@ -1350,8 +1351,8 @@ class SupervisedAttempt:
             errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # Read once more which step was reached. The step shows whether the attempt has made
-                # progress.
+                # Read the reached step once more, after the end of all components. It decides
+                # whether the attempt has made progress.
                 await self._progress.until_reached(None)
             except Exception:
                 _log.exception("the last step of %s could not be read", self._plan.run_id)
@@ -1448,8 +1449,8 @@ class SupervisedAttempt:
     ) -> None:
         reason = await until_lost()
         if reason.kind is FailureKind.STALLED and self._progress.is_finished:
-            # Ignore the failed liveness probe. A trainer that has done its work may close its
-            # server before it ends.
+            # Ignore the failed liveness probe, because the last step was reached. The trainer may
+            # already have closed the server that answers the probe.
             return
         self._fail_by_loss(component, reason)
 

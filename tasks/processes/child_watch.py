@@ -50,9 +50,9 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
         The exit, with the current time. Its exit code and signal are None if they are unknown.
     """
     at_monotonic_s = time.monotonic()
-    # The kernel keeps the exit status in the zombie. After the parent has reaped the zombie, the
-    # pidfd contains the status. Read the pidfd a second time, in case the parent reaps the zombie
-    # after the first time.
+    # As long as the process is a zombie, /proc shows the exit status. After its parent has reaped
+    # it, only the pidfd has the status. The parent may reap the process between the first two
+    # reads, so read the pidfd a second time.
     for status in (
         _read_status_of_pidfd(pidfd),
         _read_status_of_zombie(process),

@@ -27,9 +27,9 @@ _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
 #: Commands that start a program in a new PID namespace, in the order in which they are tried. The
 #: second command works without privileges, because it also makes a user namespace.
 _UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
-#: Python program of the first process of a PID namespace. The process ignores SIGCHLD, so that
-#: the kernel removes its ended children, which include all orphans of the namespace. The process
-#: ends when its standard input closes.
+#: Python program of the first process of a PID namespace. The kernel makes this process the parent
+#: of all orphans in the namespace. The process ignores SIGCHLD, so that the kernel reaps its ended
+#: children. It ends when its standard input closes.
 _INIT = """
 import os, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -370,8 +370,8 @@ class DescendantWatch:
                 "The kernel log (dmesg) does not show that the kernel's OOM killer killed this "
                 "process."
             )
-        # This sentence is only true if the component's cgroup is known. The cgroup is unknown if
-        # the component ended before the first search for its processes.
+        # Return the next sentence only if the component's cgroup is known. It is unknown if the
+        # component ended before the first search for its processes.
         is_known = self.process.pid in self._pids
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."

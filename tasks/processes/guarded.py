@@ -543,8 +543,8 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # The pids in the report are valid in the guardian process's PID namespace, which
-                # may not be the namespace of this process. So list the processes again from here.
+                # List the processes again from this process. The guardian process may be in another
+                # PID namespace, in which the processes have other pids.
                 self._report_stuck(tree.living_or_all(self.processes()) or message["pids"])
             case "empty":
                 self.stuck = ()

@@ -112,9 +112,9 @@ class Guardian:
         self._first_process_lives = False
         #: True after the stop signal was sent to descendants that outlived the first process.
         self._signalled_stragglers = False
-        #: Latest time at which the component's first process gets the stop signal. It gets the
-        #: signal earlier if all its children have ended. None if the children have not got the stop
-        #: signal yet.
+        #: End of the grace period of the component's children. At this time, or earlier if all
+        #: children have ended, the component's first process gets the stop signal. None if the
+        #: children have not got the stop signal yet.
         self._children_until: float | None = None
         #: Time at which the whole tree gets SIGKILL; None if the first process was not asked to
         #: stop.
@@ -329,8 +329,8 @@ class Guardian:
         """Send the stop signal to the component's process group, and set the time of SIGKILL."""
         self._kill_at = time.monotonic() + self._order.grace_s
         if self._first_process_lives:
-            # The first process is not reaped yet, so no other process can have its pid or its
-            # process group id.
+            # The signal cannot reach a wrong process. The first process is not reaped yet, so the
+            # kernel cannot have reused its pid or its process group id.
             tree.stop_group(self._first_process, self._order.stop_signal)
 
     def _delay_kill(self, for_s: float) -> None:

@@ -93,8 +93,8 @@ def find_memory_groups(memberships: str, mountinfo: str) -> tuple[Path, ...]:
         chain = (innermost, *innermost.parents)
         directories = tuple(path for path in chain if path.is_relative_to(top))
         if is_version_1:
-            # Each controller belongs to one version of cgroups only. So the cgroups of version 2
-            # have no memory controller here, and need not be searched.
+            # The memory controller is in version 1 here. A controller belongs to only one version
+            # of cgroups at a time, so the cgroups of version 2 need not be searched.
             return directories
     return directories
 

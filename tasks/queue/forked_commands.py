@@ -241,8 +241,8 @@ class Caller:
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command closed its end before the lines above, the kernel sends no signal. In that
-        # case the socket is readable now, and this process must not begin.
+        # If the command closed its end before the lines above, the kernel sends no signal. A
+        # readable socket shows this. This process must then not begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:

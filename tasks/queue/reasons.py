@@ -50,9 +50,9 @@ class Message:
     starts_at: float | None = None
     #: True if the expected start follows from the default duration of a run that must end first.
     is_start_assumed: bool = False
-    #: True if the run does not start when other runs end, for example because no worker serves its
-    #: queue. If too many runs wait for such reasons, the scheduler reads further waiting runs from
-    #: the server, to find runs that can start.
+    #: True if the run does not start even when other runs end, for example because no worker serves
+    #: its queue. Such a run does not count as startable. If the scheduler has read too few
+    #: startable runs, it reads further waiting runs from the server.
     waits_for_no_end: bool = False
 
     @property

@@ -118,7 +118,8 @@ def as_json(view: QueueView) -> str:
     """Return the queue and the nodes as JSON, for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
     for node in nodes:
-        # `run_ids` was only needed to find the names in `other_holders`, so leave it out.
+        # Leave out `run_ids`, a field for internal use: it was only needed to find the names in
+        # `other_holders`.
         del node["run_ids"]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 

@@ -162,7 +162,8 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     component = wanted.get("MUSTER_COMPONENT", "")
 
     for key in table._internal_kv_list(f"{_JOB}{run_id}--", namespace=_JOBS):
-        # A submission id is `<run id>--aNN` or `<run id>--aNN-<component>`.
+        # A submission id is `<run id>--aNN` or `<run id>--aNN-<component>`, where NN is the number
+        # of the attempt.
         suffix = key.decode().removeprefix(f"{_JOB}{run_id}--")
         job_attempt, _, job_component = suffix.partition("-")
         is_other_attempt = attempt and job_attempt != f"a{int(attempt):02d}"

@@ -359,7 +359,8 @@ def programs_of_ray(pid: int) -> str:
         for line in maps:
             before, separator, _ = line.partition(b"/ray/_raylet")
             if separator:
-                # The path has the form PREFIX/lib/python3.11/site-packages.
+                # `packages` has the form PREFIX/lib/python3.11/site-packages, and the directory
+                # with the programs is PREFIX/bin.
                 packages = os.fsdecode(before[before.index(b"/") :])
                 programs = os.path.join(os.path.dirname(packages), "..", "..", "bin")
                 programs = os.path.normpath(programs)

@@ -617,8 +617,8 @@ def _find_missing_rank(content: Content) -> str:
         if not is_numbered and (match := _RANK.fullmatch(name)):
             numbers[match["head"], match["tail"]].add(int(match["number"]))
     for (head, tail), present in numbers.items():
-        # The files of lower ranks may be on the disk of another machine. So only ranks between the
-        # present ranks can be missing.
+        # Only ranks between the present ranks count as missing. The files of lower and higher ranks
+        # may be on the disks of other machines.
         missing = {*range(min(present), max(present) + 1)} - present
         if missing:
             return f"{head}{min(missing)}{tail} is missing"

@@ -484,8 +484,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # The file was deleted, is in a linked folder that git does not follow, or is in
-            # Muster's home directory.
+            # Leave out the file in three cases: it was deleted, it is behind a symbolic link to a
+            # folder, which git does not follow, or it is in Muster's home directory.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)

@@ -175,11 +175,11 @@ def select_lines_of_rank(text: str, failure: RankFailure) -> str:
 
 
 def is_consequence(line: str, failure: RankFailure) -> bool:
-    """Return True if a process that died later wrote a line, because the failed process had died.
+    """Return True if a line of a log is only a consequence of the death of the failed process.
 
-    A process that dies first cannot have lost the connection to a process that died before. Such
-    an error is the error of another process. A line that PyTorch marks with the rank of the failed
-    process always counts as written by that process.
+    Another process then wrote the line. For example, the process that failed first cannot have lost
+    its connection to a dead process, so such an error is from another process. A line that PyTorch
+    marks with the rank of the failed process is never a consequence.
 
     Args:
         line: A line of the log that `select_lines_of_rank` returned, as it was printed.

@@ -441,8 +441,8 @@ class _ForwardedRequest:
             except LineFull:
                 raise
             except NoEntrypoint:
-                # All available servers have failed this request once. They may still work, because
-                # perhaps only a connection was lost. So the request may go to any of these servers.
+                # Each available server has failed this request once. Allow all of them again: a
+                # server may still work if only the connection to it was lost.
                 if not self._tried_ranks or not router.entrypoints:
                     raise
                 self._tried_ranks.clear()

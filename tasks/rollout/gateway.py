@@ -511,8 +511,8 @@ class Gateway:
         """Return the response to a request for a path under `/muster` or `/workers`."""
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # This path needs no token, because the supervisor of the run requests it without a
-            # token.
+            # Answer without a check of the token, because the supervisor of the run sends this
+            # request without a token.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             return make_json_answer({"ok": True, "ready": self._fleet.has_started})

@@ -167,9 +167,9 @@ def has_lost_lease(
 def exit_if_lease_was_lost(flow_run_id: str) -> None:
     """Exit with code 0 if the server has lost the concurrency lease of a flow run.
 
-    Call this before the process of the flow run sets the state Running. The worker then returns the
-    flow run to the queue. If the server does not answer, return. If the id is not a UUID, return,
-    too: Prefect's engine then reports the invalid id.
+    Call this before the process of the flow run sets the state Running. After the exit, the worker
+    returns the flow run to the queue. This function returns normally if the server does not answer.
+    It also returns if the id is not a UUID, because Prefect's engine reports the invalid id.
     """
     try:
         run_uuid = UUID(flow_run_id)
@@ -183,11 +183,12 @@ def exit_if_lease_was_lost(flow_run_id: str) -> None:
 def set_state_and_release_lease(
     client: SyncPrefectClient, flow_run_id: UUID, state: State[Any], *, force: bool = False
 ) -> OrchestrationResult[Any]:
-    """Set a state in which a flow run has no process, even if its lease cannot be released.
+    """Set a state in which a flow run has no process, and release its concurrency lease if needed.
 
-    If a person removes the concurrency limit of a deployment, the server keeps the leases of its
-    runs. For each state that ends or requeues such a run, the server then answers with status 500.
-    After such an answer, this function releases the lease by its id and sets the state again.
+    Normally, the server releases the lease itself. But if a person removes the concurrency limit of
+    a deployment, the server keeps the leases of its runs. It then answers with status 500 to each
+    state that ends or requeues such a run. After this answer, this function releases the lease by
+    its id, and sets the state again.
 
     Args:
         client: client of the Prefect server.

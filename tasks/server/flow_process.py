@@ -114,8 +114,8 @@ def enter_project(file: Path) -> None:
     project = find_project_root(file)
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
-    # If a run has started this process, the variable PROJECT contains the project of that run, and
-    # not the project of the file.
+    # Remove the variable PROJECT. If a run has started this process, the variable contains the
+    # project of that run, which may not be the project of `file`.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 

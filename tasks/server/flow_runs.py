@@ -475,8 +475,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """Return the new state of a pipeline's flow run whose process is lost.
 
-    The run of the pipeline's stage continues. If a worker can start a new process, the new state
-    schedules that process.
+    The active runs of the pipeline's stages continue in any case. The new state is Scheduled if a
+    worker can start a new process of the pipeline, and otherwise Crashed.
 
     Args:
         run: flow run of the pipeline.
@@ -695,8 +695,8 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    # A worker records the pid of each process that it starts. So a flow run that is Running without
-    # a pid was set to Running by hand.
+    # A user has set the state Running by hand if the flow run is Running, but has no pid: a worker
+    # records the pid of each process that it starts.
     is_running = run.state is not None and run.state.is_running()
     has_no_process = is_running and run.infrastructure_pid is None
     is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)

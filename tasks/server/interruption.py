@@ -295,9 +295,9 @@ def end_on_request(
     is_over = threading.Event()
 
     def watch_server() -> None:
-        # The loop continues after a cancellation, because `muster cancel --now` may follow. The
-        # client must not retry: during a server outage, it would sleep for a minute and delay the
-        # end of the run.
+        # Continue the loop after a cancellation, because `muster cancel --now` may follow. Turn off
+        # the retries of the client: during an outage of the server, the client would sleep for a
+        # minute between them, and delay the end of the run.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)

@@ -20,9 +20,9 @@ _ADDRESS = re.compile(
 )
 #: Matches a `#` at the beginning of a text. Markdown would show the text as a heading.
 _HEADING = re.compile(r"^#")
-#: Matches the characters that are escaped in the cell of a table artifact. They are Markdown's
-#: markup, the start of HTML tags and entities, and an underscore at the edge of a word. One escaped
-#: character is enough to prevent a link from a URL or e-mail address. It is the first slash, the
+#: Matches the characters that are escaped in the cell of a table artifact: Markdown's markup, the
+#: start of HTML tags and entities, and an underscore at the edge of a word. In a URL or e-mail
+#: address, it matches only one character, which is enough to prevent a link: the first slash, the
 #: dot of `www.`, or the `@`.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",

@@ -114,8 +114,8 @@ class Screen:
         """Return a screen for standard output. It shows nothing if standard output is closed."""
         try:
             fd = sys.stdout.fileno()
-            # The screen bypasses the buffer of standard output. Text in this buffer is older than
-            # the first line of the screen, so it is written first.
+            # Write the buffered text of standard output now. The screen writes past this buffer, so
+            # the older text would otherwise appear after the first line of the screen.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
             # Standard output is closed, or it has no file descriptor, as in a test.

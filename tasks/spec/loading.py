@@ -314,8 +314,8 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)
-    # If the data come from the form, `spec` lacks the components that the user omitted. A
-    # placeholder such as `${NAME.port}` of an omitted component is then reported as unknown.
+    # For data from the form, check the placeholders of `spec`, which lacks the components that the
+    # user omitted. So a placeholder such as `${NAME.port}` of an omitted component is a fault.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )

@@ -160,7 +160,8 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
     """
     call = stage.get("call")
     if not isinstance(call, str) or call.count(":") != 1:
-        # Ignore a value of the wrong form here: the validation of the stage reports it.
+        # The value has the wrong form, so no function can be looked up. The validation of the stage
+        # reports this fault.
         return
     module, _, name = call.partition(":")
     file = _find_module(module, root)

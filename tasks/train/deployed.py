@@ -217,8 +217,8 @@ def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -
         message: Message of the run's state.
     """
     state = run.state
-    # For a run without a process, the server replaces Cancelling by Cancelled without a message. So
-    # set Cancelled here, unless the run has changed its state in the meantime.
+    # Set the state Cancelled directly, unless the run has changed its state in the meantime. With
+    # Cancelling, the server would set Cancelled itself, but without the message.
     if state is not None and state.is_scheduled():
         cancelled: State[Any] = Cancelled(message=message)
         if propose_state(client, str(run.id), state, cancelled):

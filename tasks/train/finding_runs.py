@@ -176,8 +176,8 @@ def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
     if state is None:
         return "queued"
     if state.is_running() and record is not None:
-        # Return the state in the record, which is more exact. Prefect has only one state, Running,
-        # for the run states starting, running and stopping.
+        # Return the state in the record, which is more exact: Prefect's state Running stands for
+        # the three run states starting, running and stopping.
         return record.state.value
     type_name = state.type.value
     return _RUN_STATES.get(state.name or "") or _RUN_STATES.get(type_name, type_name.lower())

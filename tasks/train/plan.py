@@ -77,9 +77,9 @@ class PlanInputs:
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
     #: Fingerprint of the metrics file at the start of the attempt. It shows which part of the file
-    #: the attempt has written. None if unknown. For a new attempt, the supervisor then makes the
-    #: fingerprint. For an attempt that an earlier process began, the whole file then counts as
-    #: written by the attempt.
+    #: the attempt has written. If it is None for a new attempt, the supervisor makes the
+    #: fingerprint later. If it is None for an attempt that an earlier process began, the whole file
+    #: counts as written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False

@@ -18,7 +18,8 @@ class RunSecrets:
         """Collect the secrets of this process's environment variables and of the run spec."""
         environ = dict(os.environ)
         with suppress(OSError, ValueError):
-            # The environment variable contains only the path of Ray's token. Read the token.
+            # Ray's token is a secret, too. This environment variable contains only the path of the
+            # token's file, so read the file.
             token = Path(environ.get("RAY_AUTH_TOKEN_PATH", "")).read_text(encoding="utf-8")
             environ["RAY_AUTH_TOKEN"] = token.strip()
         #: Secret values that `mask` replaces.

@@ -416,8 +416,8 @@ class RunSession:
         if not urls:
             return
         if self.adopts_jobs and self.record.content.adoptable(self.place) is not None:
-            # This process attaches to the Ray jobs of the last attempt, which still run. So it
-            # starts no attempt from a checkpoint.
+            # The checkpoints are not needed: this process attaches to the Ray jobs of the last
+            # attempt, which still run, and starts no attempt.
             return
         began_s = time.monotonic()
         message = ""

@@ -333,8 +333,9 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         add_listed_clusters(read_listed_clusters(api_url))
     starter = find_worker_flow_run()
     earlier_record = None
-    # An earlier process of the run may have run on another host, unless a person started the run on
-    # this machine.
+    # If this is not the first process of the run, an earlier process may have run on another host.
+    # Read its record from the server. A run that a person started on this machine has no such
+    # process.
     if api_url and starter and starter.run_count > 1:
         earlier_record = read_earlier_record(api_url, flow_run_id)
     try:

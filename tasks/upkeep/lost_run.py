@@ -63,11 +63,11 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT = timedelta(seconds=60)
 #: Seconds from the loss of a flow process to the earliest start of the run's next flow process.
 _DUE_AFTER_S = 2.0
-#: If the Prefect server does not answer, the cleanup of a lost run is postponed. The cleanup is
-#: completed without the server after this number of seconds since the loss of the run.
+#: Seconds after the loss of a run at which the cleanup is completed without the Prefect server.
+#: Until then, the cleanup is postponed while the server does not answer.
 _SERVER_TIMEOUT_S = 24 * 3600.0
-#: Longest time that a new flow process waits for the cleanup after the previous process of its run,
-#: in seconds.
+#: Longest time, in seconds, that a new flow process of a run waits while another process cleans up
+#: after the previous flow process.
 _PREDECESSOR_TIMEOUT_S = 120.0
 #: Seconds between two checks whether the guardian processes of a lost run have ended. A guardian
 #: process owns the processes of one component, and ends them when the flow process dies.
