@@ -73,8 +73,8 @@ _MAPPED = "0000000000000000FFFF0000"
 class ConnectedSocket:
     """One end of a TCP connection."""
 
-    #: Uid of the user who opened the socket. Not reliable if `is_open` is False: the kernel may then
-    #: report another user.
+    #: Uid of the user who opened the socket. If `is_open` is False, the uid is not reliable: the
+    #: kernel may report another user.
     uid: int
     #: True if a process has the socket open.
     is_open: bool
