@@ -49,8 +49,8 @@ class Verb:
     #: in this order before the verb's function is imported. That import is slow, so faults of the
     #: spec are reported sooner. For the same reason, the function with the fastest import is first.
     checks: tuple[str, ...] = ()
-    #: True if the command first waits for a `muster up` that is still starting the stack, because
-    #: the command needs the Prefect server of the stack.
+    #: True if the command needs the Prefect server of the stack. It then first waits for a `muster
+    #: up` that is still starting the stack.
     waits_for_stack: bool = False
     #: Former names of the verb. They work, but the help does not list them.
     former_names: tuple[str, ...] = ()

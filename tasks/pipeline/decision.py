@@ -42,8 +42,8 @@ class StageRun:
     is_cancelling: bool = False
     #: Reason why the pipeline has stopped the run early, or an empty string.
     stop_reason: str = ""
-    #: True if the run has completed, but evaluations of its checkpoints have not ended, and the
-    #: stage needs the results of these evaluations to choose the best point.
+    #: True if the run has completed, but evaluations of its checkpoints have not ended. The stage
+    #: needs the results of these evaluations to choose the best point.
     awaits_evaluations: bool = False
 
     @property

@@ -78,8 +78,8 @@ class _Process:
     command: str
     #: Number of the rank; None if the process is no rank of a training.
     rank: int | None
-    #: True if the process is a worker of its parent: a rank, a process of `multiprocessing`, or a
-    #: fork of its parent that executes the same program.
+    #: True if the process is a worker of its parent. A worker is a rank, a process of
+    #: `multiprocessing`, or a fork of its parent that executes the same program.
     is_worker: bool
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.

@@ -28,8 +28,8 @@ _REACHED_PART = 0.9
 #: Name of the first PID namespace of a machine. The kernel log uses the pids of this namespace.
 #: Source: include/linux/proc_ns.h, PROC_PID_INIT_INO.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-#: Matches two kinds of entries in the kernel log: the entry before a kill, which names the cgroup
-#: with the memory limit, and the entry of the kill. Source: mm/oom_kill.c, dump_oom_victim and
+#: Matches two kinds of entries in the kernel log. The entry before a kill names the cgroup with the
+#: memory limit. The entry of the kill itself follows. Source: mm/oom_kill.c, dump_oom_victim and
 #: __oom_kill_process.
 _KILL_ENTRY = re.compile(
     r"^\d+,\d+,\d+,[^;\n]*;oom-kill:[^\n]*?(?:oom_memcg=(?P<group>[^\n]*?)|global_oom),task_memcg="

@@ -357,9 +357,9 @@ class ProcessComponent(RunningComponent):
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if a listener outside the component's process tree is not part of this run.
 
-        A listener outside the process tree can be part of this run, if it is a container or a
-        daemon that the component has started. A listener counts as part of this run if the
-        component was launched and
+        A listener outside the process tree can still be part of this run: the component may have
+        started a container or a daemon. So a listener counts as part of this run if the component
+        was launched and
 
         - the listener belongs to this user or root, and runs in a container, listens for a
           container, or has the run id in its environment; or

@@ -113,8 +113,8 @@ class Owner(_Model):
     worker: str | None = None
     #: Directory of the run; None if the run has no directory.
     directory: Path | None = None
-    #: True if the run's Ray jobs continue after the death of the supervising process, so that
-    #: another process can resume the run and supervise these jobs.
+    #: True if the run's Ray jobs continue after the death of the supervising process. Another
+    #: process can then resume the run and supervise these jobs.
     adopts: bool = False
     #: Files and directories that must be removed when the run has ended.
     leftovers: tuple[Path, ...] = ()
@@ -611,10 +611,10 @@ def describe_unreadable_files() -> list[str]:
 
 
 def read_owner(run_id: str) -> Owner | None:
-    """Return the registered owner of a run: the process that supervises it. It may have ended.
+    """Return the registered owner of a run, the process that supervises the run.
 
-    If `owner.json` cannot be read, the owner's field `fault` has the reason, and the other fields
-    come from the lock and from other files of the run.
+    The process may have ended. If `owner.json` cannot be read, the field `fault` of the owner has
+    the reason. The other fields then come from the lock and from other files of the run.
 
     Returns:
         None if the run is not registered.
@@ -831,8 +831,9 @@ def _find_lock_holder(directory: Path) -> int | None:
     """Return the pid of the process that has locked a run's registry directory.
 
     Returns:
-        None if no process has the lock, or if this process has it. 0 if the pid is unknown,
-        because the process is in another PID namespace or belongs to another user.
+        The pid. None if no process has the lock, or if this process has the lock. 0 if another
+        process has the lock, but its pid is unknown. The process is then in another PID namespace,
+        or belongs to another user.
 
     Raises:
         OSError: The lock file cannot be opened.

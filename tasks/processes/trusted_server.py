@@ -223,8 +223,10 @@ def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
     """Change a client, so that it checks the server of each new connection before it sends data.
 
     Afterwards, the client raises httpx.ConnectError if the server on this machine does not belong
-    to a trusted user. httpx has no public way to replace its network backend, so private attributes
-    are set. If a later release of httpx renames them, AttributeError is raised here.
+    to a trusted user.
+
+    httpx has no public way to replace its network backend, so this function sets private
+    attributes. If a later release of httpx renames them, this function raises AttributeError.
     """
     for transport in (client._transport, *client._mounts.values()):
         if isinstance(transport, httpx.AsyncHTTPTransport):

@@ -82,8 +82,8 @@ def send_warning(
         if (pid, start) in skip:
             continue
         if not handles_signal(pid, signum):
-            # Visit each pid only once. If the kernel reuses a pid during this loop, a new process
-            # with that pid could otherwise make the loop visit the same pids without end.
+            # Visit each pid only once, so that this loop always ends. If the kernel reuses a pid
+            # during the loop, a process could otherwise be found again below its own descendants.
             fresh = [child for child in children(pid) if child not in seen]
             seen.update(fresh)
             pending += fresh

@@ -349,9 +349,9 @@ def may_have_process(flow_run: FlowRun) -> bool:
     """Return True if a scheduled flow run may have a process that is still running.
 
     This is the case if the server has recorded a process for the flow run. Muster deletes this
-    record before it requeues a flow run. So a scheduled flow run with the record was scheduled by a
-    user: either the user set the state Scheduled by hand, or the user retried an ended flow run.
-    `was_set_back` tells these two cases apart.
+    record before it requeues a flow run. So a user has scheduled this flow run: the user has set
+    the state Scheduled by hand, or has retried an ended flow run. `was_set_back` tells these two
+    cases apart.
     """
     is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
     return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)

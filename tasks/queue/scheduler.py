@@ -99,9 +99,10 @@ class Scheduler:
         #: Last requests to the autoscalers of the Ray clusters, by the address of the cluster. A
         #: value contains the requested nodes, and the time of the request in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: Four values: the last scheduling pass; the id of the last decision that this pass has
-        #: seen on the server; the time of the last complete reading of the queue; the time of the
-        #: last reading of the queue. The times are monotonic seconds.
+        #: Facts about the last scheduling pass, as four values. The first is the pass itself. The
+        #: second is the id of the last decision that the pass has seen on the server. The third is
+        #: the time of the last complete reading of the queue, and the fourth is the time of the
+        #: last complete or partial reading. The times are monotonic seconds.
         self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_PASS
         #: Ids of the waiting runs whose state message this scheduler has written since the last
         #: pass. The next pass must read these runs again.

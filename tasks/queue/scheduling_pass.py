@@ -110,9 +110,9 @@ class QueueReader:
 
         Args:
             earlier_pass: The last pass of this process, or None if another scheduler was active
-                since that pass. With an earlier pass, only some waiting runs are read: new runs,
-                the runs that the earlier pass admitted or found cancelled, and the runs in
-                `changed`.
+                since that pass. With an earlier pass, only some waiting runs are read. These are
+                new runs, the runs in `changed`, and the runs that the earlier pass admitted or
+                found cancelled.
             changed: Ids of waiting runs that must be read again.
             in_flight: Ids of runs that this process is submitting. The time since their GPU grant
                 is not checked.

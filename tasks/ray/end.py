@@ -228,8 +228,8 @@ _REMOVAL_DELAY_S = 3.0
 _FREE_TIMEOUT_S = 30.0
 #: Largest number of nodes that a message about unchecked nodes lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
-#: that the wait has lasted so far. So the pauses grow during the wait.
+#: Pause between two requests to the cluster during the wait for a job's end. It is this share of
+#: the past duration of the wait, so the pauses grow.
 _PAUSE_SHARE = 0.1
 #: Shortest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MIN_PAUSE_S = 0.04
@@ -323,8 +323,8 @@ class TakeDown:
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
-        # Wait some seconds for the job to appear in the cluster, if the cluster has not confirmed
-        # the submission of the job: the submit request may still be on its way.
+        # If the cluster has not confirmed the submission of the job, the submit request may still
+        # be on its way. In that case, wait some seconds for the job to appear in the cluster.
         was_known = file.content.submitted_at is not None
         settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))

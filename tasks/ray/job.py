@@ -208,8 +208,8 @@ class RayJob(RunningComponent):
         self._is_forgotten = False
         #: True if the job has taken all of its GPUs, or needs no GPU.
         self._has_gpus = job.gpus <= 0
-        #: Time in CLOCK_MONOTONIC seconds at which Muster first asked Ray to stop the job. 0 if an
-        #: earlier process of the run asked, so that the time is unknown. None if Muster has not
+        #: Time in CLOCK_MONOTONIC seconds at which Muster first asked Ray to stop the job. 0 if the
+        #: time is unknown, because an earlier process of the run asked Ray. None if Muster has not
         #: asked Ray to stop the job.
         self._stopped_s: float | None = None
         #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies the
@@ -323,9 +323,13 @@ class RayJob(RunningComponent):
     async def until_job_lost(self) -> GiveUpReason:
         """Wait until a launched job must be given up, and return the reason.
 
-        There are three possible reasons: the cluster does not answer for too long, the cluster no
-        longer knows the job, or the job does not take its GPUs in time. Without such a reason, this
-        call waits until it is cancelled.
+        There are three possible reasons:
+
+        - The cluster does not answer for too long.
+        - The cluster no longer knows the job.
+        - The job does not take its GPUs in time.
+
+        Without such a reason, this call waits until it is cancelled.
         """
         ask_gpus_at = time.monotonic()
         while True:
@@ -660,8 +664,8 @@ class RayJob(RunningComponent):
         if not self._state.driver_node_id:
             # The driver never started, so there is no log.
             return ""
-        # An earlier copy of the log may lack its last lines: leftover processes of the job may have
-        # written to the log until they were killed. So copy the new lines.
+        # Copy the lines that an earlier copy of the log lacks. Leftover processes of the job may
+        # have written to the log until they were killed.
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:

@@ -139,8 +139,8 @@ class ClusterNode:
     def usable_gpus(self) -> int:
         """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        The number is 0 if the node is drained, because the queue must not grant the node's GPUs
-        again when the runs on the node have ended.
+        The number is 0 if the node is drained: when the runs on the node have ended, the queue must
+        not grant their GPUs again.
         """
         if self.is_drained:
             return 0

@@ -493,8 +493,8 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
     because many ranks may write a traceback after the cause. Of many similar lines, only some are
     therefore returned.
 
-    If the log shows no training steps, only its end is returned, with one exception: if the end
-    shows only consequences of another failure, earlier lines are returned as well.
+    If the log shows no training steps, only the end of the log is returned. There is one exception:
+    if the end shows only consequences of another failure, earlier lines are returned as well.
 
     Args:
         log: The log file.

@@ -67,8 +67,8 @@ _STATE_SUFFIXES = frozenset(
 )
 #: Suffixes of files that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
-#: A checkpoint of an unknown format is incomplete if one of its files is smaller than this share of
-#: the corresponding files in all other checkpoints.
+#: A checkpoint of an unknown format is incomplete if one of its files is too small. The file is too
+#: small if it has less than this share of the size that the same file has in all other checkpoints.
 _SMALLEST_SHARE = 0.5
 #: Matches names of JSON files with results. A checkpoint without these files is not incomplete,
 #: because many trainers write them only for some checkpoints.

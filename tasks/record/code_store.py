@@ -484,8 +484,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # Leave out the file in three cases: it was deleted, it is behind a symbolic link to a
-            # folder, which git does not follow, or it is in Muster's home directory.
+            # Leave out a file that was deleted or is in Muster's home directory. Also leave out a
+            # file behind a symbolic link to a folder: git does not follow such links.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)

@@ -207,8 +207,14 @@ def describe_lineage(
 def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...]:
     """Return the data that a run reads, as far as the run's spec names them.
 
-    The data are the checkpoint in the key `start_from`, the items of the key `inputs`, the values
-    of options such as `--dataset`, and files of other runs. Files of the run itself are omitted.
+    The data are:
+
+    - the checkpoint in the key `start_from`
+    - the items of the key `inputs`
+    - the values of options such as `--dataset`
+    - files of other runs
+
+    Files of the run itself are omitted.
 
     Args:
         spec: The run spec as plain data. If it is the spec of an attempt, relative paths become

@@ -19,8 +19,8 @@ from tasks.record.repository import GitView, find_repository, git_view
 
 #: Number of folders that are read between two questions to git about ignored files.
 _FOLDERS_AT_ONCE = 200
-#: A folder with fewer files and folders than this number counts as small. git lists the files of a
-#: small folder quickly, so the size of such a folder need not be checked in advance.
+#: A folder with fewer files and folders than this number counts as small. The size of a small
+#: folder need not be checked in advance, because git lists its files quickly.
 _SMALL_PROJECT = 5_000
 
 

@@ -194,8 +194,8 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     may_be_own = code == _EXCEPTION_EXIT_CODE and not failure.others_failed
     if _LOST_PEER.search(line):
         return not may_be_own
-    # A process that waited in vain for another process ends with the exit code of an exception, or
-    # with SIGABRT if the watchdog of NCCL ended it.
+    # A process that waited in vain for another process ends with the exit code of an exception. If
+    # the watchdog of NCCL ends the process, it ends with SIGABRT.
     is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT)
     return has_rank and not is_end_of_waiting and _WAITED_IN_VAIN.search(line) is not None
 

@@ -184,8 +184,8 @@ class AttemptRecord(Recorded):
     #: True if the attempt saved a complete checkpoint that is newer than the checkpoint from which
     #: it started. None if unknown.
     saved_checkpoint: bool | None = None
-    #: Number of consecutive attempts, up to and including this attempt, that had no lasting
-    #: result: they saved no newer checkpoint or, if this is unknown, reached no higher training
+    #: Number of consecutive attempts without a lasting result, up to and including this attempt.
+    #: Such an attempt saved no newer checkpoint. If this is unknown, it reached no higher training
     #: step. None if this attempt had a lasting result.
     fruitless_attempts: int | None = None
     #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
@@ -287,8 +287,8 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: How Muster makes sure that all processes of the run end: the method (such as a
-    #: cgroup), the guarantee of this method, and the reason why a better method is not possible.
+    #: Method by which Muster ends all processes of the run, such as a cgroup. The mapping also
+    #: contains the guarantee of this method, and the reason why no better method is possible.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. If a person
     #: started this run from a checkpoint, the key `parent` has this checkpoint and its run. If

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 _OPEN_FILES = 65536
 #: Number of open files kept free for the fleet's own work, such as logs and reading /proc.
 _KEPT_FILES = 256
-#: Number of open files kept free for each server: for the guardian process that owns the server,
-#: for the start of the server, and for health probes.
+#: Number of open files kept free for each server. They are needed by the guardian process that owns
+#: the server, for the start of the server, and for health probes.
 _KEPT_FILES_EACH = 8
 #: Largest number of connections on which no request was authorized yet, for a gateway with a token.
 _STRANGERS = 8192

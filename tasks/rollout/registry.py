@@ -408,8 +408,8 @@ class Registry:
         self._awaits_weights = False
         self._epoch += 1
         self._view = None
-        # Notify only after all server groups have changed: no listener may see a group that still
-        # serves old weights after another group already has new weights.
+        # Change all server groups first, and notify the listeners afterwards. No listener may see
+        # that one group already has new weights while another group still serves old weights.
         for group in [group for group in self._groups if group.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
                 self._record(group, state=GroupState.STALE)

@@ -695,8 +695,8 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    # A user has set the state Running by hand if the flow run is Running, but has no pid: a worker
-    # records the pid of each process that it starts.
+    # A worker records the pid of each process that it starts. So if a Running flow run has no pid,
+    # a user has set the state Running by hand.
     is_running = run.state is not None and run.state.is_running()
     has_no_process = is_running and run.infrastructure_pid is None
     is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)

@@ -296,8 +296,8 @@ def end_on_request(
 
     def watch_server() -> None:
         # Continue the loop after a cancellation, because `muster cancel --now` may follow. Turn off
-        # the retries of the client: during an outage of the server, the client would sleep for a
-        # minute between them, and delay the end of the run.
+        # the retries of the client. During an outage of the server, the client would otherwise
+        # sleep for a minute before a retry, and delay the end of the run.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)

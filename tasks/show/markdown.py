@@ -22,8 +22,8 @@ _ADDRESS = re.compile(
 _HEADING = re.compile(r"^#")
 #: Matches the characters that are escaped in the cell of a table artifact: Markdown's markup, the
 #: start of HTML tags and entities, and an underscore at the edge of a word. In a URL or e-mail
-#: address, it matches only one character, which is enough to prevent a link: the first slash, the
-#: dot of `www.`, or the `@`.
+#: address, only one character is escaped, which is enough to prevent a link. It is the first slash,
+#: the dot of `www.`, or the `@`.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,

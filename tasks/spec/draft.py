@@ -341,8 +341,9 @@ class _SpecWriter:
     def _write_variables(self) -> str:
         """Return the key `env` of the run spec as YAML, or an empty string if it has no variables.
 
-        A variable passes a path to the script if the script has no command-line option for it: the
-        metrics file, the folder of the checkpoints, or the checkpoint from which it resumes.
+        A variable passes a path to the script if the script has no command-line option for this
+        path. The path is that of the metrics file, of the folder of the checkpoints, or of the
+        checkpoint from which the script resumes.
         """
         lines = ["env:"]
         if Purpose.METRICS not in self._used_options:

@@ -140,8 +140,8 @@ def _read_table() -> Mapping[FailureKind, KindProperties]:
     Raises:
         KeyError: A kind of failure has no table.
         TypeError: A table has an unknown key, or lacks a key.
-        ValueError: The name of a table is not a kind of failure, or a value of a table is not a
-            member of the enum that its key requires.
+        ValueError: The name of a table is not a kind of failure. Also raised if a value is not in
+            the enum of its key.
     """
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     properties = {}

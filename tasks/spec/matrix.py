@@ -101,8 +101,8 @@ class Best(Model):
     )
 
 
-#: A point is stopped early only after a comparison with at least this number of other points,
-#: because fewer points show little about the usual value of the metric.
+#: Smallest number of other points with which a point must be compared before it is stopped early.
+#: Fewer points show little about the usual value of the metric.
 MIN_OTHER_POINTS = 3
 
 

@@ -253,9 +253,9 @@ def drop_common_values(values: Iterable[str]) -> frozenset[str]:
 def mask_text(text: str, secret_values: Iterable[str]) -> str:
     """Return a text in which each secret is replaced by `***`.
 
-    A secret is found in every spelling that is likely in a log: as plain text, and as Python, JSON,
-    the shell and URLs write it. If a secret has several lines, such as a PEM key, each of its lines
-    is masked, too.
+    A secret is replaced in every spelling that is likely in a log. These are plain text, and the
+    spellings of Python, JSON, the shell and URLs. If a secret has several lines, such as a PEM key,
+    each line is also replaced on its own.
     """
     for spelling in _list_all_spellings(frozenset(secret_values)):
         text = text.replace(spelling, MASK)

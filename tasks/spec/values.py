@@ -44,8 +44,8 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_words, suggest_name
 
-#: Titles of the two choices that the form in the Prefect UI shows for an optional mapping of the
-#: spec, such as `gang`: fill in the mapping, or omit it.
+#: Titles of the two choices in the form of the Prefect UI for an optional mapping of the spec, such
+#: as `gang`. The user either fills in the mapping or omits the mapping.
 GIVEN = "Given"
 LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for a field that the form shows last, because the field

@@ -25,9 +25,9 @@ _LIMIT_S = 60.0
 _PAUSE_S = 0.1
 _PYTHON_NAME = re.compile(r"python[\d.]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-#: Environment variables that shorten the timeout of MLflow's client in `_PROGRAM` and reduce its
-#: retries, so that a server that does not answer delays the attempt less. The component itself does
-#: not get these variables.
+#: Environment variables with a shorter timeout and fewer retries for MLflow's client in `_PROGRAM`.
+#: So a server that does not answer delays the attempt less. The component itself does not get these
+#: variables.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 

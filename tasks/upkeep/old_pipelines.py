@@ -24,8 +24,8 @@ def list_old_pipelines(
 ) -> list[Path]:
     """Return the folders of pipelines that may be deleted.
 
-    A folder is kept if one of these texts contains the id of the pipeline's flow run: the server's
-    text, or the spec of an attempt of a run that keeps its files.
+    A folder is kept if `server_text` contains the id of the pipeline's flow run. It is also kept if
+    a run that keeps its files has a spec with this id.
 
     Args:
         older_than_s: Age in seconds. A folder with a younger file is kept.

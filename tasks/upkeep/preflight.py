@@ -90,8 +90,8 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. The machine that runs the preflight has only two entries: the
-    #: problems with its file in the shared directory, and the problems with its GPU devices.
+    #: the node was not reached. For the machine that runs the preflight, there are only two facts:
+    #: problems with its file in the shared directory, and problems with its GPU devices.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.
