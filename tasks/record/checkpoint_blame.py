@@ -222,7 +222,7 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
         return False
     # A step below the step of the checkpoint has two possible reasons. If the step comes from an
     # HTTP server, the server may still report a step from before the restart, which proves nothing.
-    # Otherwise, the trainer counts its steps from zero after each start, so it has completed one.
+    # Otherwise, the trainer counts its steps from zero after each start, so it has made a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

@@ -94,8 +94,8 @@ def find_proxy(url: str, environment: Mapping[str, str] = os.environ) -> Proxy |
             if value := environment.get(variable):
                 return Proxy(variable=variable, value=value, host=host)
             if variable in environment:
-                # An empty variable `http_proxy` means that no proxy is used, even if `HTTP_PROXY`
-                # is set.
+                # The variable in lower case has precedence, even if it is empty. So do not read the
+                # variable in upper case.
                 break
     return None
 

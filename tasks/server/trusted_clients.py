@@ -45,8 +45,8 @@ from tasks.server.storable_text import replace_nul_in_messages, replace_nul_in_r
 #: the password. The program then loads Muster's plugin, which imports this module.
 GUARDED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 #: Environment variables for a program that imports `tasks.server` itself. With these variables, the
-#: program loads none of Prefect's plugins. It does not need Muster's plugin, because the only
-#: purpose of that plugin is to import this module.
+#: program loads none of Prefect's plugins. It does not need Muster's plugin, because the import of
+#: `tasks.server` has already changed Prefect's clients.
 UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 

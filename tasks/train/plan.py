@@ -379,7 +379,8 @@ def component_env(
         # which other runs use as well.
         inherited.setdefault("UV_NO_SYNC", "1")
         # Let the component import the submitted code. Without this PYTHONPATH, it would import an
-        # editable package from the project's folder, whose files may have changed since then.
+        # editable package from the project's folder. The files there may have changed since the
+        # submission.
         environment = component_interpreter({**spec.env, **component.env}).environment
         paths = list_import_folders(Path(project), Path.cwd(), environment)
         if paths:
