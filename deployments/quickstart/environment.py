@@ -93,9 +93,9 @@ class CopyEnvironment(BaseEnv):
             # The gateway of a rollout fleet requires this token if other users can reach it. The
             # trainer's own server ignores the token.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Longest time, in seconds, that a request to the trainer may take. It is long enough
-            # for Muster's liveness probe to detect a hanging trainer first. The run then names the
-            # trainer as the cause of the failure, and not this environment.
+            # Longest time, in seconds, that a request to the trainer may take. It is so long that
+            # Muster's liveness probe detects a hanging trainer first. The run then names the
+            # trainer, and not this environment, as the cause of the failure.
             timeout=60,
         )
         # Return the server's config in a list. With a single config, Atropos would ignore

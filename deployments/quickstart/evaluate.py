@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to profit from several threads.
+# Use one thread, because the matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse

@@ -87,7 +87,7 @@ def main() -> int:
     print(f"waiting for {options.gpus} GPUs", flush=True)
     while not _is_done(place):
         if not signals.empty():
-            # The actor still waits for GPUs, so it cannot receive a `stop`.
+            # Kill the actor: it still waits for GPUs, so it cannot receive a `stop`.
             ray.kill(actor)
             return 128 + signals.get()
     print(f"trainer on {ray.get(place)}", flush=True)

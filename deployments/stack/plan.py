@@ -176,8 +176,8 @@ def build_blueprint(
             _plan_server(place, stack),
             _plan_deployments(place, stack),
             _plan_ray_head(place, stack, ports.numbers, dashboard_port),
-            # The nodes start one after the other. Ray nodes that start at the same time may choose
-            # the same ports.
+            # The nodes start one after the other, because Ray nodes that start at the same time may
+            # choose the same ports.
             *(_plan_ray_node(place, stack, node) for node in stack.nodes),
             _plan_upkeep(place, stack),
             _plan_pipelines(place, stack),

@@ -229,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Runs of a killed stack still count as running, and so count against the concurrency limit of
     # the work pool. `reconcile_host` records the end of these runs.
     publish(reconcile_host())
-    # Prefect resolves the paths of the project file from the working directory.
+    # Change to the project's folder, because Prefect resolves the paths in the project file from
+    # the working directory.
     os.chdir(ROOT)
     with get_client(sync_client=True) as client:
         try:

@@ -1125,7 +1125,7 @@ class SupervisedAttempt:
             try:
                 newest = await reader.ask(find_checkpoint, _FIND_CHECKPOINT_WITHIN_S)
             except Exception as error:
-                # The folder of the checkpoints cannot be read, or it does not answer.
+                # The folder of the checkpoints cannot be read, or its file system does not answer.
                 _log.warning("the last checkpoint of %s is unknown: %s", component.name, error)
                 is_known = False
         last = self._plan.last_step or 0

@@ -61,7 +61,8 @@ class DirectoryWatch:
     def close(self) -> None:
         """Stop the thread. Returns at once."""
         if self._watch_id >= 0:
-            # The kernel then sends a last event, IN_IGNORED, and the thread ends.
+            # End the thread: after this call, the kernel sends a last event, IN_IGNORED, at which
+            # the thread ends.
             self._libc.inotify_rm_watch(self._fd, self._watch_id)
             self._watch_id = -1
 

@@ -500,8 +500,8 @@ class GuardedProcess:
             self._channel.shutdown(socket.SHUT_WR)
 
     def _request(self, action: str, **fields: float) -> None:
-        # An error means that the guardian process has ended. `_on_guardian_gone` then ends the
-        # processes of the command.
+        # Ignore an error. It means that the guardian process has ended, and `_on_guardian_gone`
+        # then ends the processes of the command.
         with contextlib.suppress(OSError):
             self._channel.send(encode_message({"do": action, **fields}))
 

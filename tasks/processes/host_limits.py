@@ -77,7 +77,7 @@ def measure_process_limits() -> tuple[HostLimit, ...]:
         threads_by_pid = dict(_count_threads())
     limits = [*_measure_cgroups(threads_by_pid)]
 
-    # The kernel does not apply RLIMIT_NPROC to root.
+    # Leave out RLIMIT_NPROC for root, because the kernel does not apply this limit to root.
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     uid = os.getuid()
     if soft != resource.RLIM_INFINITY and uid != 0:

@@ -24,7 +24,8 @@ def find_used_files(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
     """
     held: set[Path] = set()
     names = {str(path): path for path in wanted}
-    # In /proc/PID/maps, a space and the directory come before the name of each mapped file.
+    # The text that comes before the name of a mapped file in /proc/PID/maps: a space and the file's
+    # directory.
     folders = {b" " + os.fsencode(path.parent) + b"/" for path in wanted}
     for pid in pids:
         if len(held) == len(wanted):

@@ -88,7 +88,8 @@ def send_warning(
             seen.update(fresh)
             pending += fresh
             continue
-        # A process that has changed its user id, for example by `sudo`, cannot be signalled.
+        # Skip a process that cannot be signalled because it has changed its user id, for example by
+        # `sudo`.
         with suppress(PermissionError):
             if signal_if(pid, signum, _is_same(pid, start)):
                 warned.append((pid, start))

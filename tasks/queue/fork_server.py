@@ -121,8 +121,8 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
     worker = socket.socket(fileno=control)
     process_texts = _ProcessTexts()
     fork_server_pid = os.getpid()
-    # With its original command line, the fork server would look like a flow run in the output of
-    # `ps`.
+    # Replace the command line of this process. With its original command line, the fork server
+    # would look like a flow run in the output of `ps`.
     process_texts.show(["muster: importing modules for runs"])
     for name in _LATE_MODULES:
         with suppress(ImportError):

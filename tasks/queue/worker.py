@@ -221,8 +221,8 @@ class Waker:
                 # Log the error only as DEBUG, because it may be temporary. Prefect's worker also
                 # runs a scheduling pass in its regular poll, and logs an error that persists.
                 _log.debug("the scheduling pass after an event has failed: %r", error)
-            # A long queue makes a call slow. The pause has the duration of the call, but at most 2
-            # seconds, so that the worker has time for its other tasks.
+            # Pause for the duration of the call, but for at most 2 seconds, so that the worker has
+            # time for its other tasks. With a long queue, a call is slow.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
     async def _listen(self) -> None:
@@ -464,7 +464,8 @@ class GangWorker(ProcessWorker):
             )
             context = await stack.enter_async_context(FlowRunExecutorContext())
             _keep_grace_periods(context.process_manager)
-            # Prefect's class has no parameter for the object that proposes states to the server.
+            # Replace the object that proposes states to the server. Prefect's class has no
+            # parameter for it.
             context._state_proposer = CrashReporter(client=context.client, entrypoint=entrypoint)
             starter = EngineCommandStarter(
                 command=command or default_command,
@@ -690,8 +691,8 @@ class GangWorker(ProcessWorker):
             if await self._scheduler.is_granted(entry):
                 self._submitted_last = entry.id
                 flow_run = entry.flow_run
-                # Prefect's worker is woken to call this method again at once, for the next granted
-                # run or for a new scheduling pass.
+                # Wake Prefect's worker, so that it calls this method again at once, for the next
+                # granted run or for a new scheduling pass.
                 self._wake_within(0.0)
                 # A run whose queue was deleted is in the default queue of this worker's pool.
                 pool_id = flow_run.work_pool_id or self.work_pool.id

@@ -225,8 +225,8 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
     if not separator:
         raise Denied(f"{problem}: {text[:2000]}") from error
     if rest.startswith("413"):
-        # HTTP status 413: the package is too large. The dashboard's size limit is lower than Ray's
-        # own limit for packages.
+        # HTTP status 413 means that the package is too large for the dashboard. The dashboard's
+        # size limit is lower than Ray's own limit for packages.
         raise Denied(
             f"{problem}: the package with the files of this directory exceeds the size limit of "
             f"the dashboard at {plan.address} ({rest[5:].strip(' .')}). Exclude files that the "
@@ -287,7 +287,8 @@ def _client(address: str) -> JobSubmissionClient:
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
             kwargs.setdefault("timeout", _REQUEST_TIMEOUT_S)
             kwargs.setdefault("proxies", {"http": "", "https": ""})
-            # A redirect would send the headers with the token to another address.
+            # Follow no redirect, because it would send the headers with the token to another
+            # address.
             kwargs.setdefault("allow_redirects", False)
             require_trusted_url(address)
             return super()._do_request(*args, **kwargs)

@@ -103,7 +103,7 @@ def end_like(status: int) -> None:
     # and a second core dump would be misleading.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # The action of SIGKILL cannot be set. That is harmless, as SIGKILL always ends the process.
+    # Ignore the error for SIGKILL, whose action cannot be set. SIGKILL always ends the process.
     with contextlib.suppress(OSError):
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])

@@ -263,7 +263,8 @@ class _TracebackParser:
             self._is_chained = False
             self._is_next_caught = False
             return self._number, message
-        # Rich draws a frame around the source code in a traceback. Source code is no message.
+        # Skip source code, because it is no message. Rich draws a frame around the source code in a
+        # traceback.
         if message[:1] in ("│", "╭", "╰", "❱"):
             return 0, ""
         if self._is_inside:

@@ -960,7 +960,8 @@ def _folder_of_attempt(
             root = Path.cwd() / (component.cwd or spec.cwd)
             return root, substitute(folder, values.__getitem__)
     written = mapping_or_empty(mapping_or_empty(attempt_spec.get("components")).get(component_name))
-    # An earlier version of Muster stored a relative `cwd`, or no `cwd` at all.
+    # Start at the working directory, because earlier versions of Muster stored a relative `cwd`, or
+    # none at all.
     root = Path.cwd() / (written.get("cwd") or attempt_spec.get("cwd") or ".")
     return root, str(written.get("checkpoints") or "")
 

@@ -36,7 +36,7 @@ def write_json(path: Path, content: object, *, durable: bool = False) -> None:
 def json_text(content: object) -> str:
     """Return an object as indented JSON, which is the format of all JSON files of a run."""
     try:
-        # pydantic is three times faster than the module `json`.
+        # Use pydantic, because it is three times faster than the module `json`.
         return to_json(content, indent=2).decode() + "\n"
     except ValueError:  # pydantic rejects file names that are not valid UTF-8.
         return json.dumps(content, indent=2) + "\n"

@@ -158,7 +158,7 @@ def read_events(path: Path) -> Iterator[Event]:
     """Yield the events in an event log, or nothing if the file does not exist."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
-            # The last line may be incomplete.
+            # Skip a line that is no valid event. The last line may be incomplete.
             with suppress(ValueError):
                 yield Event.from_line(line)
 

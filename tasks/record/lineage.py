@@ -316,7 +316,7 @@ def _list_option_values(words: Sequence[str]) -> Iterator[str]:
         if not _DATA_OPTION.fullmatch(plain_name):
             continue
         for value in values:
-            # Hydra writes a list as [a,b].
+            # Split a list: Hydra writes a list as [a,b].
             yield from filter(None, (part.strip("\"' ") for part in value.strip("[]").split(",")))
 
 

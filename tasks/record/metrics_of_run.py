@@ -115,7 +115,7 @@ class MetricReader:
             if attempt.number not in self._attempts:
                 spec = read_attempt_spec(self._place, attempt.number)
                 if not spec:
-                    # The attempt has just begun, and its spec is not written yet.
+                    # Skip the attempt for now: it has just begun, and its spec is not written yet.
                     continue
                 path, step_key = find_metrics_file(spec, self._place.attempt(attempt.number))
                 file = MetricsFile(path, since=attempt.metrics)

@@ -194,7 +194,7 @@ def keep_private() -> None:
     note_callers_umask()
     os.umask(mask)
     home = muster_home()
-    # The mode of Muster's home directory is changed first. Other users then cannot reach its files
+    # Change the mode of Muster's home directory first, so that other users cannot reach its files
     # while the modes of these files are changed.
     was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
     for name in _OWN:

@@ -229,7 +229,7 @@ class GitView:
         """
         if not names:
             return set()
-        # The prefix prevents that git reads a path such as `:(top)x` as a pattern, because this
+        # Add the prefix `./`, so that git does not read a path such as `:(top)x` as a pattern. This
         # command does not accept the option `--literal-pathspecs`.
         listed_names = "".join(f"./{name}\0" for name in names)
         words = ("--no-literal-pathspecs", "check-ignore", "-z", "--stdin")

@@ -194,7 +194,8 @@ def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str
 
 
 def _names_node(text: str, node: str) -> bool:
-    # Nodes with the same host name have a suffix after a slash, which does not occur in logs.
+    # Remove the suffix after a slash, which does not occur in logs. It tells nodes with the same
+    # host name apart.
     host_name = re.escape(node.partition("/")[0])
     return re.search(rf"(?<![\w.-]){host_name}(?![\w-]|\.\w)", text) is not None
 

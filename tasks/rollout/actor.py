@@ -148,8 +148,8 @@ class ServerActor:
         done, _ = await asyncio.wait([self._exit], timeout=grace_s)
         if done:
             return []
-        # The wrapper consists of two processes. If its first process is killed, the second process,
-        # a child of the first one, kills the server's process tree at once and exits.
+        # Wait for the end of both processes of the wrapper. If the first process is killed, its
+        # child, the second process, kills the server's process tree at once and exits.
         wrapper_pids = [process.pid, *_list_children(process.pid)]
         process.kill()
         with contextlib.suppress(TimeoutError):

@@ -178,7 +178,8 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     An engine on this machine has to run on a single node. So does an engine on Ray if it has only
     one server.
     """
-    # All engines of a fleet have the same numbers of nodes and servers.
+    # Check only the first engine: all engines of a fleet have the same numbers of nodes and
+    # servers.
     first_engine = plan.engines[0]
     node_count = len(first_engine.nodes)
     has_one_server = len(first_engine.servers) == 1

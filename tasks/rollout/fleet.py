@@ -555,7 +555,8 @@ class Fleet:
             after: The group after its failure.
         """
         if before.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            # The server group has served before this failure, so its start had succeeded.
+            # Reset the count: the server group has served before this failure, so its last start
+            # succeeded.
             del self._failed_starts[after.index]
             return
         self._failed_starts[after.index] += 1

@@ -488,7 +488,8 @@ class RayHost:
                 removed = server.actor.remove_files.remote()
                 await self._wait_for_answer(removed, _LOG_END_WITHIN_S)
         except (RayError, OSError) as error:  # TimeoutError is a subclass of OSError.
-            # The actor is killed below. The wrapper of the server then ends the process tree.
+            # Only log the error, because the actor is killed below. The server's wrapper then ends
+            # the process tree.
             _log.info("rank %d: %s", server.slot.rank, _first_line(error))
         finally:
             for task in (server.watch, server.copy):

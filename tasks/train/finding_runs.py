@@ -127,7 +127,8 @@ class Run:
         ended = flow_run.end_time if state is not None and state.is_final() else None
         message = (state.message if state else None) or ""
         if record is not None and record.state is RunState.CANCELLED and record.message:
-            # Prefect's worker replaces the message by `Flow run was cancelled successfully.`
+            # Use the message of the record, because Prefect's worker replaces the state's message
+            # by `Flow run was cancelled successfully.`
             message = record.message
         return Run(
             run_id=parse_request(flow_run).name,

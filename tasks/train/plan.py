@@ -367,8 +367,8 @@ def component_env(
     component = spec.processes.get(name)
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {} if is_job else inherit_env()
-    # The inference servers have no entry in `spec.processes`. Their own variables are in
-    # `FleetPlan`.
+    # The inference servers have no entry in `spec.processes`, and so no own variables here.
+    # `FleetPlan` contains their own variables.
     own_env = select_literals(component.env) if component is not None else {}
     spec_env = {**select_literals(spec.env), **own_env}
 

@@ -65,8 +65,8 @@ class RunAnnouncements:
                 payload = {**self._describe_failure(), "message": event.message}
                 yield self._make_server_event("muster.run.requeued", event, **payload)
             case "run.state" if event.state == RunState.FAILED.value:
-                # The failure's own message replaces the message of the event, which begins with the
-                # failure kind. The payload has a separate key for the kind.
+                # Replace the message of the event by the failure's own message. The event's message
+                # begins with the failure kind, for which the payload has a separate key.
                 payload = {
                     "component": None,
                     "message": event.message,

@@ -87,8 +87,8 @@ class LineageRecorder:
             # an artifact on it would be lost.
             if find_lasting_api_url():
                 stack.enter_context(override_client_settings(retries=0))
-                # Without HTTP settings, `get_client` would return the flow's client, which the flow
-                # closes.
+                # Pass HTTP settings to get a separate client. Without them, `get_client` would
+                # return the flow's client, which the flow closes.
                 client = stack.enter_context(
                     get_client(httpx_settings={"timeout": _REQUEST_TIMEOUT_S}, sync_client=True)
                 )

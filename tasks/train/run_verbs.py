@@ -163,7 +163,7 @@ def show(
         return
     if sentence := describe_lost_process(found_run):
         print(f"{sentence}\n")
-    # The files of this machine are newer than the artifacts on the server.
+    # Prefer the files of this machine, because they are newer than the artifacts on the server.
     texts = [*describe_locally(found_run)] or read_artifacts(found_run, SUMMARY, COMPONENTS)
     if texts:
         print_markdown(texts)

@@ -457,7 +457,7 @@ def reconcile(*, lost_host: str | None = None) -> int:
             switched off: on a host that only lost its network, old and new runs would share the
             GPUs. A host that has reported in the last two minutes is refused.
     """
-    # The result is printed to the terminal, so do not log it as well.
+    # Do not log the result, because it is printed to the terminal below.
     _log.setLevel(logging.ERROR)
     report = give_up_host(lost_host) if lost_host else reconcile_host()
     publish(report)
