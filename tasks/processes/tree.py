@@ -49,9 +49,9 @@ _ROUND_PAUSE_AT_MOST_S = 5.0
 _ROUND_PAUSE_PART = 0.05
 #: Seconds after the first round of SIGKILL in which the next round may follow without a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: Seconds after the first SIGKILL before the remaining processes are reported, if this user may
-#: signal none of them. They are not reported at once, because they may end by themselves when their
-#: parent has ended.
+#: If this user may signal none of the remaining processes, they are reported this number of seconds
+#: after the first SIGKILL. They are not reported at once, because they may end by themselves when
+#: their parent has ended.
 REFUSED_AFTER_S = 1.0
 #: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
 #: process is in uninterruptible sleep, for example on a broken disk.

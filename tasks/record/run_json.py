@@ -378,7 +378,7 @@ class RunJson(Recorded):
             return None
 
     def decided(self) -> RunJson:
-        """Return a copy of the record whose last attempt says that no further attempt follows.
+        """Return a copy of the record with the decision that no attempt follows the last one.
 
         Return the record unchanged if the run has not ended, or if the field `decision` of the last
         attempt has a value already.

@@ -201,7 +201,8 @@ class Registry:
         #: Snapshot of the current state, or None after a change.
         self._view: FleetView | None = None
         self._listeners: list[Listener] = []
-        #: Changes that the listeners have not received yet, as snapshots before and after.
+        #: Changes that the listeners have not received yet. A change is a pair of snapshots of a
+        #: server group: before and after the change.
         self._pending_changes: deque[tuple[GroupView, GroupView]] = deque()
         self._is_notifying = False
 

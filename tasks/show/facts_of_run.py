@@ -24,7 +24,7 @@ from tasks.spec.run import RunSpec
 #: Longest time in seconds to search for the last checkpoint of a run. The checkpoints may be on a
 #: network file system that does not answer.
 _CHECKPOINT_WITHIN_S = 5.0
-#: Largest number of attempts whose results the text about the duration of a run names.
+#: Largest number of attempts whose results are named in the text about the duration of a run.
 _MAX_NAMED_ATTEMPTS = 6
 
 

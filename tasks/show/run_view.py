@@ -177,7 +177,7 @@ _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRE
 class ObservedRun:
     """The current state of a run, derived from its events. Only one thread may use it at a time.
 
-    When an attempt begins, the state of the attempt before it is discarded.
+    When an attempt begins, the state of the previous attempt is discarded.
     """
 
     def __init__(self, spec: RunSpec) -> None:

@@ -77,8 +77,8 @@ from tasks.spec.values import (
 
 #: Name of the deployment that creates the run of a stage, if the stage names no other deployment.
 STAGE_DEPLOYMENT = "train/any"
-#: Keys that are allowed only in a stage with a run spec, and keys that are allowed only in a stage
-#: that is a step.
+#: Keys that only a stage with a run spec may have, and keys that only a step may have. A step is a
+#: stage that runs a function or a command.
 _RUN_KEYS = ("deployment", "spec", "set", "checkpoint", "stop_early")
 _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache", "code")
 

@@ -55,8 +55,8 @@ _MAX_INTERVAL_S = 60.0
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact while no event occurs.
 _TIMED_INTERVAL_S = 30.0
-#: Factor of the minimum interval between two updates of an artifact while no event occurs. The
-#: interval that applies when events occur is multiplied by this factor.
+#: While no event occurs, the minimum interval between two updates of an artifact is this number of
+#: times as long as while events occur, but at least `_TIMED_INTERVAL_S`.
 _TIMED_INTERVAL_FACTOR = 10
 #: Longest wait, in seconds, for a read of the metrics file. Its file system may not answer.
 _READ_METRICS_WITHIN_S = 5.0
