@@ -144,8 +144,8 @@ class PipelineSession:
         resources are checked only if no stage has begun.
 
         Args:
-            find_unfit_stages: Function that returns a fault for each stage that needs resources
-                that no node has.
+            find_unfit_stages: Function that returns a fault for each stage that can never fit on
+                its cluster.
         """
         self._requests.try_once(self._update_tags)
         try:

@@ -51,8 +51,8 @@ class FileFingerprint(Recorded):
     def at(file: BinaryIO, length: int) -> FileFingerprint:
         """Return the fingerprint of the first `length` bytes of a file.
 
-        If nothing but appending has changed the file, this is the fingerprint that the file had
-        when it was `length` bytes long.
+        If lines were only appended since the file was `length` bytes long, this is the fingerprint
+        that the file had at that time.
         """
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 

@@ -286,7 +286,7 @@ def warn_ignored(path: Path, fault: str) -> None:
 
     Args:
         path: The ignored path.
-        fault: Reason that the path is not trusted.
+        fault: Reason why the path is not trusted.
     """
     _log.warning("%s is not used: %s", path, fault)
 
