@@ -118,7 +118,7 @@ def _pad(values: Sequence[float], filler: float) -> list[float]:
 
 
 def _compute_advantages(rewards: Tensor) -> Tensor:
-    """Return each reward relative to the mean of the group, in standard deviations."""
+    """Return how many standard deviations each reward is above the mean reward of the group."""
     return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
 
 

@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunResults:
-    """Reads results, checkpoints and the numbers for `best` of a pipeline's completed runs."""
+    """Reads the results and checkpoints of a pipeline's completed runs.
+
+    It also reads the numbers by which the key `best` of a stage chooses the best point of a matrix.
+    """
 
     def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
         """
@@ -67,11 +70,11 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Check a completed run, and return it with the facts that the pipeline needs.
+        """Return a run, changed if the run has completed but the pipeline cannot use it yet.
 
-        - A step (a function or a command) without a usable result gets the state Failed.
-        - If `best` of the stage compares evaluations, the field `awaits_evaluations` says whether
-          evaluations of the run have not ended yet.
+        - If a step (a function or a command) has no usable result, its state becomes Failed.
+        - If `best` of the stage compares evaluations, the field `awaits_evaluations` is set. It is
+          True until all evaluations of the run have ended.
 
         Any other run is returned unchanged.
 

@@ -224,7 +224,7 @@ class PipelineSession:
         return any(run.flow_run_id == flow_run_id for run in self._runs)
 
     def wake(self) -> None:
-        """End the present wait of this session. Any thread may call it."""
+        """End the pause between two checks of the pipeline's runs. Any thread may call it."""
         self._requests.wake()
 
     def cancel_runs(self) -> None:

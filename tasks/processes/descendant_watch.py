@@ -28,7 +28,7 @@ from tasks.record.ranks import RankFailure
 
 #: Seconds from the start of the component to the first search for its descendants.
 _FIRST_SEARCH_S = 0.1
-#: Pause between two searches, as a share of the time since the start of the component.
+#: Pause between two searches for descendants, as a share of the time since the component's start.
 _PAUSE_PART = 0.05
 #: Lower bound in seconds of the pause that results from `_PAUSE_PART`.
 _PAUSE_AT_LEAST_S = 0.25
@@ -37,7 +37,8 @@ _PAUSE_AT_MOST_S = 5.0
 #: Pause after a search, as a multiple of the duration of that search. It applies if it is longer
 #: than the pause that results from `_PAUSE_PART`.
 _PAUSE_PER_SEARCH = 50.0
-#: Time limit in seconds for a search. /proc can block for a process that is stuck in the kernel.
+#: Time limit in seconds for a search for descendants. Reading /proc can block for a process that is
+#: stuck in the kernel.
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512

@@ -65,7 +65,8 @@ _ORDER_WITHIN_S = 2.0
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of the command's children, after their guardian process was killed.
 _KEPT_ROUND_S = 0.2
-#: If only the order of two ends is known, the recorded end times differ by this number of seconds.
+#: Difference in seconds between the recorded end times of two processes, if Muster only knows which
+#: of them ended first.
 _A_MOMENT_S = 1e-6
 #: Environment variables of this process that its guardian processes inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")

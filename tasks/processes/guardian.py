@@ -127,7 +127,8 @@ class Guardian:
         self._stragglers: dict[int, str] = {}
         #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0
-        #: Command lines of the stragglers that have ended, but not by themselves.
+        #: Command lines of the ended stragglers that `_note_ended_stragglers` has not omitted as
+        #: helper processes.
         self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
@@ -370,8 +371,8 @@ def main() -> None:
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
-        # This process forks guardian processes and owns no component that it would have to stop. So
-        # let the kernel kill it when the supervisor ends.
+        # This process only forks the guardian processes. It owns no component that it must stop
+        # when the supervisor ends. So let the kernel kill this process in that case.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))

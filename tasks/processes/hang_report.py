@@ -374,7 +374,7 @@ def _describe_gpus(gpu_state: Mapping[str, Any]) -> str:
 _RAS_ADDRESS = "localhost:28028"
 #: Seconds that NCCL's RAS service may take to ask the other ranks of the job.
 _RAS_PEERS_WITHIN_S = 3
-#: Number of attempts to get a report from one address of the RAS service.
+#: Number of attempts to get a report from one address of NCCL's RAS service.
 _RAS_TRIES = 3
 
 

@@ -217,7 +217,8 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
     if not description:
         return failure
     message = failure.message
-    # If Muster's own process could not start the component, the message names the limit already.
+    # If a component could not be started (rule `spawn`), the message already names the limit of
+    # this machine that was reached.
     if failure.rule != "spawn":
         message = f"{message}; {description}"
     return failure.with_changes(rule=rule, message=message, hint=failure.hint or hint)

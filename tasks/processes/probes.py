@@ -126,7 +126,7 @@ async def wait_for_success(
 
 
 async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
-    """Wait until the value of `probe.glance` changes, at most `limit_s` seconds."""
+    """Wait until `probe.glance()` returns another value than now, but at most `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     before = probe.glance()
     while (left := deadline - time.monotonic()) > 0:

@@ -316,8 +316,9 @@ def make_step_reader(
         directory: Directory from which relative paths are resolved.
         metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
         client: HTTP client for `progress.http`.
-        take: Called with the step and the JSON object of each line that contains a step.
-        readers: The readers of the attempt.
+        take: Called with the step and the JSON object of each line of the metrics file that
+            contains a step.
+        readers: Object with the threads that read the files of the attempt.
 
     Returns:
         None if the run spec has no setting `progress`.

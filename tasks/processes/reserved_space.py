@@ -19,7 +19,8 @@ from tasks.record.run_json import AttemptRecord, RunJson
 _FILE_NAME = "end"
 #: Number of bytes that are reserved for the short form of the record.
 _SIZE_BYTES = 16384
-#: Name of the file in the run's registry directory that is removed to make room for `run.json`.
+#: Name of the file that reserves disk space for the whole final `run.json`. The file is in the
+#: run's registry directory. It is removed before `run.json` is written.
 _ROOM_NAME = "room"
 #: Number of bytes that are reserved for `run.json` of each run.
 _ROOM_BYTES = 32768

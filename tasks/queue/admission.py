@@ -114,7 +114,8 @@ class _Admission:
     _wait: Callable[[float], bool]
     #: Object that reads the nodes and their free GPUs. None before the first scheduling pass.
     _capacity: Capacity | None = None
-    #: The reason for waiting that was reported last, without details that change often.
+    #: The last reported reason for waiting, without details that change often, such as the number
+    #: of free GPUs.
     _last_message: str = ""
     #: Position of the run in the queue when the last message was reported. The first position is 1,
     #: and 0 means that no message was reported yet.

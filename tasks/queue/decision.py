@@ -261,8 +261,7 @@ class SchedulingPass:
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
     troubles: Sequence[str] = ()
-    #: Number of GPUs that each run holds on each node. The keys are the flow run id and the node
-    #: name.
+    #: Number of GPUs that each run holds on each node: `held[flow_run_id][node_name]`.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: The nodes with GPUs, by the address of their cluster. The field `held` of each node shows
     #: which runs hold its GPUs, including runs that start in this scheduling pass.

@@ -93,8 +93,8 @@ _ROOT = Path(tasks.__file__).parents[1]
 _PACKAGES = ("deployments", "flows", "tasks")
 #: Files of the working directory from which Prefect reads its settings.
 _PROJECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
-#: Python's import path when this module is imported. The worker later imports Ray, which changes
-#: the import path. The fork server does not import Ray, so its path stays the same.
+#: Python's import path when this module is imported. `fingerprint` needs the same path in the
+#: worker and in the fork server. But the worker later imports Ray, which changes `sys.path`.
 _IMPORT_PATH = (*sys.path,)
 
 

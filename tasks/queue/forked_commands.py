@@ -209,7 +209,10 @@ class Caller:
         return dict(self.order["env"])
 
     def take_signals(self) -> None:
-        """Let this process ignore exactly the signals that the `muster train` command ignores."""
+        """Ignore exactly the signals that the `muster train` command ignores.
+
+        For example, `nohup muster train` ignores SIGHUP, so the process of the run must ignore it.
+        """
         ignore_exactly(self.order["ignored"])
 
     def receive_permission(self) -> bool:

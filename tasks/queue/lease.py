@@ -184,7 +184,8 @@ class HeldLease:
     lease: Lease
     #: Time at which this process requested the scheduling lease, by `clock`.
     requested_at: float
-    #: Seconds after the request during which this process may write decisions to the server.
+    #: Number of seconds after `requested_at` in which this process may write decisions to the
+    #: server.
     hold_s: float
     #: Function that returns the current time in seconds.
     clock: Callable[[], float]

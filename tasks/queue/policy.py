@@ -248,7 +248,10 @@ _RETRY = Reason(why=Why.RETRY)
 
 
 class _Pass:
-    """Computes one `Plan`. Each run that starts decreases the free GPUs and CPUs."""
+    """Computes the `Plan` of one scheduling pass: which waiting runs start, and on which nodes.
+
+    The object counts the free GPUs and CPUs of the nodes. Each run that starts decreases them.
+    """
 
     def __init__(
         self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota

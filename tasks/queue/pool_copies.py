@@ -102,7 +102,10 @@ async def read_copy(client: PrefectClient, pool_name: str) -> PoolCopy | None:
 
 
 class PoolCopies:
-    """Writes the copies of all work pools, and restores pools that were created again."""
+    """Keeps a copy of each work pool's settings in a Prefect variable.
+
+    If a work pool was deleted and created again, its settings are restored from the copy.
+    """
 
     def __init__(self, client: PrefectClient) -> None:
         """

@@ -537,7 +537,8 @@ class QueuedRun:
     reason: str
     #: Expected start in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if the expected start follows from the default duration of a run that must end first.
+    #: True if the expected start is uncertain: a run that must end first states no duration, so
+    #: that a default duration was assumed for this run.
     is_start_assumed: bool = False
     #: Tags of the run.
     tags: tuple[str, ...] = ()

@@ -354,7 +354,10 @@ def artifact_keys(pool: str) -> tuple[str, str]:
 
 
 def tables_of(view: QueueView) -> dict[str, Shown]:
-    """Return the contents of the two artifacts of a work pool, by the keys of the artifacts."""
+    """Return the contents of a work pool's two artifacts: the waiting runs, and the nodes.
+
+    The keys of the result are the keys of the artifacts.
+    """
     queue_key, nodes_key = artifact_keys(view.pool)
     return {
         queue_key: _make_table(view, queue_rows(view), "waiting runs"),

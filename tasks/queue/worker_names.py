@@ -85,9 +85,10 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # If the Prefect variable names another process after this process has written to it,
-        # another live worker has the same name. Before the first write of this process, the
-        # variable may name an ended process of this worker, so its content is ignored.
+        # All workers with the same name write their process into the same Prefect variable. So if
+        # another process has replaced the value that this process wrote, that process is a second
+        # live worker. Before the first write of this process, the variable may still name an
+        # earlier process of this worker, which has ended. So that value is ignored.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0

@@ -204,7 +204,8 @@ def earliest_end(
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # The driver or its node has died. Until Ray notices this, Ray reports the job as running.
+        # The driver or its node has died. Until Ray notices the death, it reports the job as
+        # running. So the job can have ended earlier than Ray's reports show.
         max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
 
     lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]

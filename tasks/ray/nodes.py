@@ -356,9 +356,9 @@ class NodeClient:
         try:
             if self._driver is None:
                 self._driver = await self._start_driver()
-                # Agents do not encrypt their replies. If the operator has encrypted Ray's
-                # connections, send the modulus 0. The agents then open no port, and they receive
-                # requests only through Ray.
+                # Agents do not encrypt their replies. So if the operator has encrypted Ray's
+                # connections, the agents must open no port, and receive requests only through Ray.
+                # The modulus 0 in place of that of the RSA key tells them so.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
                 hello = {
                     "gcs_address": self._gcs_address,
@@ -583,7 +583,7 @@ class SweepReport:
         """Return the fields of the event `job.swept`, which reports the killed processes.
 
         Args:
-            describe: Function that returns the text about a process.
+            describe: Function that returns the text with which the event describes a process.
         """
         return {
             "killed": [describe(process) for process in self.killed],

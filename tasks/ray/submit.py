@@ -245,9 +245,10 @@ def wrapper_sources() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _package() -> Iterator[Path]:
-    """Create a temporary directory with the wrapper program's files, as a context manager.
+    """Create a temporary directory with the wrapper program's files, and yield its path.
 
-    The files are the same for all jobs, so Ray uploads them only once to each cluster.
+    The wrapper program starts the command of each Ray job. Its files are the same for all jobs, so
+    Ray uploads them only once to each cluster.
     """
     with tempfile.TemporaryDirectory(prefix="muster-ship-") as parent:
         package = Path(parent) / _PACKAGE
@@ -424,7 +425,8 @@ class Submitter:
 
     def _give_up(self, kind: FailureKind, rule: str, message: str) -> ComponentFailed:
         """Record the reason for giving up the job, and return the exception to raise."""
-        # If contact with the cluster was lost, the job may exist there. Keep its recorded status.
+        # If contact with the cluster was lost, the cluster may have the job. So keep the recorded
+        # status of the job.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
         return ComponentFailed(GiveUpReason(kind=kind, rule=rule, message=message))

@@ -106,8 +106,8 @@ class ClusterNode:
     cpus: float | None = None
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs in use by programs that are not Muster's runs. The number includes the CPUs of
-    #: those actors and bundles of Muster's runs that hold no GPU.
+    #: Number of CPUs that the queue cannot grant, because other programs than Muster's runs use
+    #: them. The number also includes CPUs of actors and bundles of Muster's runs without a GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -273,10 +273,11 @@ def _list_uses(
 # The results are cached, because each report of a large cluster has the same thousands of names.
 @lru_cache(maxsize=16_384)
 def _parse_bundle_resource(key: str) -> tuple[str, str, str] | None:
-    """Return resource, bundle index and group id from the name of a bundle's resource.
+    """Split the name that Ray gives to a resource in a bundle of a placement group.
 
     Returns:
-        The three parts of the name, or None if the key is not the name of a bundle's resource.
+        Name of the plain resource, index of the bundle, and id of the placement group. None if the
+        key is not such a name.
     """
     match = _BUNDLE_RESOURCE.fullmatch(key)
     return (match[1], match[2], match[3]) if match else None

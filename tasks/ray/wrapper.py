@@ -281,7 +281,7 @@ class Keeper:
         Args:
             is_sent_by_ray: True if Ray requested the stop. Ray then also sends its stop signal to
                 every process of the tree. If Ray's stop signal equals the command's stop signal,
-                the keeper sends no signal: a second one could interrupt the command's cleanup.
+                this method sends no signal. A second signal could interrupt the command's cleanup.
         """
         if self._is_stopping:
             return

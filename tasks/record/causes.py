@@ -436,7 +436,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     often logs an error, continues, and later fails with another error. Matches with the role CAUSE
     are always kept.
     """
-    #: Number of the last traceback whose exception was not caught, by process and role of the rule.
+    #: Number of the last traceback whose exception was not caught. The keys are the process that
+    #: printed the traceback, and the role of the rule that matched it.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line

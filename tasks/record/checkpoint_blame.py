@@ -91,9 +91,10 @@ class RejectedCheckpoint:
 def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Blame]:
     """Return for each attempt whether the attempt failed because of its checkpoint.
 
-    For each checkpoint, at most one attempt gets the value `GIVEN_UP`. If consecutive attempts fail
-    with more than three different checkpoints, the cause is something else. All these attempts
-    then get the value `NONE`.
+    The value `GIVEN_UP` means that no later attempt starts from this checkpoint. So for each
+    checkpoint, at most one attempt gets this value. If consecutive attempts fail with more than
+    three different checkpoints, the checkpoints are not the cause. All these attempts then get the
+    value `NONE`.
     """
     blames: list[Blame] = []
     suspected: set[str] = set()

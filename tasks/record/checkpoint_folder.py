@@ -54,7 +54,8 @@ _POINTER_NAMES = frozenset(
 )
 #: Largest number of tries to list a folder. A try fails if files disappear during the listing.
 _RACES_AT_MOST = 5
-#: Largest size of a pointer file in bytes. Larger files are no pointer files.
+#: Largest size in bytes of a pointer file, which names the newest checkpoint. A larger file with
+#: the name of a pointer file is not read.
 _POINTER_BYTES = 4096
 #: Names of checkpoints, with `#` for a number. The trainers that use these names write a pointer
 #: file after each checkpoint. So if the pointer file is missing, the newest checkpoint with such a
@@ -479,8 +480,10 @@ def _is_description(name: str) -> bool:
 
 
 def _key_of(content: Content, name: str) -> str:
-    """Return a key that is equal for corresponding files of two checkpoints.
+    """Return a key with which the same file is recognised in two checkpoints of a folder.
 
+    The key is the path without its numbers, such as the step. For a checkpoint that is a single
+    file, the key is the suffix of the file.
     Args:
         content: The checkpoint that contains the file.
         name: Path of the file in the checkpoint.

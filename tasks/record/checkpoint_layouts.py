@@ -185,7 +185,8 @@ class ContentVerdict:
     proof: str = ""
     #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
-    #: True if the files contain the state of a training, whatever the name of the checkpoint is.
+    #: True if the files themselves show that they contain the state of a training. The name of the
+    #: checkpoint is then not needed to recognise it.
     is_training_state: bool = False
 
 

@@ -263,8 +263,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
         return RunState.COMPLETED, f"completed; {loss.cause}"
 
     # A run that was cancelled while it waited for its next attempt is CANCELLED, although its last
-    # attempt failed. A run whose attempt failed for another reason is FAILED, even if the run was
-    # cancelled as well.
+    # attempt failed. If a run was cancelled during an attempt, the state of the attempt decides.
     was_waiting = attempt is None or record.state in _WAITING
     is_attempt_cancelled = attempt is not None and attempt.state is RunState.CANCELLED
     if (loss.is_cancelled and was_waiting) or is_attempt_cancelled:

@@ -8,8 +8,8 @@ import os
 #: Number of bytes before the read position that are remembered. If the file has other bytes there
 #: at the next read, it was truncated or rewritten.
 _REMEMBERED_BYTES = 64
-#: Largest number of bytes that one read returns. A file may be larger than the memory. Larger
-#: blocks do not fit into the caches of a CPU core, and are slower.
+#: Largest number of bytes that one read returns. A file is read in blocks, because it may be larger
+#: than the memory. Larger blocks are slower, because they do not fit into the caches of a CPU core.
 BLOCK_BYTES = 1 << 16
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
 #: lseek(2) is called to find the end of the hole.

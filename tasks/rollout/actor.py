@@ -112,9 +112,10 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # This variable names the signal that Ray sends to every process of a Ray job. So
-                # the wrapper does not pass that signal on to the server. Here, the actor sends the
-                # signal to the wrapper only. With `none`, the wrapper passes it on.
+                # If Ray stops a job, Ray sends the signal that this variable names to every process
+                # of the job, so that the wrapper does not pass the signal on to its command. Here,
+                # only the wrapper gets the actor's signal. With `none`, the wrapper passes each
+                # signal on to the server.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )

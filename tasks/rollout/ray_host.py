@@ -90,7 +90,8 @@ class _ActorServer:
     listeners: frozenset[str] = frozenset()
     #: Task that is checking which processes listen at the server's address, or None.
     listener_check: asyncio.Task[frozenset[str]] | None = None
-    #: Task of the next check of the listening processes. It starts when the running check ends.
+    #: Task that was requested while `listener_check` ran, and that starts when `listener_check`
+    #: ends. None if no further check was requested.
     next_listener_check: asyncio.Task[frozenset[str]] | None = None
 
 

@@ -180,9 +180,9 @@ class Recovery:
         self._is_open = False
         #: The failure that is being handled for each failed server group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: Number of tries to restart each server group, since the group last worked for at least
-        #: `max_backoff_s`. The number determines the pause before the next try. There is no pause
-        #: before the first try.
+        #: Number of consecutive tries to restart each server group, by the group's index. The count
+        #: starts again from 0 when a group has worked for `max_backoff_s`. A higher number means a
+        #: longer pause before the next try. There is no pause before the first try.
         self._tries_in_row: Counter[int] = Counter()
         #: Time at which the last recovery of each server group ended, in seconds of the loop's
         #: clock.

@@ -406,7 +406,7 @@ def _plan_server(
     Args:
         backend: The inference engine that the server runs.
         place: Position of the server in its fleet, and its addresses.
-        places_of_engine: The same for all servers of the engine.
+        places_of_engine: Positions and addresses of all servers of the engine, including `place`.
         devices: `devices[variable][rank]` is the GPU of each rank of the fleet, for each
             environment variable that limits a process to its GPUs. Empty if no variable is set.
     """

@@ -47,5 +47,8 @@ def _find_meaning(name: str) -> int:
 
 
 def _usefulness(name: str) -> tuple[bool, int, str]:
-    """Return a sort key: a mean before other statistics, and a short name before a long name."""
+    """Return a key that sorts the names of similar metrics, the most useful name first.
+
+    A mean comes before other statistics such as a maximum, and a short name before a long name.
+    """
     return _LESS_USEFUL.search(name.lower()) is not None, len(name), name

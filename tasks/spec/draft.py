@@ -219,7 +219,7 @@ def _find_other_scripts(
 
 
 class _SpecWriter:
-    """Writes the run spec for one file of a training."""
+    """Writes a run spec that starts a training with a certain Python file."""
 
     def __init__(
         self,

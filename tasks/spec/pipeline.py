@@ -399,8 +399,8 @@ class PipelineSpec(Document):
     def run_spec(self, unit: str) -> dict[str, Any]:
         """Return the run spec of a stage or of a point of its matrix, as plain data.
 
-        The placeholders `${stage.NAME.KEY}` are not replaced. For a step, the run spec is built
-        from its keys.
+        The placeholders `${stage.NAME.KEY}` are not replaced. A step has no run spec of its own, so
+        this method builds one from the keys of the step.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -954,10 +954,10 @@ def _explain_needs(
     faults: Sequence[Fault],
     stages: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Fault]:
-    """Yield the faults of a stage, some of them with a better remedy.
+    """Yield the faults of a stage, with a new remedy for stages that are missing in `needs`.
 
-    If a placeholder uses another stage that is missing in `needs`, the remedy is to add that stage
-    to `needs`.
+    If a placeholder uses a value of another stage, the stage must list that stage in `needs`. If it
+    does not, the remedy is to add that stage to `needs`.
 
     Args:
         stage: The stage as plain data.

@@ -359,10 +359,11 @@ class _RuleState:
         #: sign of the mean is inverted, so that a larger number is always better.
         self._best_mean = 0.0
         self._value_count = 0
-        #: Number of lines in a row in which the metric is null, and the step of the first of them.
+        #: Number of consecutive lines up to now in which the metric is null, and the step of the
+        #: first of these lines.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of lines in a row in which the metric was null before its next value.
+        #: Largest number of consecutive null values after which the metric had a value again.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0

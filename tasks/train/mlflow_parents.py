@@ -69,8 +69,8 @@ def find_mlflow_parents(
         if not needs_mlflow_parent(env, is_job=is_job):
             continue
         if is_job:
-            # A Ray job inherits no variable of this process. But the program that finds the parent
-            # run is executed on this machine, so it gets these variables.
+            # A Ray job does not inherit the environment of this process. But the program that finds
+            # MLflow's parent run is executed on this machine, so it needs this environment.
             env = {
                 **inherit_env(),
                 "PATH": component_search_path({**spec.env, **component.env}),

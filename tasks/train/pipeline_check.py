@@ -120,10 +120,14 @@ def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
 
 
 def rename_stage_path(fault: Fault, names: Sequence[str]) -> Fault:
-    """Return the fault of a stage as a fault of the evaluation with the same index.
+    """Return a fault with the path of an evaluation in place of the path of a stage.
+
+    The evaluations of a run are checked as the stages of a pipeline. So the paths of the faults
+    begin with `stages.INDEX`, which the spec of the run does not contain.
 
     Args:
-        fault: The fault, with a path such as `stages.0.resources.gpus`.
+        fault: The fault, with a path such as `stages.0.resources.gpus`. The result has a path such
+            as `evals.math.resources.gpus`.
         names: Names of the evaluations, in the order of the stages.
     """
     _, index, rest = fault.path.split(".", 2)

@@ -302,7 +302,7 @@ class Reporter:
         set_running_message(self._flow_run.id, message, self._is_closed)
 
     def _drop_activity(self) -> None:
-        """Drop the activity of the run that is not sent yet."""
+        """Discard the message about the run's current activity that is not sent yet."""
         self._pending_activity = ""
 
     def _begin_recovery(self, event: Event) -> None:

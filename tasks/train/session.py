@@ -428,8 +428,8 @@ class RunSession:
                 return
             except OSError as error:  # includes PlaceTimeout
                 if not any(map(is_url, urls)) and not isinstance(error, PlaceTimeout):
-                    # The folder answers with an error, so waiting does not help. The attempt reads
-                    # the folder again, and reports the error.
+                    # A local folder has responded with an error, so waiting does not help. The next
+                    # attempt reads the folder again, and reports the error.
                     return
                 is_refusal = isinstance(error, StoreRefused)
                 limit_s = _REFUSAL_TIMEOUT_S if is_refusal else _STORE_TIMEOUT_S

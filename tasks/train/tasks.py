@@ -248,7 +248,8 @@ def start(run: RunSession, component: str) -> State[None]:
     except RunEnded:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
-            # Another component caused the end. The state Failed would blame this component.
+            # The attempt has ended because of another component. So this component's task run
+            # becomes Cancelled. The state Failed would blame this component.
             message = f"{component} is no longer needed, because the run ends: {decision.reason}"
             return Cancelled(message=run.mask(message))
         return _describe_end(run)

@@ -49,8 +49,8 @@ from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
-#: Number by which the delay before the start of a requeued run is divided if the run uses Ray. The
-#: delay can be shorter there, because Ray soon reports which GPUs are free.
+#: Divisor of the delay before a requeued run starts again, if the run uses Ray. The delay can be
+#: shorter with Ray, because Ray soon reports which GPUs are free.
 _REPORTED_CLUSTER_DIVISOR = 12
 #: Least number of seconds between the exit of a run's process and the start of the next process.
 #: Otherwise a worker of Prefect 3.8.8 that was started with `--limit` ends with a RuntimeError: its

@@ -114,8 +114,8 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
     if lost.jobs:
         add_listed_clusters(read_listed_clusters(lost.owner.api_url))
     for file in lost.unknown_jobs:
-        # The Ray job of this registry file is unknown and may still run. As a leftover, it keeps
-        # the run in the registry.
+        # This registry file cannot be read, so its Ray job is unknown and may still run. Report the
+        # file as a leftover, so that the run stays in the registry.
         leftovers.append(f"{file}, so its Ray job is unknown")
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)

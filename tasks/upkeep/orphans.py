@@ -62,7 +62,13 @@ def end_orphans() -> Iterator[RunReport]:
 
 
 def _is_working(owner: Owner) -> bool:
-    """Return True if the record of a run says that the run is not ending."""
+    """Return True if a run neither ends nor has ended, according to its `run.json`.
+
+    False if `run.json` cannot be read.
+
+    Args:
+        owner: The process that supervises the run.
+    """
     if owner.directory is None:
         return False
     try:
