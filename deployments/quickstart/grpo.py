@@ -72,7 +72,7 @@ def initial_state(rng: np.random.Generator) -> TrainState:
 
 
 def group_advantages(rewards: Floats) -> Floats:
-    """Return each answer's reward relative to the group's mean, in standard deviations.
+    """Return how many standard deviations each answer's reward is above the mean of its group.
 
     All advantages are 0 if all rewards of the group are equal.
     """

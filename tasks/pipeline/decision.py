@@ -264,9 +264,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A first run is always needed. A further run is needed under two conditions: all earlier runs
-    have failed or were cancelled, and the user has started or retried the pipeline since the last
-    run ended. A run that was stopped early does not count as cancelled.
+    A first run is always needed. A further run is needed only if all earlier runs have failed or
+    were cancelled. In addition, the user must have started or retried the pipeline after the end of
+    the last run. A run that was stopped early does not count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 

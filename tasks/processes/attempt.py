@@ -1288,9 +1288,9 @@ class SupervisedAttempt:
         is_blamed = last is not None and last.name == decision.component
         is_unexamined = not is_blamed and not self._hung_components()
         if last is not None and is_free and not is_warned and is_unexamined:
-            # The teardown stops the last component first. Send this component its stop signal now,
-            # to save the time in which the teardown first writes events. If this component has
-            # failed, its log must be measured before the signal.
+            # The teardown writes events before it stops the first component, which is the last one
+            # that was launched. So send this component its stop signal now. But do not do so if
+            # this component has caused the end: its log must be measured before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -1298,8 +1298,8 @@ class SupervisedAttempt:
     def _may_be_saving(self, component: RunningComponent) -> bool:
         """Return True if Muster must check whether a component is writing a checkpoint.
 
-        The result is False if the file system of the checkpoints hangs, because the checkpoints
-        cannot be checked then.
+        The result is False if the file system of the checkpoints hangs, because no check of the
+        checkpoints is possible.
         """
         is_saving = component.plan.is_saving
         reader = self._context.readers.of(component.plan.checkpoints)

@@ -61,8 +61,8 @@ class ComponentPlan:
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if the component itself starts and watches the servers on all its ports except
-    #: `NAME.port`. Muster checks only `NAME.port` in this case.
+    #: True if Muster itself checks only the port `NAME.port` of the component. The component starts
+    #: and watches the servers on all its other ports.
     manages_ports: bool = False
     #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
     checkpoints: str = ""

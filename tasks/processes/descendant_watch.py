@@ -196,8 +196,8 @@ class DescendantWatch:
         if pid == self.process.pid:
             return
         if pid in self._watched:
-            # The process may have executed another program since the last search, for example if it
-            # was just forked then. So replace its description.
+            # The process may have executed another program since the last search. For example, a
+            # forked process executes its program a moment later. So replace its description.
             pidfd, known = self._watched[pid]
             if known.id == process.id:
                 self._watched[pid] = (pidfd, process)

@@ -164,8 +164,8 @@ class _Forked:
 
     def wait(self) -> None:
         status = 0
-        # `end_orphans` may have reaped the guardian process already. Its exit code is lost in that
-        # case, and `returncode` becomes 0.
+        # If `end_orphans` has already reaped the guardian process, its exit code is lost. The
+        # attribute `returncode` then becomes 0.
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)

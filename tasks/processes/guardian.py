@@ -397,8 +397,8 @@ def main() -> None:
     # that SIGCHLD is ignored, the kernel would discard the exit status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # A kernel without subreapers refuses this call. Continue in that case: level L1 of
-    # `containment.Level` then applies.
+    # Some kernels have no subreapers and refuse this call. Continue without a subreaper, because
+    # such a machine has only the containment level L1, see `containment.Level`.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")

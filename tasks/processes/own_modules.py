@@ -137,8 +137,9 @@ def main() -> None:
     own = find_own_folders()
     is_own_program = sys.argv[1:2] == [_MODULE_OPTION]
     if is_own_program:
-        # Keep the folder of Muster's packages on the import path. The folder is known only in this
-        # case, because the program `muster` is a copy of this file in another folder.
+        # Keep the folder of Muster's packages on the import path. With the option -m, this file is
+        # in that folder, so its path shows the folder. The program `muster` is a copy of this file
+        # in another folder.
         own.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.path[:] = select_own_path(sys.path, foreign=find_foreign_folders(), own=own)
     module = _COMMAND

@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 _SCAN_EVERY_S = 1.0
 #: Seconds between two checks whether /dev/shm has changed. A change causes a scan. A check reads
 #: only the time of the last change, so it is much cheaper than a scan. Usually the kernel reports a
-#: new file earlier, so that the files of a process that ends within milliseconds are found.
+#: new file before the next check. So even the files of a short-lived process are found.
 _CHECK_EVERY_S = 0.1
-#: Time, in seconds, in which the scans check a new file in /dev/shm again and again: does a process
-#: of the run use the file? One check is not enough, because a process may map a file a moment after
-#: it closed the file.
+#: Age of a new file in /dev/shm, in seconds, up to which each scan checks whether a process of the
+#: run uses the file. One check is not enough, because a process may map a file a moment after it
+#: closed the file.
 _MAPPED_WITHIN_S = 0.25
 #: Largest share of one CPU core for scans of /dev/shm. If there are many files, the scans become
 #: less frequent.

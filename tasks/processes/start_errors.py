@@ -20,8 +20,8 @@ def describe_start_error(
 ) -> str:
     """Return the reason why a program could not be executed.
 
-    For a script whose interpreter is missing, Linux reports that the script itself does not exist.
-    The returned text names the interpreter in this case.
+    If the interpreter of a script is missing, Linux reports that the script itself does not exist.
+    The returned text then names the missing interpreter.
 
     Args:
         error: Error of the start.

@@ -51,8 +51,8 @@ class Supervisor:
                 process is started when it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
-        # A kernel without subreapers refuses this call. Continue in that case: level L1 of
-        # `containment.Level` then applies.
+        # Some kernels have no subreapers and refuse this call. Continue without a subreaper,
+        # because such a machine has only the containment level L1, see `containment.Level`.
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)

@@ -740,8 +740,8 @@ class SchedulingPass:
         """Return the names of the nodes that the settings of a run's work pool list.
 
         Returns:
-            The names. Empty if the list does not apply to the run: the run uses Ray, or it can use
-            only the node on which its process waits.
+            The names. Empty if the list does not apply to the run. This is so if the run uses Ray,
+            or if the run can use only the node on which its process waits.
         """
         if not entry.has_gang_without_ray or entry.only_node or entry.pool not in self.settings:
             return frozenset()

@@ -487,9 +487,9 @@ class ForkServer:
     def _read_message(self) -> None:
         """Handle the message that the fork server is ready, or the end of the fork server.
 
-        If the fork server ends after it was ready, a new fork server is started at once. If it ends
-        during its imports, an immediate restart would probably fail, too. In that case the next run
-        starts a new fork server.
+        If the fork server ends after it was ready, a new fork server is started at once. If the
+        fork server ends during its imports, an immediate restart would probably fail, too. So only
+        the next run starts a new fork server.
         """
         assert self._control is not None
         was_ready = self.is_ready

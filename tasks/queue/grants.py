@@ -294,8 +294,8 @@ async def set_state(
         return None
 
     history = await _read_history(client, flow_run)
-    # Stop if the new state is not the last one: another process has set a newer state, or the flow
-    # run was deleted after the write and has no history.
+    # Stop if the new state is not the last state of the flow run. Either another process has set a
+    # newer state, or the flow run was deleted after the write and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
     # Find the states that other processes set after `current_run` was read. States with the new
@@ -358,9 +358,10 @@ def may_have_process(flow_run: FlowRun) -> bool:
 
 
 async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Return True if a scheduled flow run was Running just before it was scheduled.
+    """Return True if a user has set a Running flow run to Scheduled by hand.
 
-    In that case a user has set the state Scheduled by hand, and the process may still work.
+    The process of this flow run may still work. The function only checks whether the flow run was
+    Running just before it was scheduled.
     """
     history = await _read_history(client, flow_run)
     earlier = [state for state in history if not state.is_scheduled()]

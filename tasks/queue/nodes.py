@@ -24,8 +24,8 @@ from tasks.spec.formatting import format_count, join_commas
 
 _log = logging.getLogger(__name__)
 
-#: Matches the suffix in the names of nodes that have the same host name: a slash and the first
-#: eight characters of Ray's id of the node.
+#: Matches the suffix that distinguishes the names of nodes with the same host name. The suffix is a
+#: slash and the first eight characters of Ray's id of the node.
 _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 
 

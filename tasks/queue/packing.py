@@ -192,10 +192,10 @@ class NodesAhead:
         self._spare += self.is_sufficient(node) - was_sufficient
 
     def allows(self, nodes: Sequence[int], demand: Demand) -> bool:
-        """Return True if the waiting run still fits when another run uses some nodes.
+        """Return True if the waiting run still fits after the start of another run.
 
         Args:
-            nodes: Indexes of the nodes of the other run.
+            nodes: Indexes of the nodes on which the other run would start.
             demand: GPUs and CPUs that the other run needs.
         """
         if len(nodes) <= self._spare:

@@ -158,12 +158,13 @@ class Reason:
     #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
     #: None if unknown.
     starts_at: float | None = None
-    #: True if the expected start follows from the default duration of a run that must end first.
+    #: True if the expected start is uncertain: a run that must end first states no duration, so
+    #: that a default duration was assumed for this run.
     is_start_assumed: bool = False
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
-    #: True if the run would not fit on the present nodes even if all their GPUs were free. In that
-    #: case later runs may start before this run.
+    #: True if the run would not fit on the present nodes even if all their GPUs were free. Later
+    #: runs need not wait for such a run.
     never_fits_now: bool = False
 
 
@@ -239,8 +240,8 @@ class _Reservation:
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
-    #: True if the spec of at least one run in `waits_for` names no duration. The expected end of
-    #: such a run follows from the default duration.
+    #: True if the spec of at least one run in `waits_for` names no duration. The end of such a run
+    #: is computed with the default duration, so the reserved start is uncertain.
     is_assumed: bool = False
 
 

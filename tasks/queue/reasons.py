@@ -48,7 +48,8 @@ class Message:
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if the expected start follows from the default duration of a run that must end first.
+    #: True if the expected start is uncertain: a run that must end first states no duration, so
+    #: that a default duration was assumed for this run.
     is_start_assumed: bool = False
     #: True if the run does not start even when other runs end, for example because no worker serves
     #: its queue. Such a run does not count as startable. If the scheduler has read too few

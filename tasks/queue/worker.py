@@ -488,9 +488,10 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, this method is cancelled. The shield keeps the task that
-                # watches the process running until the process has ended. Only the task of
-                # `_end_with_worker` is cancelled, and then ends the process.
+                # When the worker stops, this method is cancelled. Because of the shield, the task
+                # that watches the process continues until the process has ended. Only the task of
+                # `_end_with_worker` is cancelled. It reacts to the cancellation by ending the
+                # process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)

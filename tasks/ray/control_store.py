@@ -27,8 +27,9 @@ _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
-#: Time in the year 2255, in UTC epoch milliseconds. If the deadline of a drained node is this time
-#: or later, the node has no deadline: some programs write the largest integer in that case.
+#: Time in the year 2255, in UTC epoch milliseconds. For a drained node without a deadline, some
+#: programs write the largest integer as the deadline. So a deadline at this time or later counts as
+#: no deadline.
 _NO_DEADLINE_MS = 9_000_000_000_000
 #: gRPC status codes of a refused request. A repeated request would be refused, too.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
@@ -183,8 +184,8 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
     options = (
         *constants.GLOBAL_GRPC_OPTIONS,
         ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
-        # By default, a new channel shares the TCP connection of an earlier channel. After a lost
-        # connection, it would then wait for gRPC's long reconnect delay.
+        # By default, a new channel shares the TCP connection of an earlier channel. If that
+        # connection was lost, the new channel would wait for gRPC's long reconnect delay.
         ("grpc.use_local_subchannel_pool", 1),
     )
     if has_token:

@@ -688,8 +688,8 @@ class RayJob(RunningComponent):
         """Return the reason for giving up a job that did not take its GPUs in time.
 
         Returns:
-            The reason, or None in three cases: the job has its GPUs, the time to take them is not
-            over, or the cluster does not answer.
+            The reason. None if the job has its GPUs, if the time to take them is not over, or if
+            the cluster does not answer.
         """
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None

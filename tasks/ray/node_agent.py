@@ -55,7 +55,11 @@ NAMESPACE = "muster"
 
 
 def _look_at_machine(**arguments: Any) -> dict[str, Any]:
-    """Return facts about this node, with the leftover processes of runs that have ended."""
+    """Return facts about this node, with the leftover processes of runs that have ended.
+
+    Args:
+        arguments: Arguments of `gather_facts`.
+    """
     result = gather_facts(**arguments)
     run_ids = {carrier["run_id"] for carrier in result["carriers"]}
     active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}

@@ -120,8 +120,8 @@ class ClusterNode:
     #: Run id of each run that works on this host, by the id of its flow run. Empty if the node is
     #: another host, or if Ray assigns the devices.
     run_ids: Mapping[str, str] = field(default_factory=dict)
-    #: True if Muster's queue must not grant GPUs on the node, because Ray is about to remove the
-    #: node or an operator has drained the node.
+    #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
+    #: node, or an operator has drained the node.
     is_drained: bool = False
     #: True if neither a readable Ray cluster nor the settings of a work pool list the node. The
     #: node is only known because programs hold GPUs on it, and `gpus` is the number of these GPUs.

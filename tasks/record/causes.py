@@ -413,7 +413,15 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
 
 
 def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], bool]) -> list[Cause]:
-    """Return the matches without the lines, and their tracebacks, that report a consequence."""
+    """Return the matches without those that only report a consequence of the failure.
+
+    If one line of a traceback reports a consequence, all matches in this traceback are omitted.
+    Matches with the role CAUSE are always kept.
+
+    Args:
+        matches: The lines that a rule matched.
+        is_consequence: Returns True for a line, as it was printed, that reports a consequence.
+    """
     lines: set[int] = set()
     tracebacks: set[int] = set()
     for match in matches:

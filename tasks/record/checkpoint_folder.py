@@ -282,8 +282,8 @@ def _read_candidates(
 
     Args:
         paths: Paths of the files and folders.
-        is_pattern: True if a pattern of the user matched the paths. A checkpoint may then have any
-            name.
+        is_pattern: True if a pattern of the user matched the paths. Checkpoints that match such a
+            pattern may have any name.
     """
     kinds = {
         path: classify_name(path.name)

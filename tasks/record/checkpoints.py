@@ -115,9 +115,9 @@ def plan_resume(
     """Choose the checkpoint from which the next attempt starts.
 
     The newest complete checkpoint of the run is chosen. Checkpoints that an attempt could not load
-    or that were written during an alarm are refused. If no attempt could load any of the complete
-    checkpoints, the newest is chosen nevertheless: an attempt that starts without a checkpoint
-    would overwrite all of them.
+    or that were written during an alarm are refused. But if the attempts could load none of the
+    complete checkpoints, the newest is chosen nevertheless. An attempt without a checkpoint would
+    overwrite all of them.
 
     The key `start_from` of the spec names a checkpoint that a person has chosen. An attempt starts
     from it if the run has no complete checkpoint of its own, or if the person chose it for this

@@ -611,8 +611,8 @@ def _write(path: str, data: bytes, mode: int) -> None:
 def _is_same_file(path: str, data: bytes, mode: int) -> bool:
     """Return True if the file at a path has this content and mode, and was written by `_write`.
 
-    The content is compared, because time, size and mode are not enough: Muster gives all files
-    that it writes the same modification time, and another version of a file can have the same size.
+    The content is compared, because time, size and mode are not enough. All files that Muster has
+    written have the same modification time, and two versions of a file can have the same size.
 
     Raises:
         FileNotFoundError: There is no file at the path.

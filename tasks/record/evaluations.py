@@ -127,9 +127,9 @@ class EvaluationsJson(Recorded):
 def lock_evaluations(place: RunPlace) -> Iterator[None]:
     """Hold the lock of a run's `evaluations.json` while the context is open.
 
-    Both the training and its evaluations write to the record, so they take a file lock first. If
-    the file system has no file locks, the record is not locked. In that case, the recorded state of
-    one evaluation may be wrong if two evaluations end at the same moment. Their results are still
+    The training and its evaluations write to the same record, so each of them takes a file lock
+    first. If the file system has no file locks, the record is not locked. If two evaluations then
+    end at the same moment, the recorded state of one of them may be wrong. Their results are still
     complete, because each evaluation has a file of its own for its result.
 
     Raises:

@@ -43,7 +43,7 @@ class FlowLoss:
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. In both cases, a run that waits according to `run.json` continues to wait.
+    #: answer. With True or None, a run that waits according to `run.json` continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
     #: may already have ended on that host.
@@ -163,8 +163,8 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     The attempt keeps its final state if it has one. Otherwise it is CANCELLED if the Prefect server
     says that the run was cancelled. In all other cases it is FAILED, because its flow process died.
 
-    The run takes the state of its last attempt. There is one exception: if the Prefect server has
-    scheduled the run again, or another host has taken it over, the run waits for its next attempt.
+    The run takes the state of its last attempt, with one exception. The run waits for its next
+    attempt if the Prefect server has scheduled it again, or if another host has taken it over.
 
     Args:
         record: The record as it was found. It is returned unchanged if its state is final.

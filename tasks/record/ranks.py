@@ -218,8 +218,8 @@ def has_error_file(text: str, failure: RankFailure) -> bool:
 def is_victim(text: str, rank: int) -> bool:
     """Return True if a rank failed only because another rank was lost or did not respond.
 
-    This is decided from the lines about the rank in the log: the lines that PyTorch marks with the
-    number of the rank, and the entry of the rank in torchrun's table.
+    The result depends only on the lines about the rank in the log. These are the lines that PyTorch
+    marks with the number of the rank, and the entry of the rank in torchrun's table.
     """
     own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
     for block in _TABLE_BLOCK.finditer(text):

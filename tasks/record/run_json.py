@@ -550,8 +550,8 @@ class RunRecord:
             if state.is_final:
                 content = content.with_changes(ended_at=self._clock()).decided()
             self._save(content)
-        # The callback is called without the lock, to prevent a deadlock: the callback may wait for
-        # another lock, whose holder may wait for the lock of this object.
+        # Release the lock of this object before the callback, to prevent a deadlock. The callback
+        # may wait for another lock, whose holder may wait for the lock of this object.
         self._on_move(state, message)
 
     def begin_attempt(

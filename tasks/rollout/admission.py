@@ -237,8 +237,9 @@ def user_of_connection(
 def _network_of(host: str) -> str:
     """Return the name under which the connections from a host are counted.
 
-    The name is `address ADDRESS`. For an IPv6 address other than loopback, it is `network NETWORK`
-    with a /64 network, because a single host may own all addresses of such a network.
+    The name is `address ADDRESS`. For an IPv6 address other than loopback, the name is `network
+    NETWORK` with the /64 network of the address. A single host may own all addresses of a /64
+    network, so these addresses are counted together.
     """
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and not address.is_loopback:

@@ -18,8 +18,9 @@ from tasks.spec.formatting import join_commas
 #: Matches the last message of the inference fleet's process if the process exits because of its own
 #: error. Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the field `cause` or `message` of an event, if an engine or a weight sync has ended
-#: because the whole inference fleet is stopped. Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the field `cause` or `message` of an event about the end of an engine or a weight
+#: sync. The words mean that it has ended because the whole inference fleet is stopped.
+#: Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 

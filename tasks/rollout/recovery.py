@@ -65,8 +65,8 @@ class Incident:
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers of the tries that were already subtracted from the budget of recoveries. Each server
-    #: group counts its own tries from 0. If several groups make the try with the same number, the
-    #: budget decreases by 1 only.
+    #: group of the incident counts its own tries from 0. If two groups make their first try, both
+    #: tries have the number 0, and the budget decreases by 1 only.
     paid: set[int] = field(default_factory=set)
 
 
@@ -523,7 +523,7 @@ class Recovery:
 
         Args:
             slot: The server. No request is sent to a server without an API.
-            question: The request. None if the backend has no such request; do nothing then.
+            question: The request. If None, the backend has no such request, and nothing is done.
 
         Raises:
             StartFailed: A process that does not belong to the server listens at its address.

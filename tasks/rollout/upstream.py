@@ -52,8 +52,8 @@ class Unconnected(Exception):
         #: True if the connection failed because this machine had no file descriptor, port or memory
         #: for it.
         self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
-        #: True if the server did not cause the error: this machine lacked resources, or the process
-        #: that listens at the server's address could not be identified.
+        #: True if the server did not cause the error. Either this machine lacked resources, or this
+        #: machine could not find out which process listens at the server's address.
         self.is_own_fault = self.is_shortage or isinstance(error, UnknownListener)
         #: True if a process outside the engine's process tree listens at the server's address.
         self.is_impostor = isinstance(error, Impostor)

@@ -67,8 +67,8 @@ def fail_on_wrong_names(
 ) -> Iterator[None]:
     """Set a flow run to Failed if Prefect's engine exits because of unknown or missing parameters.
 
-    The engine only exits with code 1 in this case. The worker would then report that the flow run
-    crashed, without the name of the parameter.
+    Without this function, the engine would only exit with code 1. The worker would report that the
+    flow run crashed, without the name of the parameter.
 
     Args:
         flow_run_id: Id of the flow run that the engine executes in this context.

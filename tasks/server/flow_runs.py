@@ -509,7 +509,7 @@ def decide_closed_state(
         return None
     result = get_recorded_result(run)
     if result is not None:
-        # The run had its result before the cancel, if it was cancelled at all.
+        # The run has completed or failed. A cancellation that came later does not change this.
         return result
     if state.is_cancelling():
         return Cancelled(message=f"cancelled; {cause}")

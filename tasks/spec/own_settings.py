@@ -38,7 +38,8 @@ _TEST_VARIABLES = (
     "MUSTER_SEED",
 )
 #: Matches the names of the variables that Kubernetes sets in each pod for a service `muster` or
-#: `muster-NAME`. These variables are no settings of Muster, so no warning names them. Source: kubernetes/pkg/kubelet/envvars/envvars.go.
+#: `muster-NAME`. These variables are no settings of Muster, so no warning names them.
+#: Source: kubernetes/pkg/kubelet/envvars/envvars.go.
 _SERVICE_VARIABLE = re.compile(
     r"MUSTER_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)"
     r"(?:_(?:PROTO|PORT|ADDR))?)"

@@ -122,9 +122,9 @@ def find_path_fault(
 ) -> str:
     """Return an error text if another user could change the target of a path, else an empty string.
 
-    The function checks every folder and symbolic link on the path. A folder with the sticky bit,
-    such as `/tmp`, is accepted within the path, because a user cannot replace the files of other
-    users in such a folder. Parts of the path that do not exist are not checked.
+    The function checks every folder and symbolic link on the path. Parts of the path that do not
+    exist are not checked. A folder with the sticky bit, such as `/tmp`, is accepted within the
+    path. A user cannot replace the files of other users in such a folder.
 
     Args:
         path: Absolute path.

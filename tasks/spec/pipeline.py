@@ -283,8 +283,9 @@ class Stage(Model):
 
         kind = "step" if kinds[0] in ("call", "command") else "run"
         for key in _RUN_KEYS if kind == "step" else _STEP_KEYS:
-            # A key of the other kind with its default value is no fault: Prefect adds the default
-            # values of all keys when it stores the parameters of a flow run.
+            # A run must not have the keys of a step, and a step must not have the keys of a run.
+            # But such a key with its default value is no fault, because Prefect adds the default
+            # values of all keys to the parameters of a flow run.
             default = cls.model_fields[key].get_default(call_default_factory=True)
             value = written.get(key)
             is_blank = isinstance(value, Mapping) and not any(value.values())

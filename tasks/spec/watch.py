@@ -37,7 +37,7 @@ _STEADY_WITHIN = 0.1
 #: A decline of a metric counts as noise if it is smaller than this multiple of the metric's mean
 #: change from step to step.
 _NOISE_FACTOR = 4.0
-#: Smallest number of lines in a row with a null metric that can raise an alarm.
+#: Smallest number of consecutive lines with a null metric that can raise an alarm.
 _MANY_NULLS = 10
 
 
@@ -407,7 +407,7 @@ class _RuleState:
         )
 
     def _count_null(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
-        """Return an alarm if the metric is null for unusually many lines in a row.
+        """Return an alarm if the metric is null in unusually many consecutive lines.
 
         Null stands for a missing value. Some trainers write null in the lines between two values of
         a metric, so a few nulls are normal. The limit adapts to the longest such gap so far.

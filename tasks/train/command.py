@@ -152,8 +152,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
 def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
     """Run the flow, and return the final state that the run's file `run.json` contains.
 
-    The flow run has the same state, unless the Prefect server did not answer when the run ended. In
-    that case the flow raises an error or fails, although the run may have completed.
+    The final state of the flow run is normally the same. But if the Prefect server did not answer
+    when the run ended, the flow raises an error or fails, although the run may have completed.
 
     Args:
         run_flow: Runs the flow and returns its final state.

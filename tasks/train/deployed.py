@@ -131,8 +131,8 @@ def deployments(*, json: AsJson = False) -> None:
 def _format_list(rows: list[Deployed], width: int) -> Iterator[str]:
     """Yield the lines of the list of deployments for a terminal, with a line of headings.
 
-    If the columns are wider than the terminal, each deployment takes two lines: one with its name
-    and its next start, and an indented line with the other texts.
+    If the columns are wider than the terminal, each deployment takes two lines. The first line has
+    its name and its next start. The second line is indented and has the other texts.
 
     Args:
         rows: The deployments.

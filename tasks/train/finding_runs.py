@@ -330,10 +330,10 @@ def find_run(name: str) -> Run:
     """Find a run by its name or id, or by a part of them, and return the run.
 
     Args:
-        name: `latest`, or one of these texts: the id of the run or of its flow run, the first or
-            last characters of one of these ids, the name in the spec, or the name that a user gave
-            to the flow run in the Prefect UI. Any part of a run id or name is also accepted, if
-            only one run has it.
+        name: `latest`, the id of the run or of its flow run, or the first or last characters of
+            such an id. It can also be the name in the spec, or the name that a user gave to the
+            flow run in the Prefect UI. Any part of a run id or name is accepted, too, if only one
+            run has it.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.

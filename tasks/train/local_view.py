@@ -25,8 +25,8 @@ def read_local_view(run: Run) -> RunView | None:
     record = read_local_record(run.run_id)
     if record is None or record.attempt is None or run.is_on_another_host:
         return None
-    # If the flow process was killed, the run may have ended on the server, while the record on this
-    # machine does not show the end yet.
+    # If the flow process was killed, the run may have ended on the server. The record on this
+    # machine shows the end only after `muster reconcile`.
     is_outdated = run.state in ENDED_STATES and not record.state.is_final
     spec = read_spec_of_run(record, run.place)
     if spec is None or is_outdated:

@@ -158,9 +158,9 @@ class PlanInputs:
     def _select_alarms(self) -> dict[str, WatchRule]:
         """Return the alarm rules that apply to the attempt, by name.
 
-        An alarm that the attempt has already raised is not raised again. A rule about a
-        constant metric does not apply to an attempt that starts from a checkpoint, because the
-        metric of a trained model may be constant without a fault.
+        An alarm that the attempt has already raised is not raised again. A rule about a constant
+        metric does not apply to an attempt that starts from a checkpoint. The metric of a model
+        that is already trained may be constant without a fault.
         """
         raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
         return {

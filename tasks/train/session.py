@@ -637,8 +637,8 @@ class RunSession:
             template=template,
         )
         if adopted is None:
-            # Record the code in the background, because Git may need long to find the changes of a
-            # large project.
+            # Record in `run.json` which code the run uses. Do this in the background, because Git
+            # may need long to find the changes in a large project.
             self._running.background.start(
                 record_provenance, self.record, self.code, spec, Path.cwd(), self._secrets
             )

@@ -426,7 +426,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
                 run.interrupt(reason)
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
-            # If the run was not interrupted before, its result replaces the state that a user set.
+            # A user has set a final state by hand while this process still ran. The server accepts
+            # the result of this run in place of that state, unless the run was interrupted.
             return bool(run.interrupt_reason), note
     return False, note
 

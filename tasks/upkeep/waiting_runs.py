@@ -258,8 +258,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If another host has resumed an attempt of this host, that host has written `page_record`. In
-    # that case it is newer than `local_record` although the numbers of attempts are equal.
+    # If another host has resumed an attempt of this host, that host has written `page_record`. So
+    # `page_record` is newer than `local_record`, even if both have the same number of attempts.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
