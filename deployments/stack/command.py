@@ -373,7 +373,12 @@ def _refuse_taken_port(port: int) -> None:
 
 
 def _refuse_other_port(stack: Stack, port: int | None) -> None:
-    """Raise StackError if a port is given and the stack's Prefect server has another port."""
+    """Raise StackError if the stack's Prefect server has another port than `port`.
+
+    Args:
+        stack: The running stack.
+        port: Value of the option `--port`. None if the user did not set it, so that any port fits.
+    """
     if port not in (None, stack.port):
         raise StackError(
             f"the stack of this MUSTER_HOME has port {stack.port}, not {port}; omit --port, "
@@ -382,7 +387,12 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
 
 
 def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
-    """Raise StackError if a fleet is given and the stack has other Ray nodes."""
+    """Raise StackError if the stack has other Ray nodes than `fleet`.
+
+    Args:
+        stack: The running stack.
+        fleet: Value of the option `--gpus`. None if the user did not set it, so that any nodes fit.
+    """
     if fleet is not None and str(fleet) != stack.fleet:
         current_fleet = f"has --gpus {stack.fleet}" if stack.fleet else "has no nodes with GPUs"
         raise StackError(

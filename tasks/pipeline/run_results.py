@@ -196,10 +196,13 @@ class RunResults:
 
 
 def _find_best_evaluated(run: StageRun, best: Best) -> EvaluatedCheckpoint | None:
-    """Return the best checkpoint of a run by the figure of an evaluation.
+    """Return the best checkpoint of a run, compared by a number in the results of an evaluation.
 
+    Args:
+        run: The run.
+        best: The key `best` of the stage, which names the number.
     Returns:
-        The evaluation of the checkpoint. None if no evaluation has the figure, or if the record of
+        The evaluation of the checkpoint. None if no evaluation has the number, or if the record of
         the evaluations cannot be read.
     """
     try:

@@ -317,7 +317,12 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
 
 
 def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:
-    """Return True if SIGKILL ended the component or the process that failed first."""
+    """Return True if SIGKILL ended the component or the process that failed first.
+
+    Args:
+        exit: Exit of the component.
+        first_rank: The process of the component that failed first, or None if it is unknown.
+    """
     codes = (-signal.SIGKILL, 128 + signal.SIGKILL)
     is_rank = first_rank is not None and first_rank.exit_code in codes
     return is_rank or exit.signal == signal.SIGKILL or exit.exit_code in codes
@@ -326,7 +331,14 @@ def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:
 def _is_oom_kill(
     exit: Exit, first_rank: RankFailure | None, cause: Cause | None, evidence: DeathEvidence
 ) -> bool:
-    """Return True if a kill by the kernel's OOM killer explains the exit of a component."""
+    """Return True if a kill by the kernel's OOM killer explains the exit of a component.
+
+    Args:
+        exit: Exit of the component.
+        first_rank: The process of the component that failed first, or None if it is unknown.
+        cause: Line of the component's log that best explains the exit, or None.
+        evidence: Facts from the kernel about the deaths of the component's processes.
+    """
     if not evidence.oom_kill:
         return False
     if exit.signal is not None or _got_sigkill(exit, first_rank):

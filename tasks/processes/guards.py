@@ -118,9 +118,10 @@ class Guards:
             self._template = self._template or GuardianTemplate(self._tag)
 
     def prepare(self, component: str, part: str = "") -> GuardedProcess:
-        """Start the guardian process that will own a process. The guardian executes nothing yet.
+        """Start the guardian that will own a process, and return the process with this guardian.
 
-        Pass the same names to `running` or `dismiss` later.
+        The guardian executes no command yet. Pass the same names to `running` later to execute a
+        command, or to `dismiss` to end the guardian.
 
         Args:
             component: Name of the component.
@@ -186,8 +187,7 @@ class Guards:
     async def running(
         self, component: str, part: str, command: Command
     ) -> AsyncIterator[GuardedProcess]:
-        """Run a command in this context, under its own guardian.
-
+        """Run a command under its own guardian while the context is open, and yield its process.
         The process is registered before the command is executed. At the end of the context, the
         command gets its stop signal and its grace period. The context then waits until the whole
         process tree has ended. The registry entry is removed when the process tree has ended.

@@ -337,10 +337,12 @@ class RunRegistration(EntryWriter):
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegistration:
-        """Register a run, with this process as the process that supervises the run.
+        """Register a run, and return its registration.
+
+        This process is registered as the process that supervises the run.
 
         Args:
-            run_id: The run.
+            run_id: Id of the run.
             about: Further fields of `Owner`.
 
         Raises:

@@ -262,12 +262,13 @@ class TimeToSave:
         return await self._ask(component, find_checkpoint, unknown)
 
     async def _ask(self, component: RunningComponent, read: Callable[[], T], unknown: T) -> T:
-        """Read the checkpoints of a component within a time limit.
+        """Call a function that reads the checkpoints of a component, and return its result.
 
         Args:
             component: The component.
             read: Function that reads the checkpoints.
-            unknown: Result if the checkpoints cannot be read, or their folder does not answer.
+            unknown: Result if the checkpoints cannot be read, or if their folder does not answer
+                within two seconds.
         """
         reader = self.readers.of(component.plan.checkpoints)
         try:

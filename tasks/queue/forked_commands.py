@@ -183,7 +183,7 @@ class Caller:
 
     @classmethod
     def receive(cls, connection: socket.socket) -> Caller:
-        """Receive the request of a `muster train` command.
+        """Receive the request of a `muster train` command, and return the command as a `Caller`.
 
         Args:
             connection: Connected socket to the command.

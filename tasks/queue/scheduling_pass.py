@@ -385,8 +385,8 @@ class QueueReader:
     ) -> tuple[FailureKind, str]:
         """Return the failure kind and the reason of a run that can never start.
 
-        The reason is empty if the run can start later, or if it is unknown whether the run can
-        start.
+        The reason is empty if the run may start later, or if this is unknown. In both cases, the
+        failure kind has no meaning.
         """
         request = entry.request
         settings = scheduling_pass.settings

@@ -400,7 +400,13 @@ class FsspecStore:
     def _request(
         self, verb: str, key: str, request: Callable[[], T], limit_s: float | None = None
     ) -> T:
-        """Send a request with a deadline, and translate its errors.
+        """Send a request with a deadline, and return its result.
+
+        Args:
+            verb: Verb for error messages, such as `read`.
+            key: Key of the file or folder that the request is about.
+            request: Function that sends the request.
+            limit_s: Deadline in seconds. If None, the default deadline of the store.
 
         Raises:
             FileNotFoundError: There is no such file or bucket.
@@ -521,7 +527,13 @@ def _make_raiser(error: Exception) -> Callable[[], Any]:
 
 
 def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
-    """Return the `StoreError` for an error of fsspec or of a library that it uses."""
+    """Return the `StoreError` for an error of fsspec or of a library that fsspec uses.
+
+    Args:
+        error: The error.
+        subject: Beginning of the message, such as `cannot read s3://bucket/file`.
+        protocol: Protocol of the store's URLs, such as `s3`.
+    """
     types = " ".join(base.__name__ for base in type(error).__mro__)
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     reason = " ".join(reason.split())

@@ -276,7 +276,15 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
 def _log_events(
     place: RunPlace, before: RunJson, after: RunJson, loss: FlowLoss, clock: Callable[[], float]
 ) -> None:
-    """Write events about the clean-up and the new states to the last attempt's event log."""
+    """Write events about the clean-up and the new states to the last attempt's event log.
+
+    Args:
+        place: Directory of the run.
+        before: The record before the clean-up.
+        after: The record after the clean-up.
+        loss: Facts about the run, and the results of the clean-up.
+        clock: Function that returns the current time in UTC epoch seconds.
+    """
     if after.attempt is None:
         return
     events = EventLog(place.attempt(after.attempt.number).events, clock=clock)

@@ -148,7 +148,10 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
 
 
 def _check_safetensors(file: BinaryIO, size: int) -> str:
-    """Check a safetensors file: compare its size with the offsets in its header."""
+    """Return the reason why a safetensors file is incomplete, or an empty string.
+
+    The size of the file is compared with the offsets in its header.
+    """
     head = file.read(8)
     if len(head) < 8:
         return f"has {size} bytes, fewer than the header of a safetensors file"
@@ -165,7 +168,11 @@ def _check_safetensors(file: BinaryIO, size: int) -> str:
 
 
 def _check_zip(file: BinaryIO, size: int) -> str:
-    """Check a zip archive, as PyTorch, NumPy and Lightning write it, by the table at its end."""
+    """Return the reason why a zip archive is incomplete, or an empty string.
+
+    PyTorch, NumPy and Lightning write such archives. The table at the end of an archive lists all
+    of its parts.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
@@ -177,7 +184,10 @@ def _check_zip(file: BinaryIO, size: int) -> str:
 
 
 def _check_npy(file: BinaryIO, size: int) -> str:
-    """Check a NumPy file: compare its size with the shape and the type in its header."""
+    """Return the reason why a NumPy file is incomplete, or an empty string.
+
+    The size of the file is compared with the shape and the type in its header.
+    """
     major_version = file.read(8)[6]
     length_format = "<H" if major_version == 1 else "<I"
     length_bytes = struct.calcsize(length_format)
@@ -295,7 +305,10 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def _check_pickle(file: BinaryIO, size: int) -> str:
-    """Check a pickle, or a file in the format of PyTorch before version 1.6."""
+    """Return the reason why a pickle is incomplete, or an empty string.
+
+    The file may also have the format of PyTorch before version 1.6, which begins with a pickle.
+    """
     if size > _PICKLE_BYTES:
         head = file.read(1 << 16)
         if _is_old_torch(head):
@@ -323,8 +336,10 @@ def _is_old_torch(head: bytes) -> bool:
 
 
 def _check_old_torch(file: BinaryIO, size: int) -> str:
-    """Check a file in PyTorch's format before version 1.6: add up the sizes of its storages.
+    """Return the reason why a file in PyTorch's format before version 1.6 is incomplete.
 
+    The size of the file is compared with the sum of the sizes of its storages. The result is an
+    empty string if the file is complete.
     Source: torch/serialization.py.
     """
     for _ in range(2):  # Skip the protocol version and the data about the machine.

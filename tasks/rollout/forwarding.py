@@ -595,6 +595,12 @@ class _ForwardedRequest:
         If nothing was sent to the client yet, send an error response. Otherwise close the
         connection so that the client sees an incomplete response. In an event stream, the last
         event holds the error.
+
+        Args:
+            reason: Reason for the loss of the connection.
+
+        Returns:
+            The HTTP status that the client received.
         """
         request = self._request
         if not request.is_begun:

@@ -430,7 +430,12 @@ class Registry:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server. None if the group has ended or was started again."""
+        """Return the group of a server. None if the group has ended or was started again.
+
+        Args:
+            rank: Rank of the server.
+            epoch: Number of the group's start to which the report about the server refers.
+        """
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
 

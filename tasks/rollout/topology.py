@@ -281,7 +281,13 @@ def ports_needed(
 
 
 def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
-    """Return the number of nodes that the engines of a fleet span together."""
+    """Return the number of nodes that the engines of a fleet span together.
+
+    Args:
+        fleet: Spec of the fleet.
+        node_gpus: Number of GPUs on each node, which determines how many engines share a node. See
+            `build` for None.
+    """
     engines = range(fleet.engines)
     highest_node = max(
         node for engine in engines for node in list_engine_nodes(fleet, engine, node_gpus)

@@ -150,8 +150,10 @@ class Upstreams:
         return None
 
     async def _connect(self, url: str) -> ServedConnection:
-        """Open a connection to a server and check that the engine's own process accepts it.
+        """Open a connection to a server, and return it.
 
+        If this object has a listener check, a process of the server's engine must accept the
+        connection.
         Raises:
             Unconnected: No connection was opened.
         """

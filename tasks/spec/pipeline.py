@@ -869,7 +869,12 @@ def _check_step(
 
 
 def _find_arg_uses(node: Any, path: str) -> Iterator[Use]:
-    """Yield the placeholders in the arguments of a step, with the path of each text."""
+    """Yield the placeholders in the arguments of a step, with the path of each text.
+
+    Args:
+        node: The arguments, or a part of them.
+        path: Dotted path of `node` in the spec.
+    """
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _find_arg_uses(value, join_path(path, key))

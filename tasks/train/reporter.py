@@ -345,6 +345,12 @@ class Reporter:
         """Set the final state of the task run that shows a recovery of inference servers.
 
         Do nothing if the recovery is unknown.
+
+        Args:
+            recovery_id: Id of the recovery.
+            make_state: Makes the final state from the argument `message`, such as `Completed`.
+            outcome: First words of the state's message, such as `recovered`.
+            details: Last words of the state's message.
         """
         if recovery_id not in self._recoveries:
             return

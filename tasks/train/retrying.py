@@ -97,7 +97,20 @@ def _queue_again(
     watch: bool,
     json: bool,
 ) -> int:
-    """Queue the flow run of a run again. A worker then starts the next attempt."""
+    """Queue the flow run of a run again, so that a worker starts the next attempt.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run of the run.
+        run: The run.
+        from_step: Step of the checkpoint from which the attempt starts. None for the newest
+            complete checkpoint.
+        watch: True to show the run until its end.
+        json: True to print the result as JSON.
+
+    Returns:
+        The exit code of the command.
+    """
     spec = parse_spec(flow_run.parameters.get("spec"), from_form=True)
     record = find_record(run)
     start = _choose_attempt_start(run, spec, record, from_step)

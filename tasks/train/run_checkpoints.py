@@ -302,7 +302,17 @@ def _describe(one: JudgedCheckpoint, attempts: Sequence[AttemptRecord]) -> RunCh
 
 
 def _find_attempt(saved_at: float, attempts: Sequence[AttemptRecord]) -> int | None:
-    """Return the number of the last attempt that began before a time, or None if there is none."""
+    """Return the number of the attempt that saved a checkpoint.
+
+    This is the last attempt that began before the checkpoint was saved.
+
+    Args:
+        saved_at: Time at which the checkpoint was saved, in UTC epoch seconds.
+        attempts: The attempts of the run.
+
+    Returns:
+        The number, or None if the checkpoint is older than all attempts.
+    """
     numbers = [attempt.number for attempt in attempts if attempt.started_at <= saved_at]
     return max(numbers, default=None)
 

@@ -125,8 +125,10 @@ class RunningAttempt:
 
 
 def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
-    """Add the Python interpreter of a component to the hint about a missing Python package.
+    """Return the result of an attempt, with the interpreter that lacks a Python package.
 
+    If a component failed because a Python package is missing, its Python interpreter is added to
+    the hint of the failure. Any other result is returned unchanged.
     Args:
         verdict: The result of the attempt.
         spec: The resolved spec of the attempt.

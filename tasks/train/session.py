@@ -369,7 +369,9 @@ class RunSession:
         return plan_resume(self.spec, self.place, content.attempts, content.foreign_checkpoints)
 
     def _read_checkpoints(self, read: Callable[[], T]) -> T:
-        """Call a function that reads the folder of checkpoints, and repeat the call after errors.
+        """Call a function that reads the folder of checkpoints, and return its result.
+
+        After an error, the call is repeated.
 
         Raises:
             CheckpointsUnreadable: The folder cannot be read, after several tries.
@@ -534,6 +536,9 @@ class RunSession:
             resume: The checkpoint from which the attempt starts, and the reasons for its choice.
                 None if they are unknown.
             ports: The ports that are reserved for the attempt.
+
+        Returns:
+            The attempt with its supervisor.
         """
         attempt_spec = AttemptSpec(
             self.spec,

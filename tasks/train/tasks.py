@@ -216,7 +216,9 @@ def _download_code(name: str) -> bytes | None:
 
 
 def _repeat_until_answered(run: RunSession, request: Callable[[], T]) -> T:
-    """Call a function, and repeat the call while the Prefect server does not answer.
+    """Call a function that sends a request to the Prefect server, and return its result.
+
+    The call is repeated while the server does not answer.
 
     Raises:
         ServerAway: The server did not answer in time, or the run must end. Other errors of the

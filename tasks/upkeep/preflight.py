@@ -505,6 +505,13 @@ def run_preflight(
 ) -> int:
     """Run the flow `preflight` in this process, and print its result.
 
+    Args:
+        flow: The flow `preflight`.
+        address: URL of the Ray dashboard.
+        shared: Path of the directory that all nodes must share. If None, MUSTER_HOME is used.
+        limits: Limits that a node must keep to be fit for runs.
+        within_s: Deadline of each step of the preflight, in seconds.
+
     Returns:
         The exit code of the command: 1 if a node is unfit or could not be checked, 0 otherwise.
 

@@ -285,7 +285,10 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
 
 
 def _describe_host(client: SyncPrefectClient, name: str) -> Host:
-    """Collect the facts about a host that decide whether its flow runs are lost."""
+    """Return the facts about a host that decide whether its flow runs are lost.
+
+    The facts come from the registry of this machine and from the Prefect server.
+    """
     registered: set[str] = set()
     for run_id in registered_runs():
         owner = read_owner(run_id)
