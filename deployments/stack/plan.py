@@ -71,9 +71,9 @@ _RAY_PORTS = {
 #: node.
 #:
 #: The setting for process groups makes Ray kill the process group of a worker process when the
-#: worker ends. The setting for the subreaper turns it off. The subreaper would kill more processes,
-#: but it is deprecated. It also makes workers ignore SIGCHLD, so that a crashed child process of a
-#: worker appears to have exited with code 0.
+#: worker ends. Another setting turns off Ray's subreaper. The subreaper would kill more processes,
+#: but Ray has deprecated it. It would also make workers ignore SIGCHLD, so that a crashed child
+#: process of a worker would appear to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

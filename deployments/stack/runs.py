@@ -47,7 +47,7 @@ def end_runs(worker: int, *, within_s: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of a worker, which is given by its process id, and return the exit code.
+    """End the runs of the worker whose process id is the argument, and return the exit code.
 
     The exit code is also 0 if the worker has already ended.
     """

@@ -244,8 +244,9 @@ def make_failure(
     if first_rank is not None:
         message = f"{message}: {first_rank}"
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
-            # Omit this line from the message. The line only says that this rank has ended, or that
-            # another rank has lost the connection to it. The message already names this rank.
+            # Omit this line of the log from the message. The line only says that this rank has
+            # ended, or that another rank has lost the connection to this rank. The message already
+            # names this rank.
             cause_line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""

@@ -151,7 +151,7 @@ class JsonlProgress:
         self._added: deque[tuple[bool, list[dict[str, Any]]]] = deque()
         self._key = key
         self._step: float | None = None
-        #: Number of JSON objects without a step, before the first object with a step.
+        #: Number of JSON objects without a step that came before the first object with a step.
         self._without_step = 0
         #: Last JSON object in which `key` had no numeric value. None if there was none.
         self._last_without_step: dict[str, Any] | None = None

@@ -183,8 +183,8 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
 def _ignore_in_handler(signum: int, frame: FrameType | None) -> None:
     """Do nothing.
 
-    Python writes a signal's number to the wakeup file descriptor only if the signal has a handler.
-    The thread in `receive_signals` reads it there.
+    Python writes the number of a signal to the wakeup file descriptor only if the signal has a
+    handler. The thread of `receive_signals` reads the numbers from this file descriptor.
     """
 
 

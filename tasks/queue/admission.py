@@ -355,7 +355,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 async def _read_other_failed_runs(
     client: PrefectClient, node: str, flow_run_id: UUID, now: float
 ) -> list[FlowRun]:
-    """Return the flow runs that failed on a node within the last 24 hours, except the given one.
+    """Return the flow runs that failed on a node within the last 24 hours, except one flow run.
 
     Args:
         client: Client of the Prefect server.

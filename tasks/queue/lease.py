@@ -108,9 +108,9 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
-    #: lock. The scheduling lease on the server contains the id of its holder's locked file. If the
-    #: lease contains this id, an earlier holder of the file lock has taken the lease. The earlier
-    #: holder has ended or unlocked the file, and will not give the lease back.
+    #: lock. The scheduling lease on the server contains the id of its holder's locked file. If a
+    #: lease of another holder contains this id, that holder has had the same file lock. It must
+    #: have ended or unlocked the file, so it will not give the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:

@@ -86,9 +86,9 @@ class QueueReader:
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that need no further check for a lost cancellation (a Cancelled state that a
-    #: scheduler has overwritten), by flow run id. Each value is the id of the state that the flow
-    #: run had at its check. When the flow run has another state, it is checked again.
+    #: Flow runs that were checked and have no lost cancellation, a Cancelled state that a scheduler
+    #: has overwritten. The key is the flow run id. The value is the id of the state that the flow
+    #: run had at the check. When the flow run has another state, it is checked again.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: Results of `grants.was_set_back` for scheduled flow runs that may have a process, by flow run
     #: id. A value contains the id of the flow run's state at the check, and the result. The result

@@ -371,7 +371,7 @@ class Submitter:
         return state
 
     async def forgotten(self) -> GiveUpReason | None:
-        """Return why the cluster has no record of the job, although it had accepted the job.
+        """Return why the cluster has no record of a job that the cluster had accepted.
 
         Call this method only after the cluster has answered that it does not know the job.
 

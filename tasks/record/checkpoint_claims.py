@@ -69,7 +69,7 @@ def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.tim
 
 
 def find_rivals(folder: str, run_id: str) -> list[Rival]:
-    """Return the other runs that wrote checkpoints to a folder while the given run used the folder.
+    """Return the other runs that wrote checkpoints to a folder at the same time as a certain run.
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.

@@ -197,8 +197,9 @@ class _OpenLog:
 class HeldLog:
     """A log file that can be read to its end, even if it is moved or removed meanwhile.
 
-    `hold` opens the file. While the file is open, the kernel keeps the file, and `source` leads to
-    it. A program that has the same file open continues to write there after the file was moved.
+    `hold` opens the file. While the file is open, the kernel keeps the file, and `source` is a path
+    that leads to the file. A program that has the same file open continues to write to this file
+    even after the file was moved.
     """
 
     def __init__(self, path: Path) -> None:

@@ -218,7 +218,7 @@ def make_overlap_settings(overlap: Overlap) -> dict[str, Any]:
 
 
 def set_overlap(client: SyncPrefectClient, existing: DeploymentResponse, overlap: Overlap) -> None:
-    """Change the concurrency limit of a deployment, so that overlapping runs are treated as given.
+    """Set how a deployment treats overlapping runs, by changing its concurrency limit.
 
     Args:
         client: client of the Prefect server.

@@ -218,9 +218,9 @@ def is_on_terminal() -> bool:
 def console_of(stream: TextIO | None) -> SafeConsole:
     """Return a safe Rich console that writes to standard output or standard error.
 
-    If the stream is a `GuardedStream`, the console writes directly to the stream that it wraps: a
-    `GuardedStream` would remove the colours that Rich adds. The console itself removes control
-    characters from its text.
+    A `GuardedStream` would remove the colours that Rich adds. So if the stream is a
+    `GuardedStream`, the console writes directly to the stream inside it. The console itself removes
+    control characters from its text.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`, or None if it is closed.

@@ -237,10 +237,10 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # `gpus` is the number of GPUs that the job's actors must take. It is known only if these
-        # actors use all GPUs of the run. Otherwise it is 0: another job or inference servers may
-        # use GPUs, too. With `entrypoint_gpus`, it is also 0, because Ray then gives GPUs to the
-        # job's driver, and the job is pending until the driver has them.
+        # `gpus` is the number of GPUs that the job's actors must take. The number is known only if
+        # these actors use all GPUs of the run. It is 0 if another job or inference servers may use
+        # GPUs, too. It is also 0 with `entrypoint_gpus`: Ray then gives the GPUs to the job's
+        # driver, and the job is pending until the driver has its GPUs.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Symbolic links of a checked-out project lead to data outside of the code. Do not upload

@@ -70,8 +70,8 @@ def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
 
     Args:
         env: Variables of the component that do not come from `tracker_env`.
-        is_job: True if the component is a Ray job. The store of a Ray job counts only if it is a
-            server, because this machine cannot read files of another machine.
+        is_job: True if the component is a Ray job. A Ray job needs a parent run only if its MLflow
+            runs are on an MLflow server. This machine cannot read MLflow files of another machine.
     """
     if any(name in env for name in _MLFLOW_SELECTORS):
         return False
