@@ -169,7 +169,7 @@ def serve() -> None:
             options = deployment_options(client, served, host)
             runner.add_flow(served.flow, name=host, **options)
             print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
-    # After Ctrl-C, end the process without a traceback, as after SIGTERM.
+    # After Ctrl-C, end the process without a traceback. SIGTERM ends the process in the same way.
     with suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
 

@@ -62,7 +62,8 @@ def make_model(folder: Path, *, seed: int) -> None:
     draft = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     LlamaForCausalLM(config).save_pretrained(draft)
     byte_tokenizer().save_pretrained(draft)
-    # Rename the folder as the last step, so that a folder with a config.json is complete.
+    # Write all files into a temporary folder, and rename this folder at the end. So a folder with
+    # the final name is always complete.
     os.replace(draft, folder)
 
 

@@ -173,8 +173,8 @@ class Training:
         """
         while wait(rollouts, timeout=CHECK_EVERY_S).not_done:
             if any(engine["state"] == "stale" for engine in self._client.engines()):
-                # An engine without the current weights gets no requests. If no engine has these
-                # weights, no answer comes until the weights are sent.
+                # A stale engine lacks the current weights, so it gets no requests. If all engines
+                # are stale, no answer comes until the weights are sent again.
                 self._publish_weights()
         return [rollout.result() for rollout in rollouts]
 

@@ -184,8 +184,8 @@ class Training:
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
             if self._servers is not None:
-                # If all servers were restarted, no server has the current weights, and no answers
-                # would arrive.
+                # A restarted server lacks the current weights. If all servers were restarted, no
+                # answers would arrive. So send the weights to the restarted servers.
                 self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)

@@ -175,7 +175,8 @@ def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
     try:
         return read_other_worker(_request_json(client, "GET", variable_url)["value"])
     except _NoAnswer:
-        # The worker has not written its Prefect variable yet, or the server does not answer.
+        # Nothing is known about another worker. Either the stack's worker has not written its
+        # Prefect variable yet, or the server does not answer.
         return ""
 
 

@@ -152,8 +152,8 @@ def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) ->
         changes["nodes"] = (*settings.nodes, local_node)
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
-        # Remove clusters with a loopback address from the settings. They belonged to earlier stacks
-        # and no longer exist.
+        # Remove the clusters with a loopback address from the settings. They are clusters of
+        # earlier stacks on this machine, which no longer exist.
         other_clusters = (
             cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
         )

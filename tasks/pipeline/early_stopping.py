@@ -152,8 +152,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # `min_resource` is the first step at which the pruner compares trials. Here, the trials
-        # have a value only at `step`.
+        # The pruner compares trials for the first time at the step `min_resource`. Here, the trials
+        # have a value only at the step `step`, so use this step.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )

@@ -61,7 +61,8 @@ def listen_for_run_ends(
     try:
         yield
     finally:
-        # The loop is closed if the thread has ended because of an error.
+        # If the thread has ended because of an error, its event loop is closed, and the next call
+        # raises RuntimeError.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(reading.cancel)
         thread.join(_JOIN_TIMEOUT_S)
@@ -82,7 +83,8 @@ async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], Non
                     if is_own_run(event.resource.id.removeprefix(_FLOW_RUN)):
                         wake()
         except Exception as error:
-            # Without events, the pipeline works on with its regular reads of the states.
+            # The events only make the pipeline faster. Without events, it reads the states of its
+            # runs every few seconds.
             _log.debug("the event stream broke; next try in %.0f s: %r", reconnect_s, error)
         await asyncio.sleep(reconnect_s)
         reconnect_s = min(2 * reconnect_s, _RECONNECT_AT_MOST_S)

@@ -204,7 +204,8 @@ def make_failure(
         has_later_error = any(map(is_later_error, traceback.splitlines()))
         if has_later_error or not has_error_file(text, first_rank):
             traceback = ""
-    # An alarm of the spec explains itself. The log of such a component shows no other failure.
+    # If an alarm of the spec has ended the attempt, the alarm itself is the cause. So do not search
+    # the log for another cause.
     is_explained = kind is FailureKind.ALARM
     cause = None if is_explained else find_cause(own_text, is_consequence=is_later_error)
     if traceback and (cause is None or cause.rule.role >= Role.CASCADE):
@@ -215,8 +216,8 @@ def make_failure(
         signal_of_death = first_rank.signal_name
         is_from_kernel = first_rank is evidence.first_death
         if is_from_kernel and cause is not None and cause.rule.role >= Role.EXCEPTION:
-            # A process that a signal kills writes no message. So other processes have written this
-            # message, because they have lost the connection to the killed process.
+            # A signal has killed the process that failed first, so this process wrote no message.
+            # The message in the log comes from processes that lost the connection to this process.
             cause = None
     is_oom_kill = (
         exit is not None and kind is None and _is_oom_kill(exit, first_rank, cause, evidence)
@@ -229,7 +230,7 @@ def make_failure(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # A cause of the kind UNKNOWN, such as the line "Killed", does not replace the given `kind`.
+        # If the kind of the cause is UNKNOWN, as for the line "Killed", keep the argument `kind`.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -659,8 +660,8 @@ class SupervisedAttempt:
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:
-            # Do not start the component again. It does not take its port from the plan, so it would
-            # use the same port again.
+            # The new port does not change the plan of the component. So the component would use the
+            # taken port again. Do not start it again.
             self._fail_by_loss(component, component.port_loss)
             return
         self._emit("component.moved", component.name, pid=component.pid, reason=message)
@@ -868,7 +869,8 @@ class SupervisedAttempt:
         """
         if self._teardown is None:
             self.interrupt("the run was ended before it had finished")
-        # Wait for the decision. It takes some time to find out what the end of a component means.
+        # Wait until it is decided how the attempt ends. After the end of a component, it takes some
+        # time to find out whether the attempt has failed or is complete.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
@@ -918,8 +920,8 @@ class SupervisedAttempt:
             return
         try:
             await component.until_running()
-            # If the end of the attempt is already decided, start no new watcher: the teardown would
-            # not cancel this watcher any more.
+            # If the end of the attempt is already decided, do not start a task that watches the
+            # component. The teardown would not cancel such a late task.
             if not self.decided.is_set():
                 component.tasks.start(self._follow(component, component.until_job_lost))
             await component.until_ready()
@@ -1198,7 +1200,8 @@ class SupervisedAttempt:
         limits: asyncio.Future[tuple[HostLimit, ...]] | None = None
         measured: Future[tuple[FileSystem, ...]] | None = None
         if exit is not None:
-            # Measure now, because the teardown ends the processes that have used up the limit.
+            # Measure the use of processes and threads before the teardown. The teardown ends the
+            # processes that may have used up a limit.
             loop = asyncio.get_running_loop()
             limits = loop.run_in_executor(None, measure_process_limits)
             if not self._disk_reader.is_overdue:

@@ -138,8 +138,8 @@ class AttemptPlan:
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
         total = self.progress.total if self.progress else None
-        # The training may go on after `success_step`. So use the larger one of `success_step` and
-        # `total`.
+        # A training may continue after `success_step`, the step that must be reached for success.
+        # So the training is finished at the larger of `success_step` and `total`.
         return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
@@ -465,8 +465,8 @@ class RunningComponent(ABC):
                 async with asyncio.timeout(ready.limit_s):
                     await wait_for_success(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
-                # Check once more. The component may have become ready while this process had no CPU
-                # time for a check.
+                # Check the component once more. It may have become ready shortly before the time
+                # limit, while this process had no CPU time for a check.
                 if (reason := await probe.ask(_LAST_ASK_S)) is not None:
                     on_no(reason)
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"

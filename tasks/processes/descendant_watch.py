@@ -295,7 +295,8 @@ class DescendantWatch:
         if kill.limiting_group is None:
             return _describe_machine_limit()
         if not kill.limiting_group:
-            # The log of an old kernel does not name the cgroup.
+            # An old kernel does not write the name of the cgroup into its log. So look for a cgroup
+            # of the killed process that has reached its limit.
             return (
                 self._describe_reached_limit(chain)
                 or "the cgroup of this process reached its memory limit"

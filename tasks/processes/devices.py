@@ -103,8 +103,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # The GPU driver reports no UUID for a GPU that has fallen off the bus. Treat the number of
-        # such a GPU like a number without a GPU.
+        # The GPU driver reports no UUID for a GPU that has fallen off the bus. Make a key from the
+        # number of such a GPU, as for a number without a GPU.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"

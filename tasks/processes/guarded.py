@@ -574,8 +574,8 @@ class GuardedProcess:
     async def _enter(self) -> None:
         try:
             if self.pid is None:
-                # The guardian process sent a pidfd of the command. This process did not receive the
-                # pidfd, because it has too many open files.
+                # The guardian process has sent a pidfd of the command. The pidfd did not arrive,
+                # because this process has too many open files.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._register is not None:
                 await self._register(self)
@@ -699,5 +699,6 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        # Read the error once. Otherwise asyncio logs the error if no caller awaits the future.
+        # Read the error of the future once. Otherwise asyncio would log that the error was never
+        # retrieved, if no caller awaits the future.
         future.exception()

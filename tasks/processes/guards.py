@@ -281,8 +281,8 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # A guardian process that has started no command expects the command as its first
-            # message, and no request to kill. `dismiss` is enough to end such a guardian.
+            # A guardian process without a command expects the command as its first message. So send
+            # it no request to kill. `dismiss` is enough to end such a guardian process.
             if process not in unused:
                 process.kill()
             process.dismiss()
@@ -346,8 +346,8 @@ class Guards:
             cgroup.remove(memory_cgroup)
         path = self._cgroups.pop(name, None)
         if path is not None and not cgroup.remove(path):
-            # The cgroup could not be removed. Keep the registry entry, so that a later `reconcile`
-            # removes the cgroup.
+            # The cgroup of the process could not be removed. Keep the registry entry of the
+            # process, so that a later `muster reconcile` removes the cgroup.
             return
         if self._registry is not None:
             self._registry.leave(name)

@@ -634,7 +634,8 @@ class Diagnosis:
     def _copy_log(self) -> None:
         """Add the output since the start of the examination to the report."""
         with self.log.source.open("rb") as f:
-            # If log rotation has truncated the log meanwhile, all of the content is new.
+            # If the log is now shorter than at the start of the examination, log rotation has
+            # truncated it. All of its content is then new.
             is_truncated = f.seek(0, os.SEEK_END) < self._log_began
             f.seek(0 if is_truncated else self._log_began)
             output = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
@@ -642,9 +643,9 @@ class Diagnosis:
             self._write(f"New output in {self.log.path.name}:\n{output}")
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
-                # py-spy has found no place in the program's own code, for example because the
-                # kernel only lets it read child processes. Take the place from the call stack that
-                # faulthandler has written.
+                # py-spy has found no place in the program's own code. For example, the kernel may
+                # allow py-spy to read only its own child processes. So take the place from the call
+                # stack that faulthandler has written into the log.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = (
                     f"{frame} (node {host_name()}, in a descendant of pid {self.process.pid})"

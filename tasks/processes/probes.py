@@ -392,7 +392,8 @@ class NotifyProbe(ComponentProbe):
         return f"not yet (STATUS: {self.status})" if self.status else "not yet"
 
     def glance(self) -> object:
-        # An OSError means that no further message is available.
+        # Read all messages that have arrived on NOTIFY_SOCKET. An OSError means that there is no
+        # further message.
         with contextlib.suppress(OSError):
             for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))

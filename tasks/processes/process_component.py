@@ -131,7 +131,7 @@ class ProcessComponent(RunningComponent):
             command = replace(command, env=env)
         command = self._error_file.prepare(command)
         self._context.ports.release(self.name)
-        # From now on, `end` waits for the end of this method.
+        # The method `end` waits for the end of a launch if this attribute is True.
         self.is_launched = True
         try:
             await self._refuse_foreign(
@@ -194,8 +194,9 @@ class ProcessComponent(RunningComponent):
             return await forever()
         loss = await ProcessWatch(self.process, live, self._emit).until_lost()
         if self.plan.on_exit_zero != "fail":
-            # A component that finishes may first end its worker processes and then itself. Wait a
-            # moment for its end, so that the end of a worker does not count as a failure.
+            # When a component has done its work, it may end its worker processes before it ends
+            # itself. So wait a moment for the end of the component. If the component ends with exit
+            # code 0, the end of a worker is no failure.
             if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
                 await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
             if self.exited.done() and self.exited.result().is_zero:

@@ -95,7 +95,8 @@ class HttpProgress:
             content = response.json()
             step = get_number(content, self._key)
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
-            # Keep the description of an earlier answer, because the server may have ended since.
+            # If an earlier answer of the server had a fault, keep the description of that fault.
+            # The server may have ended since then, so this new error says less.
             if not self._problem:
                 self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
             return None
@@ -400,7 +401,8 @@ class _Output:
         return not is_known
 
     def _is_known(self, partial_line: str) -> bool:
-        # Remove a number at the end of the incomplete line, because more digits may follow.
+        # The line is incomplete, so more digits may follow a number at its end. Leave out such a
+        # number, so that the line is compared only up to the number.
         shape = _shape_of(partial_line)
         shape = shape.rstrip(" 0.,:+-") or shape
         return any(known.startswith(shape) for known in self._shapes)

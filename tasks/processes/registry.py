@@ -331,7 +331,8 @@ class RunRegistration(EntryWriter):
         try:
             reserved_space.reserve(self.directory)
         except OSError as error:
-            # Not every file system can reserve space. The run does not depend on that.
+            # Some file systems cannot reserve disk space. The run can work without the reservation,
+            # so only a full disk or an exceeded quota is an error.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
 

@@ -267,8 +267,9 @@ class _Service:
         try:
             return await self._watch(service_process, needed_is_gone)
         finally:
-            # If this task was cancelled, do nothing here: the method `end` of this class then ends
-            # all processes of the service.
+            # After the end of the process, end its leftover processes. But if this task was
+            # cancelled, do nothing, because the method `end` of this class ends all processes of
+            # the service.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 await self._end_leftovers(service_process)
 
@@ -538,7 +539,8 @@ class Services:
         for name, service in reversed(self._services.items()):
             if leftovers := await service.end():
                 left[name] = leftovers
-        # If `end` of a service has failed, its processes still run, and `close` kills them.
+        # If the method `end` of a service has failed, processes of the service may still run. The
+        # next call kills these processes.
         left_by_context = await self.context.close()
         self.context.release_logs()
         return {**left_by_context, **left}

@@ -56,7 +56,8 @@ def use_own_temporary_folder() -> Path:
 
 
 def _remove_own(folder: Path, owner_pid: int) -> None:
-    # Do nothing in a forked process, which inherits this exit handler from its parent.
+    # A forked process inherits this exit handler from its parent. It must not remove the folder,
+    # because the parent still uses the folder.
     if os.getpid() == owner_pid:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -64,8 +65,8 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
 def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
     for folder in host_folder.iterdir():
-        # An OSError means that a living process holds the lock, or that the entry is no folder but
-        # the common lock file of this host.
+        # An OSError means that a living process holds the lock of the folder. Or the entry is no
+        # temporary folder but the lock file of this host.
         with suppress(OSError):
             fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -145,7 +145,8 @@ def spawn(
     os.close(report_write)
     os.close(go_read)
     if may_go(pid):
-        # The pipe is broken if the child has already failed. The child has then reported its error.
+        # If the child has already failed, it has closed its end of the pipe, and has reported its
+        # error through another pipe. So a broken pipe is no error here.
         with suppress(BrokenPipeError):
             os.write(go_write, _GO)
     os.close(go_write)
@@ -675,8 +676,8 @@ def kill_once(
     while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
-        # Check the last eight pids again in the next pass. A new process may belong to the set only
-        # a moment later, when its parent exits and this process adopts it.
+        # Check the last eight pids again in the next pass. A new process may become a descendant of
+        # this process a moment later, when its parent exits and this process adopts it.
         last = max(newest - 8, 0)
 
 

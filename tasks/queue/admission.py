@@ -180,7 +180,7 @@ class _Admission:
                 if refused.entry.id == self._id:
                     return refused
             # The run was not refused, so its cluster is large enough. If nodes disappear later, the
-            # run must not fail. It waits until the nodes return.
+            # run must not be refused, but must wait until the nodes return.
             never_refused = (self._id,)
             flow_run = await client.read_flow_run(self._id)
             grant = grants.grant_of(flow_run)

@@ -101,8 +101,9 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
-            # This scheduling pass changes the GPU grant of the run to the nodes that the run uses.
-            # The check of the next run in this loop must use the changed grant.
+            # Ray has placed the run on other nodes than its GPU grant names. This scheduling pass
+            # will change the grant to these nodes. The check of the next run must already use the
+            # changed grant.
             granted[gang.id] = held_now
             moved[gang.id] = held_now
 

@@ -532,7 +532,8 @@ class ForkServer:
                 process.
             options: Further arguments of Prefect's function.
         """
-        # The exit stack closes the read ends of the pipes for the output of the process.
+        # The output of the process arrives through pipes. The exit stack closes the read ends of
+        # these pipes.
         with ExitStack() as stack:
             outputs: dict[int, TextIO] = {}
             files: list[int] = []

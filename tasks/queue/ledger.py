@@ -657,7 +657,8 @@ class LedgerReader:
         )
         if grant is None or not grant.cluster:
             return entry
-        # Use the cluster in the GPU grant, even if the work pool lists another cluster now.
+        # The run holds GPUs of the cluster in its GPU grant. So use this cluster, even if the
+        # settings of the work pool now list another cluster.
         return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
 
 

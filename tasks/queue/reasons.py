@@ -179,7 +179,8 @@ def _explain_missing_gpus(
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
             if reason.is_start_assumed:
-                # A semicolon separates the parts of the message, so use none here.
+                # The parts of the message are separated by semicolons, so this part must not
+                # contain a semicolon.
                 expected += " (assumed, because a spec sets no `gang.hours`)"
         parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 

@@ -196,8 +196,8 @@ class Scheduler:
                 held_lease.check()
                 await self._requeue(entry)
             if scheduling_pass.stuck:
-                # The requeued runs are at their old positions in the queue again. So the scheduling
-                # pass is repeated, because later runs must not start before them.
+                # The requeued runs are at their old positions in the queue again. Later runs must
+                # not start before the requeued runs, so repeat the scheduling pass.
                 scheduling_pass = await run_pass(earlier_pass=scheduling_pass)
             for refused in scheduling_pass.refused:
                 held_lease.check()

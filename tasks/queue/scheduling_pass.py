@@ -394,8 +394,8 @@ class QueueReader:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # Do not let the run fail. An earlier scheduling pass let the run wait, so the cluster
-            # was large enough at that time. Missing nodes may return.
+            # An earlier scheduling pass let the run wait, so the cluster was large enough for the
+            # run at that time. Do not let the run fail now, because missing nodes may return.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings

@@ -695,7 +695,8 @@ class GangWorker(ProcessWorker):
                 # Wake Prefect's worker, so that it calls this method again at once, for the next
                 # granted run or for a new scheduling pass.
                 self._wake_within(0.0)
-                # A run whose queue was deleted is in the default queue of this worker's pool.
+                # If the queue of a run was deleted, the server stores no queue for the run. Such a
+                # run counts as a run in the default queue of this worker's pool.
                 pool_id = flow_run.work_pool_id or self.work_pool.id
                 queue_id = flow_run.work_queue_id or self.work_pool.default_queue_id
                 assert queue_id is not None

@@ -486,7 +486,7 @@ class RayJob(RunningComponent):
         path = self._job.submission_file
         self._file = self._file or await asyncio.to_thread(SubmissionFile.read, path)
         if self._file is None or self._file.content.submit_began_at is None:
-            # No submit request was sent, so there is no job to end.
+            # No request to submit the job was sent, so the cluster has no job that must be ended.
             return await self._finish_end(())
         self._file.disk = self._context.disk
         self._note_stop()
@@ -633,7 +633,8 @@ class RayJob(RunningComponent):
             is_node_lost=bool(lost_node),
         )
         if self._stopped_s is not None and state.driver_exit_code is None:
-            # Muster's stop request has ended the job, so the job ended after the stop request.
+            # Muster's stop request has ended the job, so the end of the job cannot be earlier than
+            # this request.
             at_s = max(at_s, self._stopped_s)
         await self._cancel_task("follow")
         if state.driver_node_id:

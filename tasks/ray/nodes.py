@@ -276,7 +276,8 @@ class NodeClient:
         has_missing_agents = bool(each.keys() - replies.keys() - self._agents.keys())
         async with _lock_agent_start(within_s * _LOCK_SHARE if has_missing_agents else 0.0):
             if has_missing_agents:
-                # Another process may have started the agents during the wait for the lock.
+                # Another process may have started the missing agents while this process waited for
+                # the lock. So ask the agents again.
                 self._agents |= await _read_agents(self._gcs_address, self._key, self.nodes)
                 remaining = {node: each[node] for node in each.keys() - replies}
                 replies |= await self._ask_agents(what, remaining, deadline)

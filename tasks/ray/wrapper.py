@@ -380,8 +380,8 @@ def main() -> None:
     parser.add_argument("--stragglers", type=float, required=True)
     options = parser.parse_args(own_arguments)
 
-    # The first entry of the import path is the directory that contains this file, because the
-    # bootstrap code runs that directory with `runpy`.
+    # `sys.path[0]` is the directory that contains this file, because the bootstrap code runs that
+    # directory with `runpy`.
     run_front(options, command, command_environment(sys.path[0]))
 
 

@@ -197,7 +197,8 @@ def read_lines(text: str) -> list[LogLine]:
         parser = parsers[process]
         traceback, message = parser.parse_line(message)
 
-        # If a process prints "Retrying ...", the error in its previous line was not fatal.
+        # If a process prints "Retrying ..." after an error, the error was not fatal. So mark the
+        # previous line of the process as a mere mention.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:
@@ -566,9 +567,9 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # The beginning of the first line may lie before the chunk. Such a line is read with the
-        # next chunk, which ends where this line ends. A line that is longer than a chunk is
-        # skipped.
+        # The chunks are read from the end of the file to its beginning. If the first line begins
+        # before this chunk, it is read with the next chunk, which ends where this line ends. A line
+        # that is longer than a chunk is skipped.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}
@@ -603,7 +604,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
         if b"\n" in chunk:
             complete, _, incomplete_line = data.rpartition(b"\n")
         else:
-            # A line that is longer than a chunk is cut into several lines.
+            # The chunk contains no newline, so its line is longer than a chunk. Treat each chunk of
+            # this line as a separate line.
             complete = data
             incomplete_line = b""
 

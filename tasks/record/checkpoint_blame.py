@@ -185,7 +185,8 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         is_silent = spec.progress is not None or failure.kind is FailureKind.STALLED
         if not is_silent:
             return Blame.NONE
-        # If the ranks wait for each other, the cause may be the network and not the checkpoint.
+        # The attempt hung while the ranks of the training waited for each other. The cause may be
+        # the network, and not the checkpoint.
         is_collective = _COLLECTIVE.search(failure.message) is not None
         return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
     can_be_damaged = failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_DIED

@@ -278,8 +278,8 @@ def _distributed_gap(content: Content) -> str:
                 return f"{shard} has {facts.size_bytes} bytes, but needs {least_bytes} by .metadata"
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
-                # The trainer died while it overwrote an older checkpoint, so `.metadata` still
-                # belongs to the older checkpoint.
+                # A trainer writes `.metadata` after all other files. This file is newer than
+                # `.metadata`, so the trainer died while it overwrote an older checkpoint.
                 return f"{shard} is newer than {metadata}, which is written last"
     return ""
 

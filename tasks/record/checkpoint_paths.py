@@ -269,7 +269,8 @@ def walk_files(folder: CheckpointPath) -> Iterator[CheckpointPath]:
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    # A folder may have been removed while its parent folder was listed. This is not an error.
+    # If a folder was removed while its parent folder was listed, listing the removed folder fails.
+    # This is not an error.
     if not isinstance(error, FileNotFoundError):
         raise error
 

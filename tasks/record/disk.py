@@ -263,7 +263,8 @@ def _append(path: Path, lines: bytearray) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while lines:
-            # If the disk is nearly full, the call may write only a part of the bytes.
+            # If the disk is nearly full, write(2) may write only a part of the bytes. So repeat the
+            # call with the remaining bytes.
             del lines[: os.write(fd, lines)]
     finally:
         os.close(fd)

@@ -61,8 +61,8 @@ class _OpenLog:
                 return content
             self._copy.close()
             self._copy = None
-        # Log rotation has truncated the file. Its old content was read completely, or there is no
-        # copy of it. Read the new content of the file from its beginning.
+        # Log rotation has truncated the file. The old content was read completely, or log rotation
+        # has made no copy of it. Read the new content of the file from its beginning.
         self._tail.restart()
         return self._advance(self._tail.read(self.file.fileno()) or b"")
 

@@ -136,8 +136,8 @@ class MetricReader:
                 if step is not None:
                     value = get_number(line, self._key)
                     values[step] = values.get(step) if value is None else value
-        # Do not keep the file open until the next call. A sweep can have more runs than this
-        # process may have open files.
+        # Close the metrics file until the next call. The caller may read the metrics of more runs
+        # than this process may have open files.
         file.close()
 
 

@@ -326,8 +326,8 @@ class GitView:
                 return f"{name}: this Git LFS file is not a regular file any more\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
-                    # The file still contains git-lfs' pointer text, because git-lfs has not
-                    # fetched the content. The file is unchanged.
+                    # git-lfs has not replaced the pointer text in the file by the real content, so
+                    # the file does not differ from the commit.
                     return ""
                 file.seek(0)
                 is_same = status.st_size == int(match[2])

@@ -26,7 +26,8 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
-    # The first step that a trainer reports is the step of its checkpoint, or the step after that.
+    # After the start from a checkpoint, the first step that a trainer reports is the step of this
+    # checkpoint, or the next step. Find a refused checkpoint that fits the reported step.
     other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
     if chosen is None:
         if other is None or first_step <= 1:

@@ -128,7 +128,8 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
         reason why the file is incomplete, or an empty string.
     """
     if suffix == ".distcp":
-        # Only the file `.metadata` in the same folder says how long this file must be.
+        # A `.distcp` file cannot be checked alone. Only the file `.metadata` in the same folder
+        # says how long it must be.
         return None
     if head.startswith(b"PK") or b"PK\x03\x04".startswith(head):
         return _check_zip
@@ -318,7 +319,7 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
     first = SafeUnpickler(file).load()
     if first == _TORCH_MAGIC_NUMBER:
         return _check_old_torch(file, size)
-    # Some programs write several pickles into one file.
+    # Some programs write several pickles into one file. Parse each of them.
     while file.tell() < size:
         if file.read(1) != pickle.PROTO:
             return ""  # The pickle is followed by data in another format, which is not checked.
@@ -450,6 +451,6 @@ def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
         except OSError:
             raise
         except Exception as error:
-            # Reading a damaged pickle can raise many types of error.
+            # A damaged pickle can cause almost any type of error in the unpickler.
             raise ValueError(f"cannot be parsed ({type(error).__name__}: {error})") from error
     return ends

@@ -66,7 +66,8 @@ def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
     is_syncing = False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
-            # The fleet is being stopped. Later events do not show why it failed.
+            # From this event on, the fleet was being stopped. Later events do not show why the
+            # fleet failed.
             break
         match event.name:
             case "rollout.group.state":

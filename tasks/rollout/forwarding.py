@@ -477,8 +477,8 @@ class _ForwardedRequest:
                 tasks_of_entrypoint.discard(task)
         except asyncio.CancelledError:
             if not is_aborted or task.cancelling():
-                # The task was not cancelled by `Forwarder.abort`. So the client has closed its
-                # connection.
+                # The task was cancelled, but not by `Forwarder.abort`. So the reason is that the
+                # client has closed its connection.
                 raise
             failure = f"rank {entrypoint.rank} was removed from the routing"
         except Unconnected as error:
@@ -578,7 +578,7 @@ class _ForwardedRequest:
                 last_piece += f": X-Muster-Version: {version}\n\n".encode()
             request.end(last_piece)
         except ConnectionError:
-            # The client has closed its connection, so no error can be sent.
+            # The client has closed its connection, so nobody would read an error response.
             pass
         return server.status
 

@@ -393,7 +393,8 @@ class Health:
             elif isinstance(reason, NotChecked):
                 self._warn_not_checked(rank, reason)
             elif self._note_miss(watch, reason, tokens_before, is_decisive):
-                # The server gets no requests while a probe is sent from the server's own machine.
+                # Find out whether the server or the network is at fault, by a probe from the
+                # server's own machine. Until the result is known, the server gets no requests.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 local_probe = local_probe or asyncio.create_task(
                     self._probe_locally(watch, timeout_s / 2)

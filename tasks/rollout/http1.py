@@ -285,7 +285,8 @@ class Wire(asyncio.Protocol):
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # If a callback of this class has raised an exception, the parser wraps the exception.
+            # If a callback of this class raises an exception, the parser raises its own exception,
+            # with the exception of the callback as its context.
             raised_by_callback = error.__context__
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
@@ -643,8 +644,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # `_parse` sets `_ignores_input` when the last request of the connection is complete. An
-        # error in the bytes after that request is ignored.
+        # `_parse` sets `_ignores_input` when the last request of the connection is complete. Errors
+        # in the bytes that the client sends after its last request are ignored.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True
@@ -772,7 +773,8 @@ class ServerConnection(Wire):
         """
         self._ignores_input = True
         self._queued_requests.clear()
-        # Undo all calls of `hold_reading`, so that reading resumes.
+        # Several parts of the program may have stopped the reading with `hold_reading`. Undo all of
+        # these calls at once, so that reading resumes.
         self._holds = 1
         self.release_reading()
         with suppress(OSError):  # This call fails if the client has closed the connection.

@@ -251,7 +251,8 @@ class LocalHost:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
         log_size = max(server.log.size(), 0)
-        # If log rotation has truncated the log, all of its content is from this server.
+        # If the log is shorter than at the start of the server, log rotation has truncated it. All
+        # of its content then comes from this server.
         is_truncated = log_size < server.log_began_at
         written_bytes = log_size if is_truncated else log_size - server.log_began_at
         self.on_death(

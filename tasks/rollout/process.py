@@ -195,8 +195,9 @@ def main() -> int:
     )
     for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Some kernels do not support subreapers. The fleet runs there, too, but descendants of a killed
-    # guardian process may survive.
+    # Become a subreaper, which adopts the descendants of a killed guardian process. Some kernels
+    # do not support subreapers. With such a kernel, the fleet runs, too, but these descendants may
+    # survive.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)

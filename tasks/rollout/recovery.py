@@ -296,8 +296,8 @@ class Recovery:
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
-                # The server group may fail again between its start and the end of the try. Another
-                # task then handles the new failure.
+                # The server group may fail again before this try has ended. The new failure has
+                # its own `_Case` and its own task, so this task must stop.
                 is_recovered = await self._try_to_restart(case)
                 if is_recovered or self._cases.get(case.group) is not case:
                     break

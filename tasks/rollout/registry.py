@@ -483,8 +483,8 @@ class Registry:
                     try:
                         listener(before, after)
                     except Exception:
-                        # Call the other listeners in spite of this error, because the state has
-                        # changed.
+                        # The state of the group has changed, so the other listeners must be called
+                        # even if this listener has failed.
                         _log.exception(
                             "a listener for changes of the server group %d failed for the state %s",
                             after.index,

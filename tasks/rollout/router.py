@@ -429,7 +429,8 @@ class Router:
 
     def _serve_queue(self) -> None:
         """Give free entrypoints to the requests in the queue, in the order of their arrival."""
-        # Each served request changes the queue, so start again at the beginning of the queue.
+        # When a request gets an entrypoint, the request leaves the queue. So start again at the
+        # beginning of the changed queue.
         while self._queue and not self._is_closed:
             first = self._by_load.find_first()
             is_full = first is not None and self._is_full(first)

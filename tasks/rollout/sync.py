@@ -491,7 +491,8 @@ class WeightSyncs:
         request_key = (ask.method, ask.path, slot.url or "")
         target.unsent.pop(request_key, None)
         if isinstance(reply.body, NotChecked):
-            # The request was not sent. The engine still works with its earlier weights.
+            # This machine could not send the request to the server. So the request has not changed
+            # the weights of the engine.
             target.is_touched = was_touched
             target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
         elif reply.status is None:
@@ -570,7 +571,8 @@ def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
     def fill(value: Any) -> Any:
         if isinstance(value, str):
             if value[:2] == "${" and value[2:-1] in values:
-                # A string that consists of one placeholder becomes a number, as the engines expect.
+                # If a string consists only of a placeholder, replace the string by a JSON number,
+                # because the engines expect a number.
                 return values[value[2:-1]]
             return substitute(value, value_of, is_deferred=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):

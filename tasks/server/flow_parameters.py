@@ -77,7 +77,8 @@ def fail_on_wrong_names(
     try:
         yield
     except SystemExit as engine_exit:
-        # The engine calls `exit` while it handles the error, so Python stores the error here.
+        # Prefect's engine calls `exit` while it handles the error. So Python stores the error as
+        # the context of SystemExit.
         if not isinstance(engine_exit.__context__, _WRONG_NAMES):
             raise
         try:

@@ -441,7 +441,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
-    # The server stores no pid for a requeued flow run until a worker starts its next process.
+    # A requeued flow run waits for its next process. Until a worker starts this process, the server
+    # stores no pid for the flow run.
     is_requeued = run.name in host.waiting and run.infrastructure_pid is None
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
@@ -457,8 +458,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
-        # The Ray jobs of the run survive the loss of the host, and a new process can attach to the
-        # jobs.
+        # With `on_lost_flow: adopt`, the Ray jobs of the run survive the loss of the host. A new
+        # flow process can attach to these jobs.
         case StateType.RUNNING if (
             host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
         ):

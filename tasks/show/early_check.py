@@ -58,7 +58,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
     for word in words:
         if previous == _SET_OPTION:
             overrides.append(word)
-            # This word is the value of `--set`. The next word does not belong to `--set` any more.
+            # The word before this word was `--set`, so this word is the value of `--set`. The next
+            # word is a new argument.
             previous = ""
             continue
         if word.startswith(f"{_SET_OPTION}="):

@@ -317,7 +317,8 @@ def show_summary(view: RunView) -> Shown:
 
     parts = [f"### {state.capitalize()}"]
     if message and view.seen.doing == f"{state}: {message}" == view.seen.running:
-        # The message contains only the names of the running components.
+        # The message consists only of the names of the running components, so put a label before
+        # the names.
         message = f"Components: {message}"
     # Show the message only if no attempt has failed. Otherwise the section about the failure
     # contains the message.

@@ -133,7 +133,8 @@ class Pace:
             step: Number of the step.
         """
         if self._steps and step < self._steps[-1][1]:
-            # The training has resumed from a checkpoint. Older steps would make the speed negative.
+            # The step is lower than before, because the training has resumed from a checkpoint.
+            # Forget the earlier steps, which would make the speed negative.
             self._steps.clear()
         self._steps.append((at, step))
         while len(self._steps) > _MIN_KEPT_STEPS and self._steps[0][0] < at - _WINDOW_S:

@@ -118,7 +118,7 @@ class Screen:
             # the older text would otherwise appear after the first line of the screen.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
-            # Standard output is closed, or it has no file descriptor, as in a test.
+            # Standard output is closed, or has no file descriptor because a test has replaced it.
             return Screen((sys.stdout or io.StringIO()).write, is_live=False)
         write = make_writer(fd, sys.stdout.encoding)
         return Screen(write, is_live=can_draw(os.isatty(fd)), size=lambda: _terminal_size(fd))

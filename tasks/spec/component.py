@@ -250,7 +250,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     folder = f"{cwd}/{checkpoints}" if isinstance(cwd, str) and is_relative else checkpoints
     if "${run.dir}" not in folder and "${attempt.dir}" not in folder:
         return ""
-    # A pattern such as `DIR/*` matches everything in DIR, so check DIR itself.
+    # The value of `checkpoints` may be a pattern such as `DIR/*`, which matches everything in DIR.
+    # Check the folder DIR itself.
     folder = re.sub(r"/\*+/*$", "", folder)
     for placeholder, example in _MUSTER_FOLDERS.items():
         folder = folder.replace(placeholder, example)

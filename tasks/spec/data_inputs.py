@@ -51,7 +51,8 @@ def _has_credentials(uri: str) -> bool:
         parts = urlsplit(uri)
         has_password = bool(parts.password)
     except ValueError:
-        # The part after `://` is not a valid network address, so it contains no password.
+        # `urlsplit` rejects the text: the part after `://` is not a valid network address, so this
+        # part contains no password.
         return False
     is_store = parts.scheme in ("s3", "s3a", "gs", "gcs")
     if has_password or (is_store and "@" in parts.netloc):

@@ -203,7 +203,8 @@ def build_evaluation_spec(
     spec["tags"] = [*(written.get("tags") or ())]
     spec["cwd"] = written.get("cwd", ".")
     if result:
-        # A `${` in the path is literal text, not a placeholder.
+        # A `${` in the path of the result is literal text. Escape it, so that it does not begin a
+        # placeholder.
         spec["components"][STEP]["env"][RESULT_VARIABLE] = result.replace("${", "$${")
     filled: dict[str, Any] = fill_in_checkpoint(spec, values)
     return filled

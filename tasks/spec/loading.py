@@ -466,7 +466,8 @@ def _is_trusted_marker(marker: Path) -> bool:
     try:
         fault = find_marker_fault(marker)
     except OSError:
-        # There is no marker: the path does not exist, or is a symbolic link without a target.
+        # The marker (`.git` or `pyproject.toml`) does not exist, or is a symbolic link without a
+        # target.
         return False
     if fault:
         warn_ignored(marker, fault)

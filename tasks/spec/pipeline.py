@@ -900,7 +900,8 @@ def _check_condition_names(
     try:
         names = parse_condition(condition).names
     except InvalidCondition:
-        # Ignore an invalid condition here, because the validation of the stage reports it.
+        # The condition is invalid. Do not report this here, because the validation of the stage
+        # reports it.
         return
     place = f"{path}.when"
     uses = [Use(path=place, name=name, kind=Kind.TEXT) for name in names]

@@ -346,7 +346,7 @@ def _find_command_faults(
     if not program:
         return
 
-    # A relative folder in PATH starts at the working directory of the component.
+    # A relative folder in PATH is relative to the working directory of the component.
     search_dirs = [cwd / entry for entry in path.split(os.pathsep)]
     if not _is_program(program, cwd, search_dirs):
         if "/" in program:
@@ -413,7 +413,8 @@ def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) ->
         if option is None:
             continue
 
-        # The file name is part of the same argument (--config=FILE), or it is the next argument.
+        # The name of the config file is in the same argument (--config=FILE), or is the next
+        # argument (--config FILE).
         if option[2] is not None:
             value_index = index
             value = option[2]

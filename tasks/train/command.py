@@ -207,8 +207,8 @@ def _check_devices(spec: RunSpec) -> None:
             would wait forever.
     """
     if spec.gang is not None and spec.ray is None:
-        # A GPU driver that does not answer is no error here. The driver may answer while the run
-        # waits, and until then the state of the waiting run reports the problem.
+        # Ignore a GPU driver that does not answer. It may answer later, while the run waits for its
+        # GPUs. Until then, the state of the waiting run reports the problem.
         with suppress(OSError):
             Devices.here()
 

@@ -106,8 +106,8 @@ def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
     stages = [
         {
             "name": name,
-            # A stage needs a command. The evaluation's own command cannot be used here, because
-            # only the training can replace the placeholders in it.
+            # A stage must have a command, so use a command without an effect. The evaluation's own
+            # command may contain placeholders that only the training can replace.
             "command": ["true"],
             "on": find_place(written, evaluation),
             "resources": evaluation.get("resources", {}),

@@ -185,7 +185,8 @@ class PlanInputs:
         if self.deadline is not None:
             env["MUSTER_DEADLINE"] = str(int(self.deadline))
         if component is None:
-            # Only the inference servers are a component without a command of the user.
+            # The component is the fleet of inference servers. The user writes no command for the
+            # fleet, because Muster builds this command itself.
             assert fleet is not None
             return fleet_component(fleet, env, spec.on_exit_zero(name))
 

@@ -257,7 +257,8 @@ class Reporter:
 
     def _send_last_page(self) -> None:
         """Send all artifacts that have changed, with the final content."""
-        # Wait briefly, so that the server can accept the final state of the flow run first.
+        # Wait a moment before this process sends the last artifacts, so that Prefect can set the
+        # final state of the flow run first.
         self._is_awaited.wait(_ACTIVITY_DELAY_S)
         self._page.send(is_last=True, is_enough=self._is_closed.is_set)
 

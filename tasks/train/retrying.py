@@ -219,8 +219,8 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
         best_step = record.find_best_step(
             before=len(record.attempts) + 1, since=spec.first_counted_attempt
         )
-    # A run that has not reached its last step can continue to train. A trainer that counts from
-    # zero reports the last step as `last_step - 1`.
+    # A run that has not reached its last step can continue to train. Some trainers count the steps
+    # from zero, so a reported step of `last_step - 1` may be the last step.
     if last_step is not None and best_step is not None and best_step < last_step - 1:
         return
     run_id = run.run_id

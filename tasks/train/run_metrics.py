@@ -64,7 +64,7 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     for number in numbers:
         spec = read_attempt_spec(run.place, number)
         if not spec:
-            # Skip this attempt. It has just begun, and neither its spec nor metrics exist yet.
+            # The attempt has just begun, so it has no spec and no metrics yet. Skip the attempt.
             continue
         if not mapping_or_empty(spec.get("progress")).get("jsonl"):
             if spec.get("evals"):

@@ -238,7 +238,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
             has_flow_run = bool(PREFECT_API_URL.value() and found_run.flow_run_id)
-            # The state of a cancelled run has the reason: who cancelled the run.
+            # For a cancelled run, the message of its state says who has cancelled the run. So print
+            # this message.
             if has_flow_run and found_run.state != RunState.CANCELLED.value:
                 exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
             else:

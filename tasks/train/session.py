@@ -669,7 +669,8 @@ class RunSession:
         if verdict is self._verdict:
             return verdict
         self._verdict = verdict
-        # The attempt is not over if its Ray jobs continue for the run's next process.
+        # If the state is not final, the Ray jobs of the attempt continue. The run's next process
+        # will continue the attempt, so record the end only for a final state.
         if verdict.state.is_final:
             self._release_grant()
             self._end_in_record(verdict)

@@ -371,8 +371,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         try:
             yield run
         except Exception as error:
-            # Muster has a bug, or this machine lacks ports, disk space or processes. Without this
-            # call, the record of the run would never get a final state.
+            # Muster has a bug, or this machine lacks ports, disk space or processes. Record the
+            # failure. Otherwise the record of the run would never get a final state.
             if isinstance(error, CheckpointsUnreadable):
                 run.fail(error.kind, str(error))
             elif is_storage_error(error):

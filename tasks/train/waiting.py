@@ -283,11 +283,13 @@ def _set_waiting_state(
         with _connect() as client:
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
-            # If the run was cancelled before it got the waiting state, this process ends the run.
+            # If the run was cancelled in the meantime, do not set the waiting state. This process
+            # then ends the run itself.
             if run.interrupt_reason:
                 return False
             if hand_over_flow_run(client, flow_run_id, state):
-                # If a signal arrived during the request, the flow ends the run as cancelled.
+                # If a signal has cancelled the run during this request, the result is False. The
+                # flow then ends the run as cancelled.
                 return not run.interrupt_reason
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)

@@ -208,8 +208,9 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         The report, or None if the record was not closed.
     """
     if read_owner(note.run_id) is not None:
-        # The next process of the run has started. If that process was killed, `muster reconcile`
-        # treats the run as a lost run and closes its record.
+        # The run is registered, so its next process has started, and the run does not wait any
+        # more. If that process was killed, `muster reconcile` handles the run as a lost run, and
+        # closes its record.
         return None
     with connect_to_server(note.api_url) as client:
         state = read_state(client, note.flow_run_id)
