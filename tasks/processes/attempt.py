@@ -451,8 +451,8 @@ class EarliestDecision:
     def reserve(self, at_monotonic_s: float) -> None:
         """Ignore all events after a time.
 
-        Call it if an event at that time decides how the attempt ends, but the decision is not made
-        yet.
+        Call this method if an event at that time decides how the attempt ends, but the decision
+        needs more time. A later event can then not decide the end in the meantime.
         """
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 

@@ -85,9 +85,10 @@ class Command:
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
-    #: Seconds from the stop signal for the program's children to the stop signal for the program.
-    #: The program gets its signal earlier if all children have ended. Set it for a program whose
-    #: children may outlive it. If None, children that outlive the program are stopped at once.
+    #: If this number is set, the children of the program get the stop signal first. The program
+    #: itself gets the signal when all its children have ended, or after this number of seconds. Use
+    #: it for a program whose children may outlive the program. If None, the program gets the signal
+    #: first, and children that outlive the program are stopped at once.
     children_grace_s: float | None = None
     #: Longest time in seconds that the program gets to finish a checkpoint. The stop signal and
     #: SIGKILL are delayed while the program writes a checkpoint. If None, the time is `grace_s`.

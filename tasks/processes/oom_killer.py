@@ -153,8 +153,8 @@ class LoggedKill:
     name: str
     #: Memory of the killed process in bytes, without files and shared memory.
     memory_bytes: int
-    #: Path of the cgroup whose memory limit was reached, from the root of the hierarchy. Empty if
-    #: the kernel log does not name the cgroup. None if no limit of a cgroup was reached, but the
+    #: Path of the cgroup whose memory limit was reached, from the root of the cgroup hierarchy.
+    #: Empty if the kernel log does not name the cgroup. None if no cgroup reached a limit, and the
     #: whole machine had no free memory.
     limiting_group: str | None
 

@@ -65,7 +65,7 @@ _LOCK = "lock"
 _HOST = "host"
 #: Name of the file that describes the supervising process of a run if `owner.json` cannot be read.
 _REBUILT = "owner-rebuilt.json"
-#: Beginning of the name of a run's directory in the registry while the directory is removed.
+#: Beginning of the new name that a run's directory in the registry gets before it is removed.
 _REMOVED = ".removed."
 #: Layout of `struct flock` on 64-bit Linux: type, whence, start, length, pid. Source: fcntl(2).
 _FLOCK = "hhqqi"

@@ -216,10 +216,10 @@ def allow_files(wanted: int) -> None:
 
 
 def read_mark(pid: int) -> int | None:
-    """Return the number with which `mark_own` has marked a process.
+    """Return the mark of a process: the number that `mark_own` has set for it or for an ancestor.
 
     Returns:
-        0 if the process is not marked; None if the process has ended or /proc hides it.
+        0 if the process is not marked. None if the process has ended or /proc hides it.
     """
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:

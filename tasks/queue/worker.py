@@ -121,8 +121,9 @@ _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
 #: Time, in seconds, between two requests of the worker for the flow runs of its queues. After each
-#: request, the server shows the queues as ready for 60 seconds, so the time must be shorter than
-#: that. It is not much shorter, because each request causes a write to the server's database.
+#: request, the server shows the queues as ready for 60 seconds, so the time must be shorter than 60
+#: seconds. A very short time would cost too much, because each request causes a write to the
+#: server's database.
 _SERVED_EVERY_S = 25.0
 #: A time that is earlier than the scheduled start of every run. A request for the flow runs that
 #: are scheduled before this time returns no flow run.

@@ -208,7 +208,7 @@ class Registry:
 
     @property
     def view(self) -> FleetView:
-        """Snapshot of the fleet's current state. It is the same object until a group changes."""
+        """Snapshot of the fleet's current state. A new snapshot is made only after a change."""
         if self._view is None:
             self._view = FleetView(
                 epoch=self._epoch,

@@ -311,7 +311,7 @@ class Stage(Model):
 
     @property
     def best_evaluation(self) -> str:
-        """Name of the evaluation by whose figure the key `best` chooses a point.
+        """Name of the evaluation whose result contains the number that the key `best` compares.
 
         An empty string if `best` names a metric of the training or a number in a step's result.
         """
