@@ -87,7 +87,10 @@ def find_memory_parent() -> MemoryParent:
 
 
 def _passes_controller_on(directory: Path) -> bool:
-    """Return True if the children of a cgroup (version 2) have the memory controller."""
+    """Return True if cgroups below a cgroup of version 2 can have a memory limit.
+
+    For this purpose, the cgroup must pass the memory controller on to its children.
+    """
     with contextlib.suppress(OSError):
         controllers = (directory / "cgroup.subtree_control").read_text(encoding="ascii")
         return _CONTROLLER in controllers.split()

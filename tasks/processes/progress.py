@@ -409,7 +409,10 @@ class _Output:
 
 
 def _shape_of(line: str) -> str:
-    """Return the beginning of a line with all numbers and ids replaced by 0."""
+    """Return the beginning of a line with all numbers and ids replaced by 0.
+
+    Lines that differ only in numbers and ids have the same result.
+    """
     return " ".join(_NUMBER.sub("0", line[: 2 * _SHAPE_LENGTH]).split())[:_SHAPE_LENGTH]
 
 

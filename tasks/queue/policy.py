@@ -399,7 +399,7 @@ class _Pass:
         return {self._index[name] for name in run.among if name in self._index}
 
     def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
-        """Start a run on the nodes with the given indexes, and subtract its resources."""
+        """Start a run on the nodes with these indexes, and decrease the free GPUs and CPUs."""
         self._nodes.take(nodes, run.demand)
         self._quota.take(run.tags, run.demand.gpus)
         names = tuple(self._names[index] for index in sorted(nodes))

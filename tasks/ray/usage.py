@@ -467,7 +467,10 @@ class _ControlStore:
             request_nodes(self._channel, bundles, within_s)
 
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
-        """Request the resources of all nodes, and the placed actors outside placement groups."""
+        """Return reports on all nodes, and on the placed actors outside placement groups.
+
+        The reports are requested from the control store.
+        """
         usage_reply = self._usage(within_s)
         # Send all requests at once, and the requests for actors last. An actor that is created
         # between two replies may appear in only one of them. A used resource whose owner no reply

@@ -431,7 +431,10 @@ def _read_result(path: Path) -> Any:
 
 
 def _list_figures(result: Any) -> list[tuple[str, float]]:
-    """Return the first finite numbers in the result of a pipeline step, with their dotted keys."""
+    """Return finite numbers in the result of a pipeline step, as pairs with their dotted keys.
+
+    At most the first 20 numbers are returned.
+    """
     figures: list[tuple[str, float]] = []
 
     def collect(value: Any, key: str) -> None:

@@ -46,7 +46,10 @@ class Entrypoint:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Rank and number of the start (epoch). So a restarted server has a new key."""
+        """Key of the entrypoint: rank of the server, and number of its start (epoch).
+
+        So the server has a new key after each restart.
+        """
         return self.rank, self.epoch
 
 

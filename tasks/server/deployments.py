@@ -205,7 +205,7 @@ def set_cron(
 
 
 def make_overlap_settings(overlap: Overlap) -> dict[str, Any]:
-    """Return the values of the fields of a deployment that decide about overlapping runs."""
+    """Return the fields of a deployment that decide about overlapping runs, with their values."""
     if overlap == "allow":
         return {"concurrency_limit": None, "concurrency_options": None}
     strategy = ConcurrencyLimitStrategy.ENQUEUE

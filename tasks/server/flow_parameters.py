@@ -91,7 +91,7 @@ def fail_on_wrong_names(
 
 
 def _fail(client: SyncPrefectClient, flow_run_id: UUID, error: Exception) -> None:
-    """Set a flow run to Failed, with the names of the wrong parameters."""
+    """Set a flow run to Failed, with a message that names the wrong parameters."""
     # Import this module only here, so that the commands start without it. In a flow process,
     # Prefect's engine has already imported it.
     from prefect.flow_engine import load_flow

@@ -595,7 +595,7 @@ class Figures:
 
     @property
     def points(self) -> list[Point]:
-        """Pairs of step and value, sorted by step. If a step has several, the last is used."""
+        """Pairs of step and value, sorted by step. A step with several values has the last one."""
         if not self.name:
             return []
         return sorted({**self._earlier.get(self.name, {}), **self._points}.items())
