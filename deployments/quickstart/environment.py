@@ -42,7 +42,10 @@ NO_LOG_PROB = 1.0
 
 
 class InferenceGone(Exception):
-    """The inference server refuses connections. Atropos alone would wait for it forever."""
+    """The inference server refuses connections.
+
+    Without this exception, Atropos would wait for the inference server forever.
+    """
 
 
 class CopyConfig(BaseEnvConfig):

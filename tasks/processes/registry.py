@@ -128,7 +128,7 @@ class Owner(_Model):
 
 
 class _Entry(_Model):
-    """One component of a run. Each entry is a separate file in the run's registry directory."""
+    """Registry entry of one component of a run: a file in the run's registry directory."""
 
     #: First part of the name of the entry's file: `component` or `job`.
     kind: ClassVar[str]

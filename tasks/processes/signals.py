@@ -34,7 +34,7 @@ _CANNOT_BE_HANDLED = {signal.SIGKILL, signal.SIGSTOP}
 
 
 class CtrlC:
-    """Tells whether a SIGINT is a second press of Ctrl-C, or a repetition of the first press."""
+    """Distinguishes a second press of Ctrl-C from a repeated SIGINT of the first press."""
 
     def __init__(self) -> None:
         self._last_at_s: float | None = None

@@ -41,7 +41,7 @@ CLASSES_S = (
 
 
 class Quota:
-    """The numbers of GPUs in use and the limits of GPUs, for each tag with a limit."""
+    """For each tag with a limit of GPUs: the number of GPUs in use, and the limit."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """

@@ -267,8 +267,8 @@ def _rotated_files(log: Path) -> list[Path]:
 class LogFile:
     """Reads the new lines of a log file, also when the log file is rotated.
 
-    Each line is returned exactly once. This holds if log rotation renames the file, and if it
-    copies and then truncates the file.
+    Each line is returned exactly once. Log rotation may rename the file, or may copy and then
+    truncate the file.
     """
 
     def __init__(self, path: Path) -> None:
