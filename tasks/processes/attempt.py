@@ -1304,9 +1304,10 @@ class SupervisedAttempt:
         is_blamed = last is not None and last.name == decision.component
         is_unexamined = not is_blamed and not self._hung_components()
         if last is not None and is_free and not is_warned and is_unexamined:
-            # The teardown writes events before it stops the first component, which is the last one
-            # that was launched. So send this component its stop signal now. But do not do so if
-            # this component has caused the end: its log must be measured before the signal.
+            # The teardown stops the components in the reverse order of their launch, and writes
+            # events before the first stop. So send the component that was launched last its stop
+            # signal now. But do not do so if this component has caused the end: its log must be
+            # measured before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()

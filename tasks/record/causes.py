@@ -198,7 +198,7 @@ def read_lines(text: str) -> list[LogLine]:
         traceback, message = parser.parse_line(message)
 
         # If a process prints "Retrying ..." after an error, the error was not fatal. So mark the
-        # previous line of the process as a mere mention.
+        # previous line of the process as a line that only mentions an error.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:

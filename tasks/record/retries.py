@@ -104,8 +104,8 @@ def decide_retry(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return RetryDecision(text=text)
 
-    # Some failures end an attempt before its components are started. After such a failure, only the
-    # number of the last consecutive failures before the start counts for the delay.
+    # Some failures end an attempt before its components are started. After such a failure, the
+    # delay depends only on the number of such failures since the components last ran.
     delay_step = used_attempts
     if kind.properties.ends_before_components_run:
         delay_step = 1 + sum(1 for _ in takewhile(_has_never_run, reversed(before)))
