@@ -108,9 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_ready() -> None:
-    """Start Muster's agent on Ray nodes in advance, so that later requests to them are fast.
+    """Start Muster's agent in advance on the nodes of all Ray clusters that the work pool lists.
 
-    These are the nodes of all Ray clusters that the work pool lists.
+    Later requests to these nodes are then fast.
     """
     clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)

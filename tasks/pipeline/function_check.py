@@ -62,7 +62,13 @@ def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory
 
 
 def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
-    """Yield the faults of a step's function, which is looked up in a folder."""
+    """Yield the faults of a step's function.
+
+    Args:
+        stage: The step.
+        index: Index of the step in the pipeline.
+        root: Folder in which the function is looked up.
+    """
     written = stage.model_dump(mode="json", exclude_unset=True)
     yield from find_call_faults(written, f"stages.{index}", root)
 

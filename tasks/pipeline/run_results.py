@@ -201,6 +201,7 @@ def _find_best_evaluated(run: StageRun, best: Best) -> EvaluatedCheckpoint | Non
     Args:
         run: The run.
         best: The key `best` of the stage, which names the number.
+
     Returns:
         The evaluation of the checkpoint. None if no evaluation has the number, or if the record of
         the evaluations cannot be read.

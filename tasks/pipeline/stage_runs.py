@@ -77,9 +77,12 @@ def idempotency_key(pipeline: str, stage: str, number: int) -> str:
 def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
     """Return the name of the stage and the number of its run from an idempotency key.
 
+    Args:
+        pipeline: Id of the pipeline's flow run.
+        key: The idempotency key of a flow run.
+
     Returns:
-        The name and the number, or None if the key does not belong to the pipeline with the given
-        flow run id.
+        The name and the number, or None if the key does not belong to the pipeline.
     """
     stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
     if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():

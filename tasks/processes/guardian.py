@@ -127,8 +127,8 @@ class Guardian:
         self._stragglers: dict[int, str] = {}
         #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0
-        #: Command lines of the ended stragglers that `_note_ended_stragglers` has not omitted as
-        #: helper processes.
+        #: Command lines of descendants that outlived the first process and have ended since. Helper
+        #: processes are left out, see `_note_ended_stragglers`.
         self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
@@ -372,7 +372,8 @@ def main() -> None:
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
         # This process only forks the guardian processes. It owns no component that it must stop
-        # when the supervisor ends. So let the kernel kill this process in that case.
+        # when the supervisor ends. So let the kernel kill this process as soon as the supervisor
+        # ends.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))

@@ -188,6 +188,7 @@ class Guards:
         self, component: str, part: str, command: Command
     ) -> AsyncIterator[GuardedProcess]:
         """Run a command under its own guardian while the context is open, and yield its process.
+
         The process is registered before the command is executed. At the end of the context, the
         command gets its stop signal and its grace period. The context then waits until the whole
         process tree has ended. The registry entry is removed when the process tree has ended.
@@ -257,7 +258,12 @@ class Guards:
         await asyncio.shield(ending)
 
     async def dismiss(self, component: str, part: str = "") -> None:
-        """End the guardian process of a process that was prepared and not started."""
+        """End the guardian process of a process that was prepared and not started.
+
+        Args:
+            component: Name of the component.
+            part: Name of the part of the component; see `prepare`.
+        """
         name = _name_of(component, part)
         if name in self._prepared:
             self._prepared.discard(name)

@@ -38,8 +38,8 @@ _CHECK_EVERY_S = 0.2
 _WARN_EVERY_S = 2.0
 #: Seconds between two checks whether a component's machine will end it, for example by a shutdown.
 _PLANNED_END_EVERY_S = 15.0
-#: An announced end counts as called off if the attempt still runs this number of seconds after it.
-#: The components then get a new warning signal before a later end.
+#: An announced end counts as called off if the attempt still runs this number of seconds after the
+#: announced time. The components then get a new warning signal before a later end.
 _CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
 #: its checkpoint.

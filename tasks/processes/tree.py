@@ -676,8 +676,9 @@ def kill_once(
     while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
-        # Check the last eight pids again in the next pass. A new process may become a descendant of
-        # this process a moment later, when its parent exits and this process adopts it.
+        # Check the newest eight pids again in the next iteration. A new process may become a
+        # descendant of this process a moment later, when its parent exits and this process adopts
+        # it.
         last = max(newest - 8, 0)
 
 

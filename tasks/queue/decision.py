@@ -220,7 +220,7 @@ class Skipped:
 
     #: The run.
     entry: QueueEntry
-    #: Reason for the user.
+    #: Reason for the cancellation, for the user.
     message: str
 
 

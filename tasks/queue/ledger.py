@@ -535,8 +535,8 @@ class LedgerReader:
         """Return the waiting runs whose queue of a work pool was deleted.
 
         Prefect's API has no filter for such runs. So this method first compares the number of all
-        waiting runs with the number of waiting runs in the work pools. Only if the numbers differ,
-        it reads the runs.
+        waiting runs with the number of waiting runs in the work pools. The method reads the runs
+        only if the two numbers differ.
 
         Args:
             pools: Names of the work pools of type `gang`.

@@ -234,7 +234,8 @@ class _Reservation:
     #: Earliest time at which the first run will fit, according to the estimates. Infinite if the
     #: run never fits.
     at: float
-    #: Forecast of the free resources just before the reserved start of the first run.
+    #: Forecast of the resources that will be free at the time `at`, just before the first run
+    #: starts.
     nodes: NodesAhead
     #: GPUs in use for each tag at the reserved start, including the GPUs of the first run.
     quota: Quota

@@ -72,8 +72,9 @@ def is_empty(pool: WorkPool) -> bool:
 def variable_name(pool_name: str) -> str:
     """Return the name of the Prefect variable with the copy of a work pool.
 
-    A variable's name may contain only lower-case letters, digits, hyphens and underscores. The
-    digest gives different names to pools such as `a b` and `a/b`.
+    A variable's name may contain only lower-case letters, digits, hyphens and underscores. If other
+    characters are replaced, a digest is added, so that pools such as `a b` and `a/b` get different
+    names.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", pool_name.lower()).strip("-")
     if slug != pool_name:

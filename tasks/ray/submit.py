@@ -1,7 +1,8 @@
 """Submit a job to a Ray cluster exactly once, even if requests get no answer.
 
 The job is submitted with a fixed submission id. If a submit request gets no answer, Muster first
-asks the cluster whether it has a job with this id. Only if not, Muster submits the job again.
+asks the cluster whether it has a job with this id. If the cluster has no such job, Muster submits
+the job again.
 
 The working directory and a small wrapper program are shipped with the job. The *driver* is the
 process that runs the job's command, inside the wrapper, on a node of the cluster.

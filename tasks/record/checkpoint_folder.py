@@ -484,6 +484,7 @@ def _key_of(content: Content, name: str) -> str:
 
     The key is the path without its numbers, such as the step. For a checkpoint that is a single
     file, the key is the suffix of the file.
+
     Args:
         content: The checkpoint that contains the file.
         name: Path of the file in the checkpoint.

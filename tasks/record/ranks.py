@@ -40,7 +40,8 @@ _SPAWNED = re.compile(
 _NAMED_PROCESS = re.compile(
     r"^Process (?P<name>[\w.-]{1,60}(?::\d+)?):$(?=\s+Traceback)", re.MULTILINE
 )
-#: Matches an entry of torchrun's table with the traceback that it may contain.
+#: Matches one entry of the table of failed ranks that torchrun prints, with the entry's traceback
+#: if it has one.
 _TABLE_BLOCK = re.compile(r"^\[\d+\]:[ \t]*\n(?:[ \t][^\n]*\n?|\n)*", re.MULTILINE)
 #: Matches the line in which torchrun reports the exit code of one rank.
 #: Source: torch/distributed/elastic/multiprocessing/api.py.

@@ -104,7 +104,7 @@ class RefusedCheckpoint(Recorded):
     """Checkpoint that is newer than the one from which an attempt starts, and that was refused."""
 
     path: str = ""
-    #: Reason, for the user.
+    #: Reason why the checkpoint was refused, for the user.
     why: str = ""
 
 

@@ -526,8 +526,9 @@ class _ForwardedRequest:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._was_busy_retried = True
                 raise _NotBegun("the server answered 503")
-            # Status 500 may concern only this request. Or the engine has died, and its HTTP server
-            # answers 500 to every request until the HTTP server ends, too.
+            # Status 500 has one of two causes. Either only this request fails, or the engine has
+            # died and its HTTP server answers 500 to every request until it ends, too. Ask another
+            # server if the engine has died.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
                 raise _NotBegun("the server answered 500 and is no longer ready")
@@ -572,8 +573,8 @@ class _ForwardedRequest:
                     break
                 await request.write(piece)
             if self._is_event_stream:
-                # A weight sync may have changed the weights since the response began, so the stream
-                # ends with the current version. Clients ignore this comment.
+                # A weight sync may have changed the weights since the response began. So append the
+                # current version to the event stream, as a comment that clients ignore.
                 version = self._shared.fleet.version_of(entrypoint.engine)
                 last_piece += f": X-Muster-Version: {version}\n\n".encode()
             request.end(last_piece)

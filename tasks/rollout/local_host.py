@@ -115,7 +115,7 @@ class LocalHost:
 
         Raises:
             StartFailed: The server could not be started, or it still runs from an earlier start.
-            NoRoomToStart: This machine lacks something, such as open files.
+            NoRoomToStart: This machine lacks resources, such as open files.
         """
         rank = slot.rank
         name = f"rollout-r{rank}"
@@ -279,7 +279,11 @@ class LocalHost:
 
 
 def _start_error(message: str, error: OSError) -> StartFailed:
-    """Return the exception for a failed start: `NoRoomToStart` if this machine lacks something."""
+    """Return the exception for a failed start of a server.
+
+    The exception is a `NoRoomToStart` if this machine lacks resources, such as file descriptors or
+    processes.
+    """
     # EAGAIN means that this user may start no more processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN
     return NoRoomToStart(message) if is_shortage else StartFailed(message)

@@ -210,7 +210,7 @@ class Death:
 
     #: Rank of the server.
     rank: int
-    #: Number of the start (epoch) of the server's group in which the dead process was started.
+    #: Epoch of the dead process. Each start of the server's group has a new number, its epoch.
     epoch: int
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its Ray actor died: node
     #: 10.0.0.7 is gone`.

@@ -370,8 +370,8 @@ class RayHost:
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """Return the ranks of servers that cannot listen at their planned addresses.
 
-        Another process may listen on a port of the server. Or Ray has moved the server's bundle to
-        another node, so that the planned address belongs to the lost node.
+        There are two reasons: another process listens on a port of the server, or Ray has moved the
+        server's bundle to another node. The planned address then belongs to the lost node.
 
         Args:
             slots: The planned servers.

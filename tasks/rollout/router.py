@@ -320,7 +320,12 @@ class Router:
         self._serve_queue()
 
     def outstanding_of(self, rank: int, epoch: int) -> int:
-        """Return the number of outstanding requests of a server; 0 if it is not an entrypoint."""
+        """Return the number of outstanding requests of a server; 0 if it is not an entrypoint.
+
+        Args:
+            rank: Rank of the server.
+            epoch: Number of the start of the server's group, from which the server has run.
+        """
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
 

@@ -154,6 +154,7 @@ class Upstreams:
 
         If this object has a listener check, a process of the server's engine must accept the
         connection.
+
         Raises:
             Unconnected: No connection was opened.
         """

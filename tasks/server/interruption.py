@@ -258,8 +258,8 @@ class ForwardedRequests:
     def _leave_unless_ended(self) -> None:
         """End this process so that a later process can continue the run or pipeline.
 
-        If the flow run was cancelled, deleted or set to another final state, nothing may continue.
-        In that case, the run or pipeline is ended.
+        The run or pipeline is ended instead if its flow run was cancelled, deleted or set to
+        another final state.
         """
         observed = observe_flow_run(self._flow_run_id)
         if observed.change is Change.DELETED:

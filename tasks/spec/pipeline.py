@@ -864,7 +864,7 @@ def _check_step(
             place = f"{path}.{rename_path(fault.path)}"
             faults.append(Fault(path=place, problem=fault.problem, remedy=fault.remedy))
     except (TypeError, ValueError):
-        # The arguments are no JSON data. The validation of the stage reports that.
+        # The arguments are no JSON data. The validation of the stage reports this fault.
         return
 
 

@@ -81,7 +81,10 @@ class Sizes(BaseModel):
 
     @property
     def pipeline(self) -> int:
-        """Number of pipeline stages that an option in `args` sets, or 1 without such an option."""
+        """Degree of pipeline parallelism that an option in `args` sets; 1 without such an option.
+
+        The degree is the number of parts into which the layers of the model are split.
+        """
         words = _to_words(self.args)
         for index, word in enumerate(words):
             name, _, value = word.partition("=")

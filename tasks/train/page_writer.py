@@ -105,7 +105,8 @@ class RunPage:
         """
         self._run = run
         self._clock = clock
-        # Only an earlier process of the flow run can have created artifacts.
+        # Artifacts can exist already only if the flow run had an earlier process. So search for
+        # them only then, to save requests to the server.
         existing_keys = (*_ARTIFACTS, pages.LOSS) if flow_run.run_count > 1 else ()
         self._artifacts = Artifacts(flow_run.id, existing_keys, run.mask)
         #: Lock for the attributes that events change.

@@ -321,7 +321,7 @@ def _measure(path: CheckpointPath) -> int:
     """Return the size of a file in bytes, or the total size of the files below a folder."""
     size = 0
     for file in walk_files(path) if path.is_dir() else [path]:
-        # A trainer may remove a file at the same moment.
+        # Skip a file that the trainer has removed since the folder was read.
         with suppress(FileNotFoundError):
             size += file.stat().st_size
     return size

@@ -129,6 +129,7 @@ def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
 
     If a component failed because a Python package is missing, its Python interpreter is added to
     the hint of the failure. Any other result is returned unchanged.
+
     Args:
         verdict: The result of the attempt.
         spec: The resolved spec of the attempt.

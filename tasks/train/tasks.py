@@ -210,7 +210,11 @@ def _label_flow_run(run: RunSession) -> None:
 
 
 def _download_code(name: str) -> bytes | None:
-    """Return submitted code from the Prefect server, or None if the server does not have it."""
+    """Return submitted code from the Prefect server, or None if the server does not have it.
+
+    Args:
+        name: Name of the stored code or of the file tree that belongs to it.
+    """
     with connect_to_server(PREFECT_API_URL.value() or "") as client:
         return download_code(client, name)
 
