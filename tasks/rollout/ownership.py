@@ -99,8 +99,8 @@ class LocalListeners:
             raise Impostor(f"no server of the fleet runs at {url}")
         host, port = host_and_port(url)
         try:
-            # Usually all sockets are known from an earlier check. In this way, the slower search of
-            # the process tree for the holders of the sockets is not necessary.
+            # Usually all sockets are known from an earlier check. The process tree is searched for
+            # the holders of the sockets only if a socket is not known, because this search is slow.
             inodes = frozenset(self._table.listeners(port, host))
             if inodes <= server.known:
                 server.known = inodes

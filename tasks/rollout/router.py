@@ -324,7 +324,8 @@ class Router:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the start of the server's group, from which the server has run.
+            epoch: Epoch of the server. Each start of the server's group has a new number, its
+                epoch.
         """
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
