@@ -48,7 +48,10 @@ def run_pipeline(
         MusterError: The arguments or the spec are invalid, or the flow run cannot be resumed.
     """
     if path is None and not resume:
-        raise BadArgument("give a PIPELINE.yaml, or a flow run with --resume")
+        raise BadArgument(
+            "no pipeline was named. To start a pipeline: muster pipeline PIPELINE.yaml. To resume "
+            "a pipeline: muster pipeline --resume FLOW_RUN"
+        )
     spec = load_pipeline(path, overrides) if path else None
     if spec is not None:
         require_optuna(spec)
@@ -133,7 +136,8 @@ def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
         flow_run = next(read_flow_runs(client, flow_run_filter, ["pipeline"]), None)
     if flow_run is None:
         raise MusterError(
-            f"the Prefect server has no pipeline with the flow run id or name {id_or_name}"
+            f"the Prefect server has no flow run of a pipeline with the id or name {id_or_name}. "
+            "To list all flow runs: prefect flow-run ls"
         )
     state = flow_run.state
     if state is None or state.is_final() or flow_runs.has_lost_process(flow_run):

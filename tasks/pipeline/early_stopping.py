@@ -112,13 +112,13 @@ def find_reason_to_stop(
     if not _is_pruned(rule, int(step), best, figures):
         return ""
     all_figures = [*figures, best]
-    text = f"{rule.by} {best:.6g}, the best value until step {point.last_step:g}, is "
+    text = f"the best {rule.by} until step {point.last_step:g} is {best:.6g}, which is "
     if rule.rule == "median":
         side = "below" if rule.mode == "max" else "above"
-        text += f"{side} the median {statistics.median(all_figures):.6g}"
+        text += f"{side} {statistics.median(all_figures):.6g}, the median"
     else:
         text += "not in the better half"
-    return f"{text} of {len(all_figures)} points at step {step:g}"
+    return f"{text} of {len(all_figures)} points of the matrix at step {step:g}"
 
 
 def _find_rung(after_step: int, step: float) -> int:

@@ -54,7 +54,9 @@ def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory
                 fetch = partial(download_code, client)
                 check_out(read_code(name, fetch), root, fetch)
             except OSError as error:
-                raise CannotBegin(f"the code {name} cannot be unpacked: {error}") from error
+                raise CannotBegin(
+                    f"the project code {name}, which a step uses, cannot be unpacked: {error}"
+                ) from error
             for index in indexes:
                 faults += _check_stage(pipeline.stages[index], index, root)
     if faults:
@@ -85,8 +87,8 @@ def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Faul
         return
     yield Fault(
         path=f"stages.{index}.call",
-        problem=f"{stage.call} belongs to no project, because the pipeline has no file and the "
-        "step names no stored code",
+        problem=f"the project of the function {stage.call} is unknown, because the pipeline was "
+        "not read from a file, and the step has no key `code`",
         remedy="write the pipeline into a file of the project, and start it with `muster pipeline "
-        "FILE`. Or write code: NAME in the step, as in the spec of an earlier run of the project",
+        "FILE`. Or copy the line `code: NAME` from the spec of an earlier run of the project",
     )

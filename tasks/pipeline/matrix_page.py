@@ -123,7 +123,7 @@ class MatrixPage:
         ]
 
         ended = sum(run.ending is not None for run in runs.values())
-        headline = f"{stage.name}: {ended} of {len(rows)} points ended"
+        headline = f"{stage.name}: {ended} of {len(rows)} points of the matrix have ended"
         stopped = sum(run.is_stopped_early for run in runs.values())
         if stopped:
             headline += f", {stopped} stopped early"

@@ -56,8 +56,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
     path = locate_result(place)
     if path is None:
         raise InvalidResult(
-            f"the directory {place.directory} of the step has no attempt, and so no result. Make "
-            "sure that this host and the host of the step share MUSTER_HOME"
+            f"this host has no result of the step, because {place.directory} contains no attempt "
+            "of the step. Make sure that this host and the host of the step share MUSTER_HOME"
         )
     try:
         result = read_result_file(path)
@@ -74,8 +74,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
             write_json(path, masked)
         except OSError as error:
             raise InvalidResult(
-                f"the result file {path} contains a secret, and the file without the secret cannot "
-                f"be written: {error}"
+                f"the result file {path} contains the value of a secret, which Muster cannot "
+                f"remove from the file: {error}"
             ) from error
     return masked
 

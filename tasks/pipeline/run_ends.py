@@ -85,6 +85,10 @@ async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], Non
         except Exception as error:
             # The events only make the pipeline faster. Without events, it reads the states of its
             # runs every few seconds.
-            _log.debug("the event stream broke; next try in %.0f s: %r", reconnect_s, error)
+            _log.debug(
+                "the connection for Prefect's events broke; next try in %.0f s: %r",
+                reconnect_s,
+                error,
+            )
         await asyncio.sleep(reconnect_s)
         reconnect_s = min(2 * reconnect_s, _RECONNECT_AT_MOST_S)

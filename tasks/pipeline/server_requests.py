@@ -83,7 +83,7 @@ class ServerRequests:
                     waited_s = time.monotonic() - ending_since_s
                     if self.is_hurried or waited_s > _SERVER_TIMEOUT_S:
                         raise
-                _log.warning("Repeating the request to the Prefect server: %s", error)
+                _log.warning("A request to the Prefect server failed and is repeated: %s", error)
             self.wait(POLL_INTERVAL_S)
 
     def try_once(self, request: Callable[[SyncPrefectClient], object]) -> bool:
@@ -96,7 +96,7 @@ class ServerRequests:
             with connect_to_server(self._api_url) as client:
                 request(client)
         except Exception as error:
-            _log.warning("The Prefect server was not updated: %r", error)
+            _log.warning("A request to the Prefect server failed and is not repeated: %r", error)
             return False
         return True
 

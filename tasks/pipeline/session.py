@@ -171,7 +171,11 @@ class PipelineSession:
             self.failure = f"USER_ERROR: {error}"
             return
         except (ServerAway, NoServer) as error:
-            _log.warning("The nodes of the queue could not be read: %s", error)
+            _log.warning(
+                "It was not checked whether the stages fit on the nodes of their work pools, "
+                "because the nodes could not be read: %s",
+                error,
+            )
             return
         if unfit:
             self.failure = f"INFEASIBLE: {'; '.join(map(str, unfit))}"
@@ -201,7 +205,7 @@ class PipelineSession:
             self._hand_over(_describe_handover(decision))
         if not self._requests.ending.is_set():
             for run, reason in self._early_stops.stop_points(self.spec, self._runs):
-                self._report.say(f"stage {run.stage}: stopping early: {reason}")
+                self._report.say(f"stage {run.stage}: stopped early, because {reason}")
         for step in decision.begins:
             if self.failure or self._requests.ending.is_set():
                 break
@@ -242,7 +246,10 @@ class PipelineSession:
             # the pipeline was cancelled.
             self._runs, _ = self._requests.ask(self._read_progress)
         except ServerAway as error:
-            _log.warning("The runs of the pipeline could not be read again: %s", error)
+            _log.warning(
+                "The runs of the pipeline could not be read again before their cancellation: %s",
+                error,
+            )
         runs = [run for run in self._runs if run.ending is None]
         if runs:
             names = join_commas([run.stage for run in runs])
@@ -385,7 +392,8 @@ class PipelineSession:
             )
             self._reused[step.stage] = replace(cached, state="Cached")
             self._report.say(
-                f"stage {step.stage}: not run again, uses the result of the run {flow_run.name}"
+                f"stage {step.stage}: not run again, because the run {flow_run.name} had the same "
+                "inputs. The pipeline uses the result of that run"
             )
             return True
         return False
@@ -469,8 +477,11 @@ def _describe_handover(decision: PipelineDecision) -> str:
     runs = (*decision.active, *decision.evaluated)
     if runs:
         names = join_commas([run.stage for run in runs])
-        return f"stage {names} continues, and the pipeline's next process attaches to it"
-    return f"stage {join_commas([step.stage for step in decision.begins])} is next"
+        return (
+            f"the next process of the pipeline waits for the end of stage {names}, which continues"
+        )
+    names = join_commas([step.stage for step in decision.begins])
+    return f"the next process of the pipeline begins stage {names}"
 
 
 def pipeline_id_of_flow_run() -> str:

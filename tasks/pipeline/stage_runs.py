@@ -221,7 +221,8 @@ def create_child_run(
         if error.response.is_server_error:
             raise
         message = (
-            f"the deployment {deployment_name} rejected the run: {read_refusal(error.response)}"
+            f"the Prefect server created no run of the deployment {deployment_name}: "
+            f"{read_refusal(error.response)}"
         )
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error

@@ -193,7 +193,10 @@ class StageValues:
         assert choice is not None, f"stage {stage} has no key best"
         unit = self.find_best(stage)
         if unit is None:
-            raise CannotBegin(f"no completed point of stage {stage} has a number {choice.by!r}")
+            raise CannotBegin(
+                f"the best point of stage {stage} is unknown, because no completed point has a "
+                f"number {choice.by!r}"
+            )
         if rest.startswith(f"{POINT}."):
             point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]
             return select_value(point, rest.removeprefix(f"{POINT}."))

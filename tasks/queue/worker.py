@@ -256,7 +256,11 @@ class Waker:
                         if self._should_wake(event.event):
                             self._woken.set()
             except Exception as error:
-                _log.debug("the event stream broke; next try in %.0f s: %r", reconnect_s, error)
+                _log.debug(
+                    "the connection for Prefect's events broke; next try in %.0f s: %r",
+                    reconnect_s,
+                    error,
+                )
             self._is_listening = False
             self._changed = None
             await asyncio.sleep(reconnect_s)

@@ -50,7 +50,8 @@ def test_reason_names_figure_median_step_and_number_of_points() -> None:
     reason = find_reason_to_stop(rule(), constant(0.12, 23), FIVE)
 
     assert reason == (
-        "reward 0.12, the best value until step 23, is below the median 0.35 of 6 points at step 20"
+        "the best reward until step 23 is 0.12, which is below 0.35, the median of 6 points of the "
+        "matrix at step 20"
     )
 
 
@@ -119,7 +120,7 @@ def test_diverged_point_is_compared_though_it_has_no_new_figure() -> None:
 
     reason = find_reason_to_stop(rule(by="loss", mode="min"), diverged, others)
 
-    assert reason.startswith("loss 4.8, the best value until step 20, is above the median 3.1")
+    assert reason.startswith("the best loss until step 20 is 4.8, which is above 3.1, the median")
 
 
 def test_figure_that_is_reported_rarely_counts_until_the_next_one() -> None:
@@ -205,8 +206,8 @@ def test_reason_of_halving_names_the_number_of_points() -> None:
     reason = find_reason_to_stop(rule(rule="halving"), constant(0.12, 25), FIVE)
 
     assert reason == (
-        "reward 0.12, the best value until step 25, is not in the better half of 6 points at step "
-        "20"
+        "the best reward until step 25 is 0.12, which is not in the better half of 6 points of the "
+        "matrix at step 20"
     )
 
 

@@ -73,7 +73,7 @@ def test_early_stopping_without_optuna_exits_2(
     ("arguments", "code", "message"),
     [
         (["--help"], 0, "--resume"),
-        ([], 2, "give a PIPELINE.yaml, or a flow run with --resume\nNothing was done.\n"),
+        ([], 2, "no pipeline was named. To start a pipeline: muster pipeline PIPELINE.yaml. "),
         (["a", "b"], 2, "b"),
     ],
 )

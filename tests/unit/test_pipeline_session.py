@@ -386,7 +386,9 @@ def test_best_point_of_a_matrix_is_handed_over_and_shown(server: FakeRuns) -> No
         ],
     }
     shown = server.artifacts["points-grid"]
-    assert shown.headline == "grid: 3 of 3 points ended, best score 0.9 at point 2"
+    assert (
+        shown.headline == "grid: 3 of 3 points of the matrix have ended, best score 0.9 at point 2"
+    )
     rows = json.loads(shown.data)
     assert rows[1] == {
         "point": "2",
@@ -456,10 +458,11 @@ def test_point_below_the_median_is_stopped_early_and_shown(server: FakeRuns) -> 
     stopped = server.runs[0]
     assert (stopped.state, stopped.message) == (
         "stopped early",
-        "reward 0.1, the best value until step 3, is below the median 0.3 of 5 points at step 3",
+        "the best reward until step 3 is 0.1, which is below 0.3, the median of 5 points of the "
+        "matrix at step 3",
     )
     shown = server.artifacts["points-grid"]
-    assert shown.headline == "grid: 2 of 5 points ended, 2 stopped early"
+    assert shown.headline == "grid: 2 of 5 points of the matrix have ended, 2 stopped early"
     rows = json.loads(shown.data)
     assert [row["state"] for row in rows] == ["stopped early"] * 2 + ["Running"] * 3
     assert [row["figure"] for row in rows] == ["0.1", "0.2", "0.3", "0.4", "0.5"]
@@ -533,7 +536,9 @@ def test_evaluations_choose_the_best_point_and_its_best_checkpoint(server: FakeR
 
     assert arguments(server, "use") == {"lr": "2", "checkpoint": "/checkpoints/grid.2/10"}
     shown = server.artifacts["points-grid"]
-    assert shown.headline == "grid: 2 of 2 points ended, best math.accuracy 0.9 at point 2"
+    assert shown.headline == (
+        "grid: 2 of 2 points of the matrix have ended, best math.accuracy 0.9 at point 2"
+    )
     assert shown.picture.count("<polyline") == 2
 
 
@@ -617,7 +622,7 @@ def project(server: FakeRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("directory", "message"),
     [
-        ("empty", "stages.1.call: other:run belongs to no project, because the pipeline has no"),
+        ("empty", "stages.1.call: the project of the function other:run is unknown, because"),
         ("project", "stages.1.call: the project has no module 'other'"),
     ],
 )
