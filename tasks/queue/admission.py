@@ -339,13 +339,15 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
             cause = "the work pool has no other node"
             if faulty:
                 cause = f"{len(faulty)} nodes are already drained as faulty, which is the limit"
-            _log.warning("the node %s seems faulty, but Muster does not drain it: %s", node, cause)
+            _log.warning(
+                "the node %s seems faulty, but Muster does not drain it, because %s", node, cause
+            )
             return
 
         kind = failure.kind.value
         reason = (
-            f"{other_runs[0].name} and {run_id} failed on this node within a day; "
-            f"{run_id} failed with {kind}"
+            f"the runs {other_runs[0].name} and {run_id} failed on this node within a day; "
+            f"the failure of {run_id} is of the kind {kind}"
         )
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})

@@ -130,7 +130,10 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
     if len(os.listdir("/proc/self/task")) > 1:
         # A fork copies only one thread. Locks that other threads hold at that time would stay
         # locked forever in the forked process.
-        raise SystemExit("an imported module has started a thread, so runs cannot be forked")
+        raise SystemExit(
+            "the fork server cannot fork processes for runs, because an imported module has "
+            "started a thread"
+        )
     fork_server_logging = _read_logging_settings()
     gc.collect()
     gc.freeze()
@@ -605,7 +608,9 @@ class ForkServer:
                     own_socket.send(b"g")
         except (OSError, ValueError, TimeoutError) as error:
             _log.warning(
-                "The fork server could not start a run, so the run starts more slowly: %r", error
+                "The fork server could not start a run, so the worker starts the run without it, "
+                "which takes longer: %r",
+                error,
             )
             if self._control is control:
                 self.start()

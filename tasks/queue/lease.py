@@ -209,12 +209,14 @@ class HeldLease:
             LeaseLost: The scheduling lease was given back, or `hold_s` seconds are over.
         """
         if self.is_over:
-            raise LeaseLost("the scheduler's lease was given back, so this process must not write")
+            raise LeaseLost(
+                "this process has released the scheduler's lease, so it must not change the queue"
+            )
         if self.remaining_s <= 0:
             age_s = self.clock() - self.requested_at
             raise LeaseLost(
-                f"the scheduler's lease was requested {age_s:.1f} s ago and allows writes for "
-                f"{self.hold_s:g} s. Another scheduler may be deciding now"
+                f"the scheduler's lease was requested {age_s:.1f} s ago and allows changes of the "
+                f"queue for {self.hold_s:g} s. Another scheduler may have taken the lease over"
             )
 
 
@@ -288,8 +290,8 @@ class SchedulingLease:
             except TimeoutError as error:
                 if limit.expired():
                     raise LeaseLost(
-                        f"the scheduler's lease allows writes for {self.hold_s:g} s, and this "
-                        "time is over. Another scheduler may be deciding now"
+                        f"the scheduler's lease allows changes of the queue for {self.hold_s:g} s, "
+                        "and this time is over. Another scheduler may have taken the lease over"
                     ) from error
                 raise
             finally:
@@ -527,14 +529,14 @@ class SchedulingLease:
             async with asyncio.timeout(_RETURN_TIMEOUT_S):
                 if not await self._delete(held_lease.lease):
                     _log.warning(
-                        "another process deleted the scheduler's lease before this process gave it "
-                        "back"
+                        "another process deleted the scheduler's lease before this process "
+                        "released it"
                     )
         except (TimeoutError, httpx.HTTPError) as error:
             self._undeleted_holders.add(held_lease.lease.holder)
             reason = str(error) or type(error).__name__
             _log.warning(
-                "the scheduler's lease could not be given back, and will expire in %g s: %s",
+                "this process could not release the scheduler's lease, which expires in %g s: %s",
                 self.expire_s,
                 reason,
             )

@@ -115,7 +115,8 @@ def parse_request(flow_run: FlowRun) -> Request:
         return Request(
             name=name,
             tags=tags,
-            fault=find_spec_fault(flow_run) or "the key `gang` of its spec can't be read",
+            fault=find_spec_fault(flow_run)
+            or "the key `gang` of the run's spec (the GPUs that the run needs) can't be read",
         )
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
     max_s = (gang.max_hours or math.inf) * _HOUR_S

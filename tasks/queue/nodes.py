@@ -55,9 +55,9 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     if only_node and not nodes:
         node_names = join_commas(node.name for node in cluster.nodes) or "none"
         return (
-            f"the run was started on {only_node}, but the nodes of its work pool are: "
-            f"{node_names}. Start it on one of them, or use `muster submit`. "
-            f"`muster queue set node.{only_node}=GPUS` adds {only_node} to the pool"
+            f"the run was started on {only_node}, which is no node of the work pool (its nodes: "
+            f"{node_names}). Start the run on one of them, queue it with `muster submit`, or add "
+            f"{only_node} to the pool: `muster queue set node.{only_node}=GPUS`"
         )
     fitting = [
         node

@@ -89,7 +89,11 @@ def parse_copy(variable: Variable | None) -> PoolCopy | None:
     try:
         return PoolCopy.model_validate(variable.value)
     except ValidationError as error:
-        _log.warning("the Prefect variable %s cannot be used: %s", variable.name, error)
+        _log.warning(
+            "the copy of a work pool's settings in the Prefect variable %s cannot be read: %s",
+            variable.name,
+            error,
+        )
         return None
 
 
@@ -166,7 +170,10 @@ class PoolCopies:
             return
         update = copy.fill_in(current_pool.base_job_template)
         await self._client.update_work_pool(pool.name, update)
-        _log.warning("the work pool %s was deleted; its settings were restored", pool.name)
+        _log.warning(
+            "the work pool %s was deleted and created again; Muster has restored its settings",
+            pool.name,
+        )
 
     async def _write(self, pool_name: str, copy: PoolCopy) -> None:
         """Write a copy to its Prefect variable."""

@@ -124,7 +124,10 @@ def explain_wait(
                 others=others,
             )
         case Why.LIMIT:
-            text = f"would exceed the limit of {limit} GPUs for the tag {reason.tag}"
+            text = (
+                f"waits because all runs with the tag {reason.tag} together may use at most "
+                f"{limit} GPUs"
+            )
             waits_for_no_end = True
         case Why.RETRY:
             retry_time = f"; next try at {format_time(not_before)}" if not_before else ""
@@ -199,7 +202,7 @@ def _explain_missing_gpus(
     elif not names_waited_for:
         parts.append("waits for missing nodes to return, because the present nodes are too few")
     if reason.never_fits_now:
-        parts.append("later runs may start first")
+        parts.append("later runs may start before it")
     return "; ".join(parts), waits_for_no_end
 
 
@@ -250,8 +253,8 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
         f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
     )
     cause = (
-        "the worker has reached its limit of runs, or other runs use GPUs of that host, or GPUs "
-        "are faulty"
+        "possible causes are that the worker is at its limit of runs, that other runs use GPUs of "
+        "that host, or that GPUs are faulty"
     )
     return Message(demand=demand, reason=f"{wait} to start it: {cause}")
 
@@ -276,7 +279,7 @@ def explain_skip(limit: int, name: str) -> str:
         name: Name of another run of the deployment that has not ended.
     """
     if limit == 0:
-        return "skipped: the deployment allows no runs"
+        return "skipped: the deployment allows no runs (its concurrency limit is 0)"
     runs = format_count(limit, "run")
     return f"skipped: the deployment allows {runs} at a time, and {name} has not ended"
 

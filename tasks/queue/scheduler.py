@@ -342,7 +342,7 @@ class Scheduler:
         if entry.is_scheduled:
             await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
             return
-        message = "the worker of the run was lost before the run started"
+        message = "the worker that was to start the run was lost before the start"
         if await grants.requeue_unstarted(self._client, entry.flow_run, message):
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)

@@ -199,8 +199,8 @@ class QueueReader:
         if set_back:
             run_names = join_commas(entry.request.name for entry in set_back)
             troubles.append(
-                "a user has set the states of these runs back, but their processes may still run: "
-                f"{run_names}"
+                "these runs are not started, because a user has set their states back to Scheduled "
+                f"and their earlier processes may still run: {run_names}"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows

@@ -229,9 +229,9 @@ async def read_pool(client: PrefectClient, name: str) -> WorkPool:
     except ObjectNotFound:
         existing = _join_names(pool.name for pool in await client.read_work_pools())
         raise MissingFromServer(
-            f"the Prefect server has no work pool {name}; it has: {existing}. "
-            f"Name one of them with --pool, or create it: "
-            f"`prefect work-pool create {name} --type gang`. `muster up` creates the pool gang"
+            f"the Prefect server has no work pool {name}. Its work pools are: {existing}. Name one "
+            f"of them with --pool, or create the pool: `prefect work-pool create {name} --type "
+            "gang`. `muster up` creates the work pool `gang`"
         ) from None
 
 
@@ -362,7 +362,9 @@ def with_values(
             values[kind] = value or PoolSettings().policy
         elif unset:
             if tables[kind].pop(name, None) is None:
-                reason = f"the pool has no {kind} of this name; it has: {_join_names(tables[kind])}"
+                reason = (
+                    f"the work pool has no {kind} of this name, only: {_join_names(tables[kind])}"
+                )
                 raise BadSetting(f"{key}: {reason}")
         elif not value.isdecimal():
             raise BadSetting(f"{assignment}: the value must be a whole number, 0 or more")

@@ -82,13 +82,15 @@ def summarize(view: QueueView) -> tuple[str, ...]:
     if view.paused_queues:
         lines.append(f"paused queues: {join_commas(view.paused_queues)}")
     if view.tags:
-        uses = (f"{tag} {used} of {limit} GPUs" for tag, (used, limit) in sorted(view.tags.items()))
-        lines.append(f"tags: {join_commas(uses)}")
+        uses = (
+            f"{tag} {used} of at most {limit}" for tag, (used, limit) in sorted(view.tags.items())
+        )
+        lines.append(f"GPUs of runs with a tag: {join_commas(uses)}")
     if drained := [node.name for node in view.nodes if node.is_drained]:
         lines.append(f"drained: {join_commas(drained)}")
     lines += [
-        f"{faulty.node} is drained until {format_date_minute(faulty.until)} by {faulty.by}: "
-        f"{faulty.reason}"
+        f"{faulty.node} is drained until {format_date_minute(faulty.until)} after the failure of "
+        f"{faulty.by}: {faulty.reason}"
         for faulty in view.faulty
     ]
     return (*lines, *(f"{_PROBLEM} {trouble}" for trouble in view.troubles))
@@ -375,7 +377,7 @@ def _make_table(view: QueueView, rows: Sequence[Row], row_name: str) -> Shown:
     """
     lines = [f"- {escape_markdown(line)}" for line in summarize(view)]
     if len(rows) > ROWS_AT_MOST:
-        lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {row_name}")
+        lines.append(f"- This table has only the first {ROWS_AT_MOST} of {len(rows)} {row_name}.")
     cells = [{name: escape_cell(cell) for name, cell in row.items()} for row in rows[:ROWS_AT_MOST]]
     return Shown(type="table", headline="\n".join(lines), data=json.dumps(cells))
 
@@ -479,7 +481,7 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
     due = flow_run.next_scheduled_start_time
     if state.is_scheduled() and due is not None and due.timestamp() > now + _SOON_S:
         return f"is scheduled to start at {format_date_minute(due.timestamp())}"
-    return f"is {state.name} since {format_date_minute(state.timestamp.timestamp())}"
+    return f"has been {state.name} since {format_date_minute(state.timestamp.timestamp())}"
 
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:

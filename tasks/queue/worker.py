@@ -393,7 +393,7 @@ def _read_result(flow_run: FlowRun, began_at: float) -> State[Any] | None:
     try:
         run = RunJson.read_for_flow_run(RunPlace.of(flow_run.name).record, str(flow_run.id))
     except (OSError, ValueError) as error:
-        _log.debug("the record of %s cannot be read: %r", flow_run.name, error)
+        _log.debug("the record of the run %s cannot be read: %r", flow_run.name, error)
         return None
     is_new = run is not None and run.ended_at is not None and run.ended_at >= began_at
     return get_recorded_result(run) if is_new else None
@@ -546,7 +546,10 @@ class GangWorker(ProcessWorker):
         elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
             # The process of a flow run that has lost its concurrency lease exits before the flow
             # starts, see `flows/__main__.py`.
-            message = "the run lost its slot in the limit of its deployment before it started"
+            message = (
+                "the run lost its place within the concurrency limit of its deployment before it "
+                "started"
+            )
             if await requeue_unstarted(self.client, flow_run, message):
                 name = parse_request(flow_run).name
                 self._announce("muster.run.requeued", flow_run, name, message=message)
@@ -590,7 +593,8 @@ class GangWorker(ProcessWorker):
             other = await self._worker_name.find_other(self.client)
         except (httpx.HTTPError, PrefectException) as error:
             self._logger.debug(
-                "Other workers with the name of this worker could not be searched for: %r", error
+                "Muster could not check whether another worker has the name of this worker: %r",
+                error,
             )
             return
         if other:
@@ -837,7 +841,9 @@ class GangWorker(ProcessWorker):
             for pool in pools:
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
-            self._logger.debug("The results of a scheduling pass were not written: %r", error)
+            self._logger.debug(
+                "The results of a scheduling pass were not written to the Prefect server: %r", error
+            )
 
     async def _stop_publishing(self) -> None:
         """Cancel the task that writes to the server in the background, and wait for its end."""

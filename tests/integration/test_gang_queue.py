@@ -496,7 +496,7 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
             text=True,
             check=True,
         ).stdout
-        assert "a1 is drained until " in output and f"by {second.name}" in output
+        assert "a1 is drained until " in output and f"the failure of {second.name}" in output
     finally:
         pool.cancel_all()
         first_host.clear()

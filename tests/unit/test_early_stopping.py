@@ -103,7 +103,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
     good = find_reason_to_stop(rule(), constant(0.13, 40), others)
 
-    assert "median 0.12 of 4 points at step 12" in slow
+    assert "0.12, the median of 4 points of the matrix at step 12" in slow
     assert good == ""
 
 

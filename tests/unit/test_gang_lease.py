@@ -401,8 +401,8 @@ async def test_holder_writes_while_safe(
     assert lost == (
         None
         if is_safe
-        else "the scheduler's lease was requested 10.0 s ago and allows writes for 10 s. "
-        "Another scheduler may be deciding now"
+        else "the scheduler's lease was requested 10.0 s ago and allows changes of the queue for "
+        "10 s. Another scheduler may have taken the lease over"
     )
 
 
@@ -443,7 +443,7 @@ async def test_slow_body_is_cancelled(make_lease: MakeLease, server: Server) -> 
     loop = asyncio.get_running_loop()
     scheduling_lease = make_lease(hold_s=0.05, clock=loop.time)
 
-    with pytest.raises(LeaseLost, match="Another scheduler may be deciding now"):
+    with pytest.raises(LeaseLost, match="Another scheduler may have taken the lease over"):
         async with holding(scheduling_lease):
             await asyncio.sleep(60)
 
@@ -454,7 +454,7 @@ async def test_nothing_may_be_written_after_the_return(make_lease: MakeLease) ->
     async with holding(make_lease()) as held:
         pass
 
-    with pytest.raises(LeaseLost, match="given back"):
+    with pytest.raises(LeaseLost, match="has released"):
         held.check()
     assert held.remaining_s == 0.0
 
@@ -539,7 +539,7 @@ async def test_failed_return_does_not_fail_the_body(
     second = await can_take(scheduling_lease)
 
     assert (first, second) == (True, True)
-    assert "could not be given back" in caplog.text
+    assert "could not release" in caplog.text
 
 
 # Tests of requests for the lease that are cancelled.

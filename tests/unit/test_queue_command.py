@@ -212,8 +212,8 @@ def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "expected"),
     [
-        (StateType.RUNNING, {}, "running-run is Running since 2026-01-02 13:00 UTC."),
-        (StateType.COMPLETED, {}, "running-run is Completed since 2026-01-02 13:00 UTC."),
+        (StateType.RUNNING, {}, "running-run has been Running since 2026-01-02 13:00 UTC."),
+        (StateType.COMPLETED, {}, "running-run has been Completed since 2026-01-02 13:00 UTC."),
         # the run is scheduled for a later time, so it does not wait for GPUs yet
         (
             StateType.SCHEDULED,
@@ -224,7 +224,7 @@ def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},
-            "running-run is Scheduled since 2026-01-02 13:00 UTC.",
+            "running-run has been Scheduled since 2026-01-02 13:00 UTC.",
         ),
     ],
 )
@@ -372,15 +372,15 @@ def test_settings_are_changed_and_printed(
         (("set", "limit.=1"), "limit.: no such setting"),
         (("set", "node.gpu-1=some"), "the value must be a whole number"),
         (("set", "node.=1"), "node.: no such setting"),
-        (("unset", "node.gpu-7"), "the pool has no node of this name; it has: gpu-1"),
+        (("unset", "node.gpu-7"), "the work pool has no node of this name, only: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; the settings are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
-        (("unset", "limit.team-b"), "the pool has no limit of this name; it has: team-a"),
+        (("unset", "limit.team-b"), "the work pool has no limit of this name, only: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
         (("set", "cluster.head:8265=0"), "clusters.1.address: must be an http address"),
         (
             ("unset", f"cluster.{RAY}"),
-            "the pool has no cluster of this name; it has: http://known:8265",
+            "the work pool has no cluster of this name, only: http://known:8265",
         ),
     ],
 )
@@ -451,7 +451,7 @@ def test_unknown_pool_is_reported_with_the_remedy(
     code, output = command(*arguments)
 
     assert code == 1
-    assert "no work pool other; it has: gang" in output
+    assert "no work pool other. Its work pools are: gang" in output
     assert "prefect work-pool create other --type gang" in output
 
 

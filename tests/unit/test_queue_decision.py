@@ -419,7 +419,7 @@ def test_tag_limit_counts_over_all_clusters() -> None:
 
     assert started(scheduling_pass) == ["run1", "run3"]
     assert (
-        "would exceed the limit of 6 GPUs for the tag red"
+        "waits because all runs with the tag red together may use at most 6 GPUs"
         in scheduling_pass.messages[waiting[1].id].text
     )
 
@@ -573,7 +573,7 @@ def test_starts_of_a_pass_count_for_tag_limits() -> None:
 
     assert started(scheduling_pass) == ["run1"]
     assert scheduling_pass.count_gpus_of_tag("team") == 6
-    assert "would exceed the limit of 8 GPUs" in scheduling_pass.messages[waiting[1].id].text
+    assert "together may use at most 8 GPUs" in scheduling_pass.messages[waiting[1].id].text
 
 
 def test_grant_is_void_after_its_state() -> None:

@@ -78,9 +78,9 @@ BUSY = view(
 
 PLAIN = """\
 work pool gang, fifo: 2 of at most 8 running, 2 waiting; 3 of 24 GPUs are free on 3 nodes
-tags: team-a 8 of 16 GPUs
+GPUs of runs with a tag: team-a 8 of at most 16
 drained: gpu-3
-gpu-3 is drained until 2026-01-02 14:05 UTC by run-7: two runs failed
+gpu-3 is drained until 2026-01-02 14:05 UTC after the failure of run-7: two runs failed
 problem: http://ray:8265 does not answer
 
 position  run    needs                     waiting since         expected start        queue    tags
@@ -204,7 +204,10 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
         ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no nodes are known"),
         ({"is_paused": True}, "paused: no run starts until the pool is resumed"),
         ({"paused_queues": ("high", "low")}, "paused queues: high, low"),
-        ({"tags": {"b": (0, 4), "a": (8, 8)}}, "tags: a 8 of 8 GPUs, b 0 of 4 GPUs"),
+        (
+            {"tags": {"b": (0, 4), "a": (8, 8)}},
+            "GPUs of runs with a tag: a 8 of at most 8, b 0 of at most 4",
+        ),
         ({"troubles": ("it rains",)}, "problem: it rains"),
     ],
 )

@@ -147,7 +147,7 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str)
         ),
         (
             later(Why.LIMIT, limit=16),
-            "would exceed the limit of 16 GPUs for the tag team-a",
+            "waits because all runs with the tag team-a together may use at most 16 GPUs",
         ),
         (
             later(Why.RETRY, not_before=NOW + 65),
