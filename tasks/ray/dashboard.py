@@ -207,7 +207,8 @@ def _environment_value(name: str) -> str:
         )
     if (value := os.environ.get(variable)) is None:
         raise Denied(
-            f"the cluster's headers need the environment variable {variable}, which is not set here"
+            f"the cluster's headers need the environment variable {variable}, which is not set "
+            "in this process"
         )
     return value
 
@@ -582,7 +583,10 @@ class Dashboard:
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
         answer = _parse_object(await self._request("GET", f"/api/v0/{resource}", params=query))
         if not answer["result"]:
-            raise NoAnswer(f"the Ray dashboard at {self.address} reports: {answer['msg']}")
+            raise NoAnswer(
+                f"the Ray dashboard at {self.address} could not list its {resource}: "
+                f"{answer['msg']}"
+            )
         entries: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return entries
 

@@ -70,7 +70,7 @@ def describe_actors_and_groups(
     holders = [
         (
             actor.node_id,
-            f", pid {actor.pid}: actor {actor.class_name} is {actor.state}",
+            f", pid {actor.pid}: actor {actor.class_name}, which is {actor.state},",
             actor.gpus,
         )
         for actor in actors
@@ -79,7 +79,7 @@ def describe_actors_and_groups(
         for node_id, gpus in (group.gpus_on or {"": 0.0}).items():
             holders.append((node_id, f": placement group {group.group_id[:8]}", gpus))
     return tuple(
-        f"node {ips.get(node_id, node_id[:8] or 'unknown')}{description} with {gpus:g} GPUs"
+        f"node {ips.get(node_id, node_id[:8] or 'unknown')}{description} holds {gpus:g} GPUs"
         for node_id, description, gpus in holders
     )
 
@@ -152,7 +152,8 @@ def job_exit(
     else:
         # Ray's message may have many lines. The first line names the cause.
         lines = [line.strip() for line in job.message.splitlines() if line.strip()]
-        note = lines[0][:500] if lines else f"{job.status}, and Ray gives no reason"
+        no_reason = f"the Ray job is {job.status}, and Ray gives no reason"
+        note = lines[0][:500] if lines else no_reason
         if job.error_type:
             note += f" ({job.error_type})"
         if lost_node:

@@ -363,7 +363,7 @@ class RayJob(RunningComponent):
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning(
-                "The cause why the component %s hangs could not be examined: %r", self.name, error
+                "Muster could not examine why the component %s hangs: %r", self.name, error
             )
         else:
             self._emit_event("component.diagnosed", pid=None, path=str(path))
@@ -718,15 +718,17 @@ class RayJob(RunningComponent):
     def _start_limit_hint(self) -> str:
         """Return advice for the user: raise the time limit for the start of the job in the spec."""
         return (
-            "If the job needs longer, for example to copy its model, raise ray.start_within_s "
-            f"({self._job.start_within_s:g} s); its GPUs are idle until then"
+            "If the job needs more time before it uses its GPUs, for example to copy its model, "
+            f"raise ray.start_within_s (now {self._job.start_within_s:g} s). The GPUs are idle "
+            "during this time"
         )
 
     def _never_started(self) -> GiveUpReason:
         """Return the reason for giving up a job that was pending for too long."""
         cluster_message = self._state.message if self._state else ""
         reason = " ".join(cluster_message.split())[:500]
-        message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
+        limit_s = self._job.start_within_s
+        message = f"job {self._job.submission_id} was still pending after {limit_s:g} s: "
         message += f"{reason or 'the cluster gives no reason'}. {self._start_limit_hint()}"
         return GiveUpReason(kind=FailureKind.START_TIMEOUT, rule="start-deadline", message=message)
 

@@ -179,7 +179,11 @@ class SubmissionFile:
         try:
             write_json(self.path, content.as_json(), durable=True)
         except OSError as error:
-            _log.warning("The submission file %s could not be written: %s", self.path, error)
+            _log.warning(
+                "The file %s, which records the submission of a Ray job, could not be written: %s",
+                self.path,
+                error,
+            )
 
     async def written(self) -> None:
         """Wait until all earlier changes of the file are on disk or could not be written."""

@@ -235,7 +235,10 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
         ) from error
     if rest.startswith("4"):
         raise Denied(f"{plan.address} rejected the job: {text[:2000]}") from error
-    raise NoAnswer(f"it is unknown whether {plan.address} has the job: {text[:2000]}") from error
+    raise NoAnswer(
+        f"it is unknown whether the Ray cluster at {plan.address} has accepted the job: "
+        f"{text[:2000]}"
+    ) from error
 
 
 def wrapper_sources() -> dict[str, str]:
@@ -363,8 +366,9 @@ class Submitter:
             raise self._give_up(
                 FailureKind.NETWORK,
                 "submit-unanswered",
-                f"{self._plan.address} did not answer {_MAX_SUBMITS} submit requests for job "
-                f"{self._plan.submission_id} and does not have the job: {problem}",
+                f"the Ray dashboard at {self._plan.address} did not answer {_MAX_SUBMITS} requests "
+                f"to submit job {self._plan.submission_id}, and it does not list the job: "
+                f"{problem}",
             )
         self._note_submitted()
         plan = self._plan

@@ -37,8 +37,10 @@ class UncheckedNode:
 
     def __str__(self) -> str:
         if self.node_id:
-            return f"node {self.name} could not be checked ({self.why[:200]})"
-        return f"no node of the cluster could be checked ({self.why[:200]})"
+            return (
+                f"node {self.name} could not be checked for leftover processes ({self.why[:200]})"
+            )
+        return f"no node of the cluster could be checked for leftover processes ({self.why[:200]})"
 
 
 async def split_departed_nodes(
@@ -106,7 +108,12 @@ class UncheckedNodesNote(BaseModel):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, self.model_dump(mode="json"), durable=True)
         except OSError as error:
-            _log.warning("%s could not be written: %s", path, error)
+            _log.warning(
+                "The file %s, which names nodes to check for leftover processes, could not be "
+                "written: %s",
+                path,
+                error,
+            )
 
     def forget(self) -> None:
         """Delete the file of this note about unchecked nodes, if the file exists."""
@@ -129,7 +136,12 @@ def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
         try:
             note = UncheckedNodesNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
-            _log.warning("%s cannot be read and is skipped: %s", path, error)
+            _log.warning(
+                "The file %s, which names nodes to check for leftover processes, cannot be read "
+                "and is skipped: %s",
+                path,
+                error,
+            )
             continue
         if note.host == host:
             yield note

@@ -201,7 +201,8 @@ def test_only_the_first_of_many_nodes_are_named(
 
     [message] = end(*silent).unseen
 
-    assert "n0 could not be checked (gone)" in message and "and 96 more" in message
+    assert "n0 could not be checked for leftover processes (gone)" in message
+    assert "and 96 more" in message
     assert len(read_noted_nodes()["r--a01"]) == 100
 
 
@@ -235,7 +236,9 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: C
 
     [run] = reconcile.reconcile_host().runs
 
-    assert run.open == "node 10.0.0.5 could not be checked (no answer within 60 s)"
+    assert run.open == (
+        "node 10.0.0.5 could not be checked for leftover processes (no answer within 60 s)"
+    )
     assert not run.has_changes
     assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
 

@@ -66,7 +66,11 @@ def test_configured_authorization_replaces_the_token() -> None:
     [
         ("plain", "plain", ""),
         ("$${env.OUR_KEY}", "${env.OUR_KEY}", ""),
-        ("${env.NOT_SET}", "", "the environment variable NOT_SET, which is not set here"),
+        (
+            "${env.NOT_SET}",
+            "",
+            "the environment variable NOT_SET, which is not set in this process",
+        ),
         ("${run.id}", "", r"unknown placeholder \$\{run.id\}: write \$\{env.NAME\}"),
     ],
 )

@@ -236,7 +236,7 @@ def test_held_resources_are_described_with_node_and_pid() -> None:
     words = describe_actors_and_groups(([actor], [group, waiting]), [node("a"), node("b")])
 
     assert words == (
-        "node a, pid 7: actor Worker is ALIVE with 2 GPUs",
-        "node b: placement group 01234567 with 4 GPUs",
-        "node unknown: placement group abcdefgh with 0 GPUs",
+        "node a, pid 7: actor Worker, which is ALIVE, holds 2 GPUs",
+        "node b: placement group 01234567 holds 4 GPUs",
+        "node unknown: placement group abcdefgh holds 0 GPUs",
     )
