@@ -92,8 +92,9 @@ def _describe_plan(plan: TopologyPlan) -> Iterator[str]:
         yield f"engine {index}: ranks {_format_range(engine.ranks)} on node {nodes}{meeting}"
         for slot in engine.servers:
             role = "entrypoint" if slot.is_entrypoint else "no entrypoint"
-            gpus = f", bundles {_format_range(slot.bundles)}" if slot.bundles else ", no GPUs"
-            yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {role}{gpus}"
+            gpus = f", GPU bundles {_format_range(slot.bundles)}" if slot.bundles else ", no GPUs"
+            url = slot.url or "no HTTP API"
+            yield f"  server {slot.rank}: node {slot.node}, {url}, {role}{gpus}"
             env = (f"{name}={_shorten(text)}" for name, text in slot.env.items())
             yield f"    {' '.join([*env, *map(_shorten, slot.argv)])}"
     meshes = " ".join(f"[{_format_range(ranks)}]" for ranks in plan.training_mesh)

@@ -127,7 +127,9 @@ class Admission:
             self._table.open()
         except OSError as error:
             _log.warning(
-                "this machine does not allow sock_diag, so /proc/net/tcp is read instead: %s", error
+                "the kernel refuses sock_diag requests, which find the user of a connection, so "
+                "/proc/net/tcp is read instead: %s",
+                error,
             )
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = _OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _OPEN_FILES)
@@ -184,7 +186,7 @@ class Admission:
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")
         if not peer or not own:
-            connection.client = "unknown: the connection is closed already"
+            connection.client = "an unknown address (the connection is already closed)"
             return
         connection.client = _network_of(peer[0])
         try:

@@ -163,7 +163,10 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     try:
         plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:
-        remedy = "change the sizes of the engines, or gang.gpus_per_node"
+        remedy = (
+            "change the number of GPUs of an engine, for example tensor_parallel, or "
+            "gang.gpus_per_node"
+        )
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
     return [
         *_placement_faults(plan),
@@ -185,13 +188,17 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     has_one_server = len(first_engine.servers) == 1
     path = f"components.{FLEET}.nodes_per_engine"
     if node_count > 1 and plan.placement == "local":
-        problem = f"a local fleet runs only on this machine, but an engine spans {node_count} nodes"
+        problem = (
+            "engines with `placement: local` run only on this machine, but an engine spans "
+            f"{node_count} nodes"
+        )
         remedy = "write 1" if has_one_server else "write 1, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif node_count > 1 and has_one_server:
         problem = (
-            "the only server of an engine over several nodes requests the GPUs of the other nodes "
-            "from Ray, but the fleet's placement group holds these GPUs"
+            f"an engine spans {node_count} nodes, but has only one server. This server requests "
+            "the GPUs of the other nodes from Ray, but the placement group of the fleet holds "
+            "these GPUs"
         )
         remedy = "write 1, or set expert_parallel, which starts a server for each rank"
         yield Fault(path=path, problem=problem, remedy=remedy)
@@ -206,11 +213,17 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
     host = f"components.{FLEET}.host"
     for path, name in _remote_uses(spec, ROLLOUT_URL):
         if is_loopback(fleet.host):
-            problem = f"{name} runs on the cluster, but the gateway listens only on {fleet.host}"
+            problem = (
+                f"{name} runs on the Ray cluster, but the gateway of the fleet listens only on "
+                f"{fleet.host}"
+            )
             remedy = f'write {host}: "0.0.0.0", or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
         elif fleet.host in EVERY_ADDRESS and _find_reachable_address(spec, fleet.host) is None:
-            problem = f"{name} runs on the cluster, but this machine has only loopback addresses"
+            problem = (
+                f"{name} runs on the Ray cluster, but cannot reach the gateway of the fleet there, "
+                "because this machine has only loopback addresses"
+            )
             remedy = f"set {host} to an address of this machine that the cluster can reach"
             yield Fault(path=path, problem=problem, remedy=remedy)
 
@@ -226,8 +239,14 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
             yield Fault(path=use.path, problem=problem, remedy=remedy)
         elif use.path in remote_components:
             name = remote_components[use.path]
-            problem = f"{name} runs on the cluster, but local engines listen only on this machine"
-            remedy = f"write ${{{ROLLOUT_URL}}}, or launcher: process"
+            problem = (
+                f"{name} runs on the Ray cluster, but engines with `placement: local` listen only "
+                "on this machine"
+            )
+            remedy = (
+                f"write ${{{ROLLOUT_URL}}}, the URL of the gateway, or write launcher: process, so "
+                f"that {name} runs on this machine"
+            )
             yield Fault(path=use.path, problem=problem, remedy=remedy)
 
 
@@ -281,8 +300,8 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            f"a local fleet runs only on this machine, but only {engines_on_first_node} of its "
-            f"{engine_count} engines fit on one node of the run (`gang`)"
+            "engines with `placement: local` run only on this machine, but only "
+            f"{engines_on_first_node} of {engine_count} engines fit on one node of the run (`gang`)"
         )
         remedy = f"write {engines_on_first_node}, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)

@@ -251,8 +251,8 @@ class Fleet:
         async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused(
-                    "a weight sync is open, so engines may not answer. Request the check after the "
-                    "sync"
+                    "a weight sync is open, so engines may not answer the health check. Request "
+                    "the check again after the sync"
                 )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
@@ -318,10 +318,11 @@ class Fleet:
         groups = self.registry.view.groups
         kept = sum(other.state is not GroupState.RETIRED for other in groups)
         if group.state is not GroupState.RETIRED:
-            if kept <= max(1, self.settings.recovery.min_active or 0):
+            needed = max(1, self.settings.recovery.min_active or 0)
+            if kept <= needed:
                 raise FleetRefused(
-                    f"engine {group.index} must keep running: only {kept} engines remain, and the "
-                    "fleet needs all of them (min_active, at least 1)"
+                    f"engine {group.index} cannot be retired: the fleet must keep at least "
+                    f"{needed} of its engines (recovery.min_active), and {kept} are not retired yet"
                 )
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
@@ -561,7 +562,10 @@ class Fleet:
             return
         self._failed_starts[after.index] += 1
         if self._failed_starts[after.index] >= _MAX_FAILED_STARTS:
-            problem = f"ranks {join_commas(after.ranks)} failed to start {_MAX_FAILED_STARTS} times"
+            problem = (
+                f"the servers of ranks {join_commas(after.ranks)} failed to start "
+                f"{_MAX_FAILED_STARTS} times"
+            )
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
@@ -579,7 +583,10 @@ class Fleet:
         serving = len(view.up)
         is_time_to_serve = self.has_started and self.syncs.id is None
         if kept < needed:
-            reason = f"only {kept} of {total} engines remain, but the fleet needs {needed}"
+            reason = (
+                f"only {kept} of {total} engines can still be restarted, but the fleet needs at "
+                f"least {needed}"
+            )
         elif checks_min_active and is_time_to_serve and serving < min_active:
             reason = (
                 f"only {serving} of {total} engines serve requests, but min_active is {min_active}"

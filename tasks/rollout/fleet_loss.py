@@ -48,7 +48,7 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     lost = failure.with_changes(
         kind=FailureKind.FLEET_LOST,
         rule="fleet-lost",
-        message=f"{failure.message}; at its end {activity}",
+        message=f"{failure.message}; when the process ended, {activity}",
     )
     return replace(verdict, message=str(lost), failure=lost)
 
@@ -56,7 +56,7 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
 def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
     """Return a part of a sentence that describes the last activity of an inference fleet.
 
-    Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
+    Example: `2 of 3 engines served requests, recovering: 2, weights were being synced`.
 
     Args:
         events: Events of the fleet, oldest first.
@@ -78,7 +78,7 @@ def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
                 is_syncing = False
 
     serving = sum(state in SERVING_STATES for state in states.values())
-    parts = [f"{serving} of {engines} engines served"]
+    parts = [f"{serving} of {engines} engines served requests"]
     for state in GroupState:
         engines_in_state = [
             engine for engine, engine_state in states.items() if engine_state is state

@@ -239,7 +239,7 @@ ANY_PATH = "*"
 _RETRY_SOON = {"Retry-After": "1"}
 _NOT_PASSED_ON = (
     "is not forwarded, because it would reach only one of the servers. The gateway forwards "
-    "requests that generate, /v1/models, and the paths in components.rollout.paths of the spec. To "
+    "requests that generate tokens, /v1/models, and the paths in components.rollout.paths. To "
     "send new weights to every engine, begin a sync with POST /muster/rollout/sync, then "
     "POST /muster/rollout/sync/ID/broadcast"
 )
@@ -391,7 +391,9 @@ class _ForwardedRequest:
         except Malformed as error:
             return request.send(make_unreadable_body_error(error))
         if not is_whole:
-            message = f"the body has more than {_LONGEST_BODY} bytes, the limit of the gateway"
+            message = (
+                f"the request body is larger than {_LONGEST_BODY} bytes, the limit of the gateway"
+            )
             return request.send(make_error(413, "bad_request", message))
         session = read_session(request.headers, self._body, by_user=shared.by_user)
         give_up_at_s: float | None = None
@@ -419,7 +421,10 @@ class _ForwardedRequest:
             if now_s() > give_up_at_s:
                 break
             self._tried_ranks.add(entrypoint.rank)
-        message = f"no server answered in {tries} of {_TRIES} tries; last failure: {failure}"
+        message = (
+            f"no server answered the request in {tries} tries (the limit is {_TRIES} tries); last "
+            f"failure: {failure}"
+        )
         return request.send(make_server_lost_error(message))
 
     async def _take_entrypoint(self, session: str | None) -> Entrypoint:
@@ -618,4 +623,4 @@ class _ForwardedRequest:
 
 def make_unreadable_body_error(error: Malformed) -> Answer:
     """Return the error response for a request whose body is malformed or did not arrive."""
-    return make_error(error.status, "bad_request", f"the body can't be read: {error}")
+    return make_error(error.status, "bad_request", f"the request body can't be read: {error}")

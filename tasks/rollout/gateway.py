@@ -71,7 +71,10 @@ class Access:
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
-            raise ValueError(f"other machines can reach a gateway on {host}: it needs a token")
+            raise ValueError(
+                f"the gateway needs a token, because it listens on {host}, which other machines "
+                "can reach"
+            )
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
         #: Port that the gateway listens on. None before the gateway has started: every port in a
@@ -162,14 +165,18 @@ class Access:
                 "MUSTER_ROLLOUT_TOKEN"
             )
             return make_error(403, "forbidden", message)
-        message = "send the token: `Authorization: Bearer TOKEN`, or api_key of OpenAI's client"
+        message = (
+            "the token of the gateway is missing or wrong: send the header `Authorization: Bearer "
+            "TOKEN`, or pass the token as api_key to OpenAI's client"
+        )
         return make_error(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _make_page_refusal(self, header: str, value: str) -> Answer:
         port = "" if self.port is None else f":{self.port}"
         message = (
-            f"the header {header} is {value[:100]!r}: without a token, the gateway answers only "
-            f"programs that connect to 127.0.0.1{port}, and no pages of a browser"
+            f"the header {header} of the request is {value[:100]!r}, which the gateway rejects. "
+            f"Without a token, the gateway answers only programs that connect to 127.0.0.1{port}, "
+            "and no web pages. To use a token, write `require_token: true` into components.rollout"
         )
         return make_error(403, "forbidden", message)
 
@@ -549,7 +556,10 @@ class Gateway:
         try:
             body, is_whole = await request.read_up_to(_LONGEST_ORDER)
             if not is_whole:
-                message = f"the body has more than {_LONGEST_ORDER} bytes, the limit of this path"
+                message = (
+                    f"the request body is larger than {_LONGEST_ORDER} bytes, the limit of this "
+                    "path"
+                )
                 return make_bad_request_error(message)
             order = model.model_validate_json(body.strip() or b"{}")
         except Malformed as error:

@@ -498,7 +498,8 @@ class Health:
             return None
         except Exception:
             _log.exception(
-                "the machine of rank %d could not send a probe to its server", watch.slot.rank
+                "the machine of rank %d could not send a probe to the server of this rank",
+                watch.slot.rank,
             )
             return None
         return answer if isinstance(answer, NotChecked) else answer is None
@@ -521,7 +522,8 @@ class Health:
             )
         elif succeeds_locally is None and self._are_most_silent():
             warning = (
-                f"most servers and their machines cannot be reached, such as rank {rank}: {reason}"
+                "most servers and their machines cannot be reached, so Muster suspects the network "
+                f"and does not restart the servers. The first of them is rank {rank}: {reason}"
             )
         else:
             self._report_failed(watch, f"rank {rank} does not answer: {reason}")

@@ -346,7 +346,7 @@ class Wire(asyncio.Protocol):
             ]
         )
         if "Transfer-Encoding" in headers and headers["Transfer-Encoding"].lower() != "chunked":
-            raise Malformed("the Transfer-Encoding is not chunked", 501)
+            raise Malformed("the header Transfer-Encoding may only be `chunked`", 501)
         length = headers.get("Content-Length")
         return headers, None if length is None else int(length)
 
@@ -678,7 +678,9 @@ class ServerConnection(Wire):
         if parser.should_upgrade():
             raise Malformed("protocol upgrades are not supported", 501)
         if not target.startswith("/") or "#" in target:
-            raise Malformed(f"the target {target!r} is not a path")
+            raise Malformed(
+                f"the target {target!r} of the request is not a path that begins with /"
+            )
         host_count = len(headers.getall("Host", ()))
         is_http_1_0 = version == "1.0"
         if host_count > 1 or not (host_count or is_http_1_0):

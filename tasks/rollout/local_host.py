@@ -132,12 +132,16 @@ class LocalHost:
         try:
             log.hold()
         except OSError as error:
-            raise _start_error(f"{name} can't be started: {error.strerror}", error) from error
+            message = f"{name} can't be started, because its log can't be opened: {error.strerror}"
+            raise _start_error(message, error) from error
         try:
             process = self._guards.prepare(FLEET, f"r{rank}")
         except OSError as error:
             log.release()
-            message = f"{name}: its guardian process can't be started: {error.strerror or error}"
+            message = (
+                f"{name} can't be started, because its guardian process can't be started: "
+                f"{error.strerror or error}"
+            )
             raise _start_error(message, error) from error
         server = _LocalServer(
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=max(log.size(), 0)

@@ -98,7 +98,7 @@ async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Pla
             await host.close()
             raise
     except (KeyError, ValueError) as error:
-        raise NoHost(f"the fleet could not be placed: {error}") from error
+        raise NoHost(f"the servers of the fleet could not be placed on nodes: {error}") from error
 
 
 class Places:

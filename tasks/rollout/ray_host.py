@@ -244,7 +244,8 @@ class RayHost:
                 for bundle in bundles
             )
             raise NoHost(
-                f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
+                f"the Ray cluster had no room for the servers of the fleet within {within_s:g} s: "
+                f"they need {wanted}"
             ) from error
         return cls(plan, {key: env[key] for key in env if _is_valid_elsewhere(key)}, group)
 

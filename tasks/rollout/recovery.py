@@ -274,7 +274,7 @@ class Recovery:
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
-        reason = f"the fleet's budget of {budget} recoveries is used up"
+        reason = f"the fleet has used up its {budget} recoveries (recovery.budget)"
         self._fleet.states.retire(case.group, f"{reason}; last failure of the engine: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
@@ -443,7 +443,10 @@ class Recovery:
                     for slot in servers
                     if slot.rank in self._last_answers
                 ]
-                why = f"was not ready within {within_s:g} s (start_within_s){''.join(answers)}"
+                why = (
+                    f"the engine was not ready within {within_s:g} s "
+                    f"(start_within_s){''.join(answers)}"
+                )
                 states.fail(servers[0].rank, epoch, why)
             if not states.view.groups[group].is_current(epoch):
                 raise StartFailed(states.view.groups[group].cause)

@@ -402,7 +402,7 @@ class Registry:
         if version < self._version and not force:
             raise IllegalTransition(
                 f"the weight version {version} is lower than the fleet's version {self._version}. "
-                "To go back to it, set `force`"
+                f"To go back to version {version}, set `force` to true in the commit"
             )
         self._version = version
         self._serves_as_loaded = False

@@ -165,8 +165,10 @@ class WeightSyncs:
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
-            open_sync = f"the sync {self._open.id} is still open, for at most {left_s:.0f} s"
-            raise FleetRefused(f"{open_sync}: first commit it, or end it with DELETE")
+            raise FleetRefused(
+                f"the weight sync {self._open.id} is still open, for at most {left_s:.0f} s. "
+                f"Commit it first, or end it with DELETE /muster/rollout/sync/{self._open.id}"
+            )
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
             raise FleetRefused(
@@ -395,7 +397,11 @@ class WeightSyncs:
     def _describe_end(self, id: str) -> str:
         """Return a message that says how a weight sync ended, or that no such sync is open."""
         last_id, outcome = self._last
-        return f"the sync {id} is over: {outcome}" if id == last_id else f"no sync {id} is open"
+        return (
+            f"the weight sync {id} is over: {outcome}"
+            if id == last_id
+            else f"no weight sync {id} is open"
+        )
 
     async def _expire(self, sync: _OpenSync) -> None:
         """Wait for the time limit of a weight sync, then end the sync without a commit."""
@@ -438,7 +444,10 @@ class WeightSyncs:
                 if target.fault:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
-                    why = f"the engine may have parts of new weights, as the sync was {outcome}"
+                    why = (
+                        "the engine may have parts of the new weights, because the sync was "
+                        f"{outcome}"
+                    )
                     states.mark_stale(target.engine, target.epoch, why)
             if sync.is_paused and not is_fleet_stopped:
                 await self._resume_targets(sync)
@@ -537,7 +546,7 @@ class WeightSyncs:
     def _fail(self, target: _Target, why: str) -> None:
         """Mark a target engine as failed, so that the recovery restarts it."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
-        self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a weight sync: {why}")
+        self._fleet.states.fail(rank, target.epoch, f"rank {rank} failed in a weight sync: {why}")
 
 
 def _is_success(reply: Reply) -> bool:

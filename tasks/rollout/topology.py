@@ -312,7 +312,8 @@ def list_engine_nodes(fleet: Rollout, engine: int, node_gpus: int | None = None)
     gpus_on_node = sizes.gpus // sizes.nodes
     if node_gpus is not None and gpus_on_node > node_gpus:
         raise ValueError(
-            f"an engine needs {gpus_on_node} GPUs on one node, but a node has {node_gpus}"
+            f"an engine needs {gpus_on_node} GPUs on one node, but a node of the run has "
+            f"{node_gpus}"
         )
     if sizes.nodes > 1:
         return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))

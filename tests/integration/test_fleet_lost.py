@@ -107,7 +107,9 @@ def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(host_env: HostEnvir
         "FLEET_LOST",
         "SIGKILL",
     )
-    assert lost_attempt["failure"]["message"].endswith("; at its end 2 of 2 engines served")
+    assert lost_attempt["failure"]["message"].endswith(
+        "; when the process ended, 2 of 2 engines served requests"
+    )
     assert lost_attempt["decision"].startswith("requeued: FLEET_LOST, next try (2 of 4) in ")
     assert last_attempt["state"] == "completed"
     run.wait_until_gone()
@@ -148,7 +150,9 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
     run.wait_for_state("COMPLETED")
 
     failure = run.record()["attempts"][0]["failure"]
-    assert failure["message"].endswith("; at its end 1 of 2 engines served, recovering: 1")
+    assert failure["message"].endswith(
+        "; when the process ended, 1 of 2 engines served requests, recovering: 1"
+    )
     run.wait_until_gone()
 
 
@@ -173,7 +177,7 @@ def test_fleet_ended_by_any_signal_counts_as_lost(
 
     failure = run.record()["attempts"][0]["failure"]
     assert failure["kind"] == "FLEET_LOST"
-    assert failure["message"].endswith("; at its end 2 of 2 engines served")
+    assert failure["message"].endswith("; when the process ended, 2 of 2 engines served requests")
 
 
 @pytest.mark.thorough
@@ -204,4 +208,4 @@ def test_lost_fleet_on_ray_is_retried(host_env: HostEnvironment, ray_cluster: Ra
     assert remaining_pids == []
     failure = run.record()["attempts"][0]["failure"]
     assert failure["kind"] == "FLEET_LOST"
-    assert failure["message"].endswith("; at its end 2 of 2 engines served")
+    assert failure["message"].endswith("; when the process ended, 2 of 2 engines served requests")

@@ -103,7 +103,8 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
     assert took_s == 0
     assert reason.startswith(
-        "only 0 of 2 engines remain, but the fleet needs 1: ranks 0: the fleet's budget of 1"
+        "only 0 of 2 engines can still be restarted, but the fleet needs at least 1: ranks 0: the "
+        "fleet has used up its 1"
     )
     assert "rank 0 died: killed by SIGKILL" in reason
     assert reason.endswith("last lines of rank 0:\nCUDA error")

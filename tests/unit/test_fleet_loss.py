@@ -23,7 +23,10 @@ from tests.support.fleet_fakes import start_fake_fleet
 CRASH = 'Traceback (most recent call last):\n  File "fleet.py", line 8, in run\nKeyError: 7\n'
 #: Log of a fleet that has ended because of an error: the error of a server, the reason of the end,
 #: and an error during the clean-up.
-GAVE_UP = f"CUDA out of memory\nFleetError: ranks 0 failed to start 3 times\nERROR x\n{CRASH}"
+GAVE_UP = (
+    "CUDA out of memory\nFleetError: the servers of ranks 0 failed to start 3 times\nERROR x\n"
+    f"{CRASH}"
+)
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def test_killed_or_crashed_fleet_is_lost(
 
     assert (lost.kind, lost.rule) == (FailureKind.FLEET_LOST, "fleet-lost")
     assert lost.message.startswith("rollout (pid 7) ended")
-    doing = "at its end 2 of 3 engines served, recovering: 2"
+    doing = "when the process ended, 2 of 3 engines served requests, recovering: 2"
     assert lost.message.endswith(f"; {doing}")
 
 
@@ -104,10 +107,15 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         (
             {"code": 1},
-            "FleetError: only 1 of 2 engines remain, but the fleet needs 2\n",
+            "FleetError: only 1 of 2 engines can still be restarted, but the fleet needs at least "
+            "2\n",
             "RUNTIME_ERROR",
         ),
-        ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
+        (
+            {"code": 2},
+            "FleetError: the servers of the fleet could not be placed on nodes: no GPUs\n",
+            "RUNTIME_ERROR",
+        ),
         # the fleet's process was killed after its log had named an error: this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
         # the fleet ran out of memory, which would happen again. So the failure is HOST_OOM and not
@@ -156,27 +164,29 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
     assert lost.left == {"rollout": (7,)}
     assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
     # the process of the fleet wrote no events, so the engine counts as starting
-    assert lost.message.endswith("at its end 0 of 1 engines served, starting: 0")
+    assert lost.message.endswith(
+        "when the process ended, 0 of 1 engines served requests, starting: 0"
+    )
 
 
 @pytest.mark.parametrize(
     ("events", "doing"),
     [
-        ([], "0 of 3 engines served, starting: 0, 1, 2"),
-        (LIFE[:1], "1 of 3 engines served, starting: 1, 2"),
-        (LIFE[:3], "3 of 3 engines served"),
-        (LIFE, "2 of 3 engines served, recovering: 2"),
+        ([], "0 of 3 engines served requests, starting: 0, 1, 2"),
+        (LIFE[:1], "1 of 3 engines served requests, starting: 1, 2"),
+        (LIFE[:3], "3 of 3 engines served requests"),
+        (LIFE, "2 of 3 engines served requests, recovering: 2"),
         (
             [*LIFE, group_moved(0, "active", "stale"), group_moved(1, "active", "suspect")],
-            "1 of 3 engines served, recovering: 2, stale: 0",
+            "1 of 3 engines served requests, recovering: 2, stale: 0",
         ),
         (
             [*LIFE[:3], fleet_event("rollout.sync.begun")],
-            "3 of 3 engines served, weights were being synced",
+            "3 of 3 engines served requests, weights were being synced",
         ),
         (
             [*LIFE[:3], fleet_event("rollout.sync.begun"), fleet_event("rollout.sync.ended")],
-            "3 of 3 engines served",
+            "3 of 3 engines served requests",
         ),
     ],
 )
@@ -196,7 +206,10 @@ async def test_stop_of_the_fleet_is_not_its_last_activity() -> None:
     events = [
         fleet_event(name, **json.loads(json.dumps(fields))) for _, name, fields in harness.events
     ]
-    assert describe_fleet_activity(events, 3) == "3 of 3 engines served, weights were being synced"
+    assert (
+        describe_fleet_activity(events, 3)
+        == "3 of 3 engines served requests, weights were being synced"
+    )
 
 
 def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
@@ -209,4 +222,4 @@ def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
 
     lost = recognize_fleet_loss(Verdict.failed(killed, 1.0), place, 3)
 
-    assert "2 of 3 engines served" in lost.message
+    assert "2 of 3 engines served requests" in lost.message

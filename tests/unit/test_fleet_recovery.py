@@ -112,8 +112,8 @@ async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     assert not harness.fleet.fatal.done()
     [group, _] = harness.fleet.registry.view.groups
     assert group.cause == (
-        "the fleet's budget of 3 recoveries is used up; last failure of the engine: rank 0 died: "
-        "killed by SIGKILL"
+        "the fleet has used up its 3 recoveries (recovery.budget); last failure of the engine: "
+        "rank 0 died: killed by SIGKILL"
     )
 
 
@@ -195,7 +195,10 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
 async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> None:
     harness = FleetHarness(make_topology(3), min_active=3, budget=1)
     harness.host[1].start_errors = ["no GPU"] * 9
-    with pytest.raises(FleetFailed, match="only 2 of 3 engines remain, but the fleet needs 3"):
+    with pytest.raises(
+        FleetFailed,
+        match="only 2 of 3 engines can still be restarted, but the fleet needs at least 3",
+    ):
         await harness.fleet.start()
 
 
@@ -255,7 +258,7 @@ async def test_start_without_a_token_fails_in_time_and_quotes_the_last_answer() 
     await harness.wait_until(lambda: harness.list_events("rollout.recovery.ended"))
 
     assert str(harness.list_events("rollout.recovery.ended")[0]["message"]) == (
-        "was not ready within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
+        "the engine was not ready within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
     )
 
 

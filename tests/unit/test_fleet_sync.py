@@ -103,14 +103,16 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
     harness = await start_fake_fleet(2)
     sync = await begin(harness)
 
-    with pytest.raises(FleetRefused, match=f"the sync {sync} is still open, for at most 100 s"):
+    with pytest.raises(
+        FleetRefused, match=f"the weight sync {sync} is still open, for at most 100 s"
+    ):
         await harness.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
     with pytest.raises(FleetRefused, match="a weight sync is open"):
         await harness.fleet.check()
     await harness.fleet.syncs.commit(sync, 1, {})
-    with pytest.raises(NoSuchSync, match=f"the sync {sync} is over: committed, version 1"):
+    with pytest.raises(NoSuchSync, match=f"the weight sync {sync} is over: committed, version 1"):
         await harness.fleet.syncs.commit(sync, 2, {})
     assert harness.states() == [S, S]
 
@@ -573,7 +575,7 @@ async def test_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> 
     assert (await harness.fleet.retire(2))["engine"] == 1
     assert not harness.host[2].is_alive and not harness.host[3].is_alive
     with pytest.raises(
-        FleetRefused, match="only 2 engines remain, and the fleet needs all of them"
+        FleetRefused, match=r"must keep at least 2 of its engines .*, and 2 are not retired yet"
     ):
         await harness.fleet.retire(0)
     await asyncio.sleep(1000.0)
@@ -621,7 +623,8 @@ async def test_retired_worker_cannot_be_added_if_the_budget_is_spent() -> None:
     await harness.fleet.retire(1)
 
     with pytest.raises(
-        FleetRefused, match="engine 1 cannot be started again: the fleet's budget of 1 recoveries"
+        FleetRefused,
+        match="engine 1 cannot be started again: the fleet has used up its 1 recoveries",
     ):
         await harness.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)

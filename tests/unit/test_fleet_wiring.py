@@ -317,7 +317,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             JOB,
             {},
             "components.trainer.command.1",
-            "trainer runs on the cluster, but the gateway listens only on 127.0.0.1",
+            "trainer runs on the Ray cluster, but the gateway of the fleet listens only on "
+            "127.0.0.1",
             'components.rollout.host: "0.0.0.0"',
         ),
         (
@@ -362,7 +363,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {**JOB, "command": ["train", "${rollout.engines}"]},
             {},
             "components.trainer.command.1",
-            "trainer runs on the cluster, but local engines listen only on this machine",
+            "trainer runs on the Ray cluster, but engines with `placement: local` listen only on "
+            "this machine",
             "launcher: process",
         ),
     ],
@@ -575,8 +577,8 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
         (
             "local",
             2,
-            "a local fleet runs only on this machine, but only 2 of its 3 engines fit on one node "
-            "of the run (`gang`)",
+            "engines with `placement: local` run only on this machine, but only 2 of 3 engines fit "
+            "on one node of the run (`gang`)",
             "write 2, or placement: ray",
         ),
     ],
@@ -605,7 +607,7 @@ def test_fleet_that_fits_its_gang_has_no_faults(placement: str, engines: int, no
 
 LMDEPLOY_TP16 = {"backend": "lmdeploy", "tensor_parallel": 16, "nodes_per_engine": 2}
 SGLANG_TP16 = {"backend": "sglang", "tensor_parallel": 16, "nodes_per_engine": 2}
-ONE_MACHINE = "a local fleet runs only on this machine, but an engine spans 2"
+ONE_MACHINE = "`placement: local` run only on this machine, but an engine spans 2"
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
     assert lines[0] == "engine 0: ranks 0-15 on node 0, 1, rendezvous at node-0:30000"
-    assert lines[1] == "  server 0: node 0, http://node-0:30001, entrypoint, bundles 0-7"
+    assert lines[1] == "  server 0: node 0, http://node-0:30001, entrypoint, GPU bundles 0-7"
     assert lines[2].startswith("    SGLANG_HEALTH_CHECK_TIMEOUT=12 python -m sglang.launch_server")
-    assert lines[3] == "  server 8: node 1, http://node-1:30002, no entrypoint, bundles 8-15"
+    assert lines[3] == "  server 8: node 1, http://node-1:30002, no entrypoint, GPU bundles 8-15"
     assert lines[-1] == "training mesh: [0-15]"
 
 
@@ -126,13 +126,13 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
         (
             {"backend": "sglang", "model": "m", "tensor_parallel": 8},
             {"gpus_per_node": 4},
-            ["components.rollout: an engine needs 8 GPUs on one node, but a node has 4"],
+            ["components.rollout: an engine needs 8 GPUs on one node, but a node of the run has 4"],
         ),
         # an engine needs two nodes, but a local fleet has only one
         (
             {**FLEET, "placement": "local"},
             None,
-            ["components.rollout.nodes_per_engine: a local fleet runs only on this machine"],
+            ["components.rollout.nodes_per_engine: engines with `placement: local` run only on"],
         ),
     ],
 )
