@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not selected_nodes:
         addresses = ", ".join(sorted({node.ip for node in nodes}))
         print(
-            f"no node of the cluster has an address of --node ({', '.join(options.node)}). The "
-            f"addresses of its nodes are: {addresses or 'none'}",
+            f"no node of the cluster has an address that --node names ({', '.join(options.node)}). "
+            f"The addresses of the cluster's nodes are: {addresses or 'none'}",
             file=sys.stderr,
         )
         return EXIT_INVALID

@@ -92,7 +92,7 @@ class _Spawner:
         deadline = time.monotonic() + _STARTED_WITHIN_S
         while not any(_is_sleep(pid) for pid in _find_marked(mark)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{argv} did not start")
+                raise TimeoutError(f"{argv} has not started `sleep` within {_STARTED_WITHIN_S:g} s")
             time.sleep(0.02)
         return os.getpid()
 

@@ -74,7 +74,7 @@ VERBS = {
         Verb(
             name="train",
             function="flows.train:command",
-            summary="run a spec here, until it ends",
+            summary="run a spec on this machine, until the run ends",
             example="muster train muster.yaml --set progress.total=100",
             guide="your-training.md",
             checks=("tasks.spec.loading:load_spec", "tasks.train.spec_check:load_checked_spec"),
@@ -83,7 +83,7 @@ VERBS = {
         Verb(
             name="submit",
             function="tasks.train.deploying:submit",
-            summary="queue a run of a spec",
+            summary="put a run of a spec into the queue",
             example="muster submit muster.yaml --watch",
             guide="queue-runs.md",
             checks=("tasks.spec.loading:load_spec",),
@@ -254,14 +254,14 @@ VERBS = {
         Verb(
             name="status",
             function="deployments.stack.command:status",
-            summary="show which parts of the stack work",
+            summary="show which programs of `muster up` work",
             example="muster status",
             guide="supervision.md",
         ),
         Verb(
             name="down",
             function="deployments.stack.command:down",
-            summary="stop the stack and its runs",
+            summary="stop the programs of `muster up`, and the runs",
             example="muster down",
             guide="first-run.md",
         ),

@@ -201,7 +201,7 @@ def check_answers(
         rows = [row for row, answer in enumerate(batch.answers) if answer.version == version]
         if version not in kept_weights:
             source = _describe_source(batch.answers[rows[0]])
-            raise OutOfStep(f"{source}, but the trainer does not keep these weights")
+            raise OutOfStep(f"{source}, but the trainer no longer has these weights")
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())

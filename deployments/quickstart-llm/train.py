@@ -246,8 +246,8 @@ class Training:
         if self._step % 5 == 0 or self._step in (1, self._options.steps):
             _say(
                 f"step {self._step}/{self._options.steps}: reward {stats.reward:.3f}, entropy "
-                f"{stats.entropy:.3f} nats, log-probabilities {check.gap:.1g} apart, sync "
-                f"{synced.took_s:.2f} s"
+                f"{stats.entropy:.3f} nats, largest difference of log-probabilities "
+                f"{check.gap:.1g} nats, weight sync {synced.took_s:.2f} s"
             )
 
 

@@ -45,9 +45,10 @@ class Weights:
         for name in WEIGHT_NAMES:
             weight = getattr(policy, name)
             expected_shape = getattr(example, name).shape
-            if weight.shape != expected_shape or not np.isfinite(weight).all():
+            if weight.shape != expected_shape:
                 raise BadWeights(
-                    f"{name} must have the shape {expected_shape} and only finite numbers, found "
-                    f"the shape {weight.shape}"
+                    f"{name} must have the shape {expected_shape}, found the shape {weight.shape}"
                 )
+            if not np.isfinite(weight).all():
+                raise BadWeights(f"{name} must contain only finite numbers, found NaN or infinity")
         return Weights(policy=policy, step=step)

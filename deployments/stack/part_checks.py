@@ -202,7 +202,8 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
             raise _NoAnswer(
-                f"{_REFUSED}: set {AUTH} here to the value that it had when `muster up` was typed"
+                f"{_REFUSED}: set {AUTH} in this shell to the value that it had when `muster up` "
+                "was typed"
             ) from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 

@@ -131,7 +131,9 @@ def _read_local_node() -> TableNode | None:
     try:
         gpus = len(asyncio.run(read_local_devices()).indices)
     except NoCapacity as error:
-        print(f"The GPUs of this machine were not listed: {error}", flush=True)
+        print(
+            f"The GPUs of this machine were not added to the work pool {POOL}: {error}", flush=True
+        )
         return None
     return TableNode(name=host_name(), gpus=gpus) if gpus else None
 

@@ -375,7 +375,8 @@ class StackPlace:
                     return
             if time.monotonic() > deadline:
                 raise StackError(
-                    f"{path} is locked: another process has not ended within {limit_s:.0f} s"
+                    f"{path} is locked by another `muster up` or `muster down`, which has not "
+                    f"ended within {limit_s:.0f} s"
                 )
             time.sleep(_POLL_EVERY_S)
 

@@ -269,7 +269,9 @@ def main() -> int:
         blueprint = build_blueprint(place, options.port, options.ray_dashboard, options.gpus)
         return Supervisor(place, blueprint, report).run()
     except OSError as error:
-        report.send("stack.failed", message=f"could not start: {error}", log=None, log_tail="")
+        report.send(
+            "stack.failed", message=f"the stack could not start: {error}", log=None, log_tail=""
+        )
         raise
 
 

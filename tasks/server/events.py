@@ -204,7 +204,9 @@ class Announcer:
                     if self._is_closing:
                         return
                     _log.debug(
-                        "%s accepted no events, and Muster tries again: %r", self._api_url, error
+                        "The Prefect server at %s accepted no events, and Muster tries again: %r",
+                        self._api_url,
+                        error,
                     )
                     with self._changed:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)

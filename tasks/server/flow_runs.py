@@ -47,8 +47,8 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_NEXT_ATTACHES = "its next process attaches to its Ray jobs"
-_NEXT_RESUMES = "its next process resumes at the present stage of the pipeline"
+_NEXT_ATTACHES = "the next process of the run attaches to the run's Ray jobs"
+_NEXT_RESUMES = "the next process of the pipeline resumes at the present stage"
 _REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
 
 
@@ -445,15 +445,20 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
     # stores no pid for the flow run.
     is_requeued = run.name in host.waiting and run.infrastructure_pid is None
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
-        return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
+        return Scheduled(
+            message="a user has set the state to Running, but the flow run has no process, so it "
+            "is scheduled again"
+        )
     spec = mapping_or_empty(run.parameters.get("spec"))
-    gone = f"its process is gone {'with' if host.is_lost else 'from'} the host {host.name}"
+    gone = f"its process does not run any more on the host {host.name}"
+    if host.is_lost:
+        gone = f"its process was lost together with the host {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
             return Crashed(message=f"{gone}: it was killed before it began the run")
         case StateType.PENDING:
             # The flow run never started, so it can safely be scheduled again.
-            return Scheduled(message=f"submitted, but {gone}; the flow run is scheduled again")
+            return Scheduled(message=f"{gone}, so the flow run is scheduled again")
         case StateType.CANCELLING:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
@@ -465,7 +470,7 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         ):
             return Scheduled(name=JOBS_GO_ON, message=f"{gone}; {_NEXT_ATTACHES}")
         case StateType.RUNNING if host.is_lost and spec.get("ray") is not None:
-            jobs = "its jobs on the Ray cluster may still run; check with `ray job list`"
+            jobs = "the run's jobs on the Ray cluster may still run; check with `ray job list`"
             return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:
             return Crashed(message=f"{gone}: it was killed or lost")
@@ -485,10 +490,8 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
         cause: start of the state message.
     """
     if run.deployment_id is None or _process_of(run, host.name) is not None:
-        remedy = f"resume the pipeline with `muster pipeline --resume {run.id}`"
-        return Crashed(
-            message=f"{cause}; the run of the pipeline's present stage continues; {remedy}"
-        )
+        remedy = f"To resume the pipeline: muster pipeline --resume {run.id}"
+        return Crashed(message=f"{cause}. The run of the present stage continues. {remedy}")
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; {_NEXT_RESUMES}")
 
 

@@ -241,7 +241,8 @@ class ForwardedRequests:
                 self._set_cancelling(state, f"{message}; its processes are being ended")
             case Change.SET_BACK if state is not None and not self._session.is_handing_over:
                 message = (
-                    f"set back to Running: a user set {state.name}, but its process still works"
+                    f"Muster has set the state back to Running: a user set {state.name}, but the "
+                    "process of the flow run still works"
                 )
                 remedy = "To end the run, cancel the flow run."
                 running: State[Any] = Running(message=f"{message}. {remedy}")

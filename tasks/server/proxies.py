@@ -137,7 +137,7 @@ def name_unusable_proxy(url: str) -> Iterator[None]:
         if isinstance(error, ImportError):
             reason = "SOCKS needs the Python package socksio, which is not installed"
         else:
-            reason = f"write {proxy.variable}=http://HOST:PORT"
+            reason = f"{proxy.variable} must have the form http://HOST:PORT"
         raise UnusableProxy(
             f"the proxy {proxy} for {url} can't be used ({reason}): {proxy.remedy}"
         ) from error

@@ -37,12 +37,13 @@ def save_secret(
     check_name(name)
     # An environment variable cannot contain a zero byte.
     if not value or "\0" in value:
-        raise BadArgument(f"the value for the secret {name} is empty or has a zero byte")
+        raise BadArgument(f"the value for the secret {name} is empty or contains a zero byte")
     try:
         block_type = client.read_block_type_by_slug(_TYPE)
     except ObjectNotFound as error:
         raise MusterError(
-            f"the Prefect server {client.api_url} has no block type `secret`: restart the server"
+            f"the Prefect server {client.api_url} has no block type `secret`: restart the server, "
+            "which creates the block type at its start"
         ) from error
     schema = client.get_most_recent_block_schema_for_block_type(block_type.id)
     if schema is None:
@@ -78,7 +79,7 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise BadArgument(
-            f"the name of a secret may only have lower-case letters, digits and dashes, found "
+            f"the name of a secret may contain only lower-case letters, digits and dashes, found "
             f"{name!r}"
         )
 

@@ -184,8 +184,8 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
                 values[name] = value
             case _:
                 problems[name] = (
-                    f"the Prefect Secret block {name!r} has an empty value, or a value that is no "
-                    "text"
+                    f"the value of the Prefect Secret block {name!r} is not a text, is empty, or "
+                    "contains a zero byte"
                 )
     if problems:
         remedy = "create the block with `muster secret set NAME`, or write another name"

@@ -453,7 +453,10 @@ def test_pipeline_continues_after_its_process_was_killed(
     pipelines.start_worker()
     pipelines.hand_over()
 
-    assert state_type == "SCHEDULED" and "its next process resumes at the present stage" in message
+    assert (
+        state_type == "SCHEDULED"
+        and "the next process of the pipeline resumes at the present stage" in message
+    )
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1
 

@@ -96,7 +96,10 @@ def test_list_has_names_without_values(
     [
         (("HF_TOKEN", "x"), "lower-case letters, digits and dashes, found 'HF_TOKEN'"),
         (("hf-token", "\n"), "the value for the secret hf-token is empty"),
-        (("hf-token", "a\0b"), "the value for the secret hf-token is empty or has a zero byte"),
+        (
+            ("hf-token", "a\0b"),
+            "the value for the secret hf-token is empty or contains a zero byte",
+        ),
     ],
 )
 def test_invalid_name_or_value_is_refused(

@@ -335,7 +335,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {**JOB, "command": ["train"]},
             {"env": {"URL": "${rollout.url}"}},
             "env.URL",
-            "trainer runs on the cluster",
+            "trainer runs on the Ray cluster",
             "",
         ),
         # Servers on the nodes of a Ray cluster cannot reach the gateway, which listens on loopback
@@ -345,7 +345,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {"command": ["train"]},
             {},
             "components.rollout.args.0",
-            "rollout runs on the cluster",
+            "rollout runs on the Ray cluster",
             "",
         ),
         # The command of the trainer contains the addresses of engines, which are still unknown when

@@ -255,7 +255,7 @@ def test_engines_are_packed_onto_nodes_by_their_gpus(
 def test_engine_larger_than_a_node_is_rejected() -> None:
     fleet = fleet_of(backend="sglang", tensor_parallel=8)
 
-    with pytest.raises(ValueError, match="needs 8 GPUs on one node, but a node has 4"):
+    with pytest.raises(ValueError, match="needs 8 GPUs on one node, but a node of the run has 4"):
         ports_needed(fleet, 4)
 
 
