@@ -163,7 +163,7 @@ VERBS = {
         Verb(
             name="explain",
             function="tasks.train.run_verbs:explain",
-            summary="print the whole story of a run",
+            summary="print the whole history of a run",
             example="muster explain latest",
             guide="failed-runs.md",
         ),
@@ -268,7 +268,7 @@ VERBS = {
         Verb(
             name="docs",
             function="tasks.show.docs_command:docs",
-            summary="list the documents, or print one of them",
+            summary="list the documents of Muster, or print one of them",
             example="muster docs run-spec",
             guide="commands.md",
         ),

@@ -260,7 +260,10 @@ class RolloutClient:
             try:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
-                reason = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
+                reason = (
+                    f"the fleet answered {method} {self._url}{path} with HTTP status {error.code}: "
+                    f"{error.read(500)!r}"
+                )
                 # Status 409 means that running requests did not end in time. Status 404 means that
                 # the time limit of the weight sync has passed, so the gateway has ended the sync.
                 if error.code in (404, 409):

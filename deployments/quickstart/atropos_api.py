@@ -107,7 +107,9 @@ class AtroposApi:
         except urllib.error.HTTPError as error:
             raise ApiError(f"{request_line}: {error.code} {error.read(500)!r}") from error
         except TimeoutError as error:
-            raise ApiError(f"{request_line}: no answer in {self._timeout_s:g} s") from error
+            raise ApiError(
+                f"the Atropos API did not answer within {self._timeout_s:g} s: {request_line}"
+            ) from error
         except urllib.error.URLError as error:
             raise ApiError(
                 f"the Atropos API no longer answers: {request_line}: {error.reason}"

@@ -85,7 +85,7 @@ def load(path: Path) -> Checkpoint:
             state = TrainState(step=int(arrays["step"]), **parts)
             return Checkpoint(state=state, rng_state=json.loads(str(arrays["rng"])))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise BadCheckpoint(f"{file}: not a checkpoint: {error}") from error
+        raise BadCheckpoint(f"{file} is not a checkpoint of the quickstart: {error}") from error
 
 
 def _resolve(path: Path) -> Path:

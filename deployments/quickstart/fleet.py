@@ -149,7 +149,8 @@ class Fleet:
                 return self._send_once(method, path, body)
             except urllib.error.HTTPError as error:
                 raise FleetError(
-                    f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
+                    f"the fleet answered {method} {self._url}{path} with HTTP status {error.code}: "
+                    f"{error.read(500)!r}"
                 ) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if self._clock() >= deadline:

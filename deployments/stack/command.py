@@ -342,7 +342,7 @@ and the address of its Ray cluster with
 def _describe_nodes(stack: Stack) -> str:
     """Return the names and GPU counts of the Ray nodes as one line."""
     if not stack.nodes:
-        return "only the head, which runs no work (add logical GPUs: muster up --gpus 2x8)"
+        return "only the head node, which runs no work (add logical GPUs: muster up --gpus 2x8)"
     names = ", ".join(f"{node.name} ({node.gpus})" for node in stack.nodes)
     return f"{names}: {sum(node.gpus for node in stack.nodes)} logical GPUs in all"
 
@@ -394,9 +394,9 @@ def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
         fleet: Value of the option `--gpus`. None if the user did not set it, so that any nodes fit.
     """
     if fleet is not None and str(fleet) != stack.fleet:
-        current_fleet = f"has --gpus {stack.fleet}" if stack.fleet else "has no nodes with GPUs"
+        current_fleet = f"with --gpus {stack.fleet}" if stack.fleet else "without --gpus"
         raise StackError(
-            f"the running stack {current_fleet}, not {fleet}, and its nodes can't be changed: "
+            f"the running stack was started {current_fleet}, and cannot get other nodes: "
             f"run `muster down`, then `muster up --gpus {fleet}`"
         )
 

@@ -49,7 +49,7 @@ def check_session(stack: Stack) -> None:
         session = Path(node.raylet_socket_name).parents[1]
         for directory in (session, *(session / name for name in _SESSION_DIRECTORIES)):
             if not directory.is_dir():
-                raise BrokenSession(f"the session directory {directory} is missing")
+                raise BrokenSession(f"Ray's session directory {directory} is missing")
         for path in (node.raylet_socket_name, node.object_store_socket_name):
             _check_socket(path)
 
@@ -76,6 +76,6 @@ def _check_socket(path: str) -> None:
         try:
             connection.connect(path)
         except FileNotFoundError:
-            raise BrokenSession(f"the session socket {path} is missing") from None
+            raise BrokenSession(f"Ray's session socket {path} is missing") from None
         except OSError as error:
-            raise BrokenSession(f"the session socket {path} does not answer ({error})") from error
+            raise BrokenSession(f"Ray's session socket {path} does not answer ({error})") from error

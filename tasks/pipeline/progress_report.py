@@ -70,7 +70,10 @@ class ProgressReport:
             before = self._reported.get(run.flow_run_id)
             self._reported[run.flow_run_id] = run
             if before is None and run.ending is None:
-                self.say(f"stage {run.stage}: attached to run {run.name}, which is {run.state}")
+                self.say(
+                    f"stage {run.stage}: the pipeline continues with the run {run.name}, which is "
+                    f"{run.state}"
+                )
             elif before is not None and before.ending is None and run.ending is not None:
                 self.say(f"stage {run.stage}: {run.state}: {run.message}")
         for name, reason in decision.skipped.items():

@@ -314,7 +314,8 @@ def use_cached_run(
         The earlier run with the state Cached.
     """
     state: State[Any] = Completed(
-        name="Cached", message=f"uses the cached result of the run {flow_run.name}"
+        name="Cached",
+        message=f"not run again: the pipeline uses the result of the run {flow_run.name}",
     )
     tags = [f"{_REUSED_TAG}{flow_run.id}"]
     _create_task_run(client, pipeline, unit, number, state, tags)

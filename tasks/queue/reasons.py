@@ -196,7 +196,9 @@ def _explain_missing_gpus(
         parts.append(f"would fit on nodes without a worker: {nodes} (run there: {command})")
         waits_for_no_end = True
     elif _has_enough_gpus(demand, {**free, **drained}):
-        parts.append(f"would fit on drained nodes: {_join_names(sorted(drained))}")
+        command = "muster queue undrain NODE"
+        nodes = _join_names(sorted(drained))
+        parts.append(f"would fit on drained nodes: {nodes} (to use them: {command})")
     elif not names_waited_for and others:
         parts.append(f"programs that are not in this queue use {others:g} GPUs")
     elif not names_waited_for:

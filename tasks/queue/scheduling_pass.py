@@ -204,7 +204,9 @@ class QueueReader:
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows
-            troubles.append(f"only the first {count} waiting runs of each queue are evaluated")
+            troubles.append(
+                f"the scheduler considers only the first {count} waiting runs of each queue"
+            )
 
         scheduling_pass = SchedulingPass(
             at=now,

@@ -437,7 +437,7 @@ async def _warn_of_silent_worker(client: PrefectClient, flow_run: FlowRun, now: 
     if silent_s < SILENT_AFTER_S:
         return ""
     return (
-        f"the last heartbeat of its worker {name} was {format_minutes(silent_s)} ago; "
+        f"the last heartbeat of the run's worker {name} was {format_minutes(silent_s)} ago; "
         f"if that host is permanently lost, run: muster reconcile --lost-host {name}"
     )
 

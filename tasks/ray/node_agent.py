@@ -176,13 +176,13 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
             continue
         status = json.loads(table._internal_kv_get(key, namespace=_JOBS))["status"]
         if status not in _FINAL:
-            return f"job {key.decode().removeprefix(_JOB)} is {status}"
+            return f"job {key.decode().removeprefix(_JOB)} of the run is still {status}"
 
     guardian_variables = {**wanted, "MUSTER_ROLE": "guardian"}.items()
     for pid in all_pids():
         with suppress(PermissionError):
             if belongs_to_own_user(pid) and guardian_variables <= read_environment(pid).items():
-                return f"the guardian process of the component (pid {pid}) is running"
+                return f"the guardian process that owns the component (pid {pid}) is still running"
     return ""
 
 
@@ -282,7 +282,10 @@ class NodeAgent:
                     self._asked_s = time.monotonic()
                     send(**execute_order(**json.loads(order)))
                 elif order:
-                    send(why="refused: the order is not signed with the key of this agent")
+                    send(
+                        why="refused: the request is not signed with the key of Muster's agent on "
+                        "this node"
+                    )
         finally:
             self._client_slots.release()
 

@@ -304,7 +304,8 @@ class Recovery:
                 self._pay_or_retire(case)
         except Exception as error:
             _log.exception(
-                "the server group %d is retired after an error in its recovery", case.group
+                "the server group %d is not restarted any more after an error in its recovery",
+                case.group,
             )
             if not self._has_state(case, GroupState.RETIRED):
                 self._fleet.states.retire(

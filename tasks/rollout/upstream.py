@@ -311,7 +311,10 @@ class ServedConnection(Wire):
         if status < 200:
             self._interim_count += 1
             if status == 101 or length or is_chunked or self._interim_count > _MOST_INTERIM:
-                raise Malformed(f"an unexpected interim response {status}, or too many of them")
+                raise Malformed(
+                    f"the server sent an unexpected interim response with status {status}, or too "
+                    "many interim responses"
+                )
             return
         self._has_head = True
         has_no_body = self._is_bodyless or status in STATUSES_WITHOUT_BODY

@@ -334,7 +334,7 @@ def test_resumed_pipeline_continues_with_the_run_of_a_killed_pipeline(pipelines:
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
     until(
-        lambda: "attached to run" in pipelines.host_env.log("pipeline"),
+        lambda: "the pipeline continues with the run" in pipelines.host_env.log("pipeline"),
         "the resumed pipeline has found the run",
     )
     pipelines.hand_over()
@@ -566,7 +566,9 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
     resumed_process = pipelines.host_env.start(
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
-    lines = [f"stage {name}: attached to run" for name in ("score_a", "score_b")]
+    lines = [
+        f"stage {name}: the pipeline continues with the run" for name in ("score_a", "score_b")
+    ]
     until(
         lambda: all(line in pipelines.host_env.log("pipeline") for line in lines),
         "the resumed pipeline has found both steps",

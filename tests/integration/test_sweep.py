@@ -246,9 +246,13 @@ def test_sweeps_of_a_running_job_and_from_another_home_are_refused(
     client.stop_job(job)
     assert becomes_true(lambda: client.get_job_status(job) is JobStatus.STOPPED, within_s=60)
 
-    assert {node.why for node in refused.unreached} == {f"refused: job {job} is RUNNING"}
+    assert {node.why for node in refused.unreached} == {
+        f"refused: job {job} of the run is still RUNNING"
+    }
     assert refused.killed == () and status is JobStatus.RUNNING
-    assert forged == {"refused: the order is not signed with the key of this agent"}
+    assert forged == {
+        "refused: the request is not signed with the key of Muster's agent on this node"
+    }
     assert asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id)).is_clean
 
 

@@ -198,7 +198,10 @@ def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) ->
         alive = guardian.poll() is None
         guardian.kill()
 
-    reason = f"refused: the guardian process of the component (pid {guardian.pid}) is running"
+    reason = (
+        f"refused: the guardian process that owns the component (pid {guardian.pid}) is still "
+        "running"
+    )
     assert alive and answer["why"] == reason
 
 
@@ -225,7 +228,7 @@ def test_forged_and_replayed_orders_are_refused(
     answers = [asyncio.run(send_lines(address, make)) for make in forged]
 
     assert {answer["why"] for answer in answers} == {
-        "refused: the order is not signed with the key of this agent"
+        "refused: the request is not signed with the key of Muster's agent on this node"
     }
     assert process.poll() is None
 

@@ -19,7 +19,7 @@ from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SILENT = (
-    "  host           the last heartbeat of its worker there was 14 min ago; if that host is "
+    "  host           the last heartbeat of the run's worker there was 14 min ago; if that host is "
     "permanently lost, run: muster reconcile --lost-host there"
 )
 

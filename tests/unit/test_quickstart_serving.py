@@ -224,7 +224,7 @@ def test_push_fails_at_once_if_refused_and_after_retries_if_the_gateway_is_gone(
             clock=lambda: float(next(seconds)),
             sleep=pauses.append,
         )
-        with pytest.raises(FleetError, match=r"POST .*/muster/rollout/sync: 404"):
+        with pytest.raises(FleetError, match=r"POST .*/muster/rollout/sync with HTTP status 404"):
             fleet.push(make_constant_policy(1), step=1)
         assert pauses == []
 

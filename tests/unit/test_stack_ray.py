@@ -155,7 +155,7 @@ def test_missing_directory_of_the_ray_session_is_named(session: Path, name: str)
     problem = find_session_problem(make_stack())
 
     assert problem == (
-        f"the session directory {session / name} is missing, so new Ray jobs fail. "
+        f"Ray's session directory {session / name} is missing, so new Ray jobs fail. "
         "`muster up` restarts the Ray cluster"
     )
 
@@ -164,7 +164,7 @@ def test_missing_socket_of_the_ray_session_is_named(session: Path) -> None:
     path = session / "sockets" / "plasma_store"
     path.unlink()
 
-    assert find_session_problem(make_stack()).startswith(f"the session socket {path} is missing")
+    assert find_session_problem(make_stack()).startswith(f"Ray's session socket {path} is missing")
 
 
 def test_ray_socket_without_a_listener_is_named(session: Path) -> None:
@@ -175,7 +175,7 @@ def test_ray_socket_without_a_listener_is_named(session: Path) -> None:
 
     problem = find_session_problem(make_stack())
 
-    assert problem.startswith(f"the session socket {path} does not answer")
+    assert problem.startswith(f"Ray's session socket {path} does not answer")
 
 
 def test_silent_control_store_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

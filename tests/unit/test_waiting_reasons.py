@@ -54,7 +54,7 @@ def test_start_after_a_run_without_hours_is_marked_as_assumed() -> None:
 
     message = explain_wait(WIDE, reason, NAMES, free=THREE, now=NOW)
 
-    assert "UTC (assumed, because a spec sets no `gang.hours`)" in message.text
+    assert "UTC (assumed, because not every spec sets `gang.hours`)" in message.text
     assert message.is_start_assumed
 
 
@@ -89,7 +89,11 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
     ("message", "expected"),
     [
         # the run would fit on the drained nodes, so the message names them
-        (first(drained={"n3": 8}), "would fit on drained nodes: n3; free now: 8 on"),
+        (
+            first(drained={"n3": 8}),
+            "would fit on drained nodes: n3 (to use them: muster queue undrain NODE); free now: 8 "
+            "on",
+        ),
         (
             first("1", drained={"n3": 8}),
             "to end, expected time unknown; would fit on drained",
