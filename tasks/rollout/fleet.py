@@ -584,12 +584,13 @@ class Fleet:
         is_time_to_serve = self.has_started and self.syncs.id is None
         if kept < needed:
             reason = (
-                f"only {kept} of {total} engines can still be restarted, but the fleet needs at "
-                f"least {needed}"
+                f"{total - kept} of {total} engines are not restarted any more, but the fleet "
+                f"needs at least {needed}"
             )
         elif checks_min_active and is_time_to_serve and serving < min_active:
             reason = (
-                f"only {serving} of {total} engines serve requests, but min_active is {min_active}"
+                f"only {serving} of {total} engines serve requests, but at least {min_active} must "
+                "(recovery.min_active)"
             )
         else:
             return

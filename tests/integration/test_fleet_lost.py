@@ -189,7 +189,10 @@ def test_fleet_below_min_active_is_not_retried(host_env: HostEnvironment) -> Non
     message = run.wait_for_state("FAILED")
 
     assert not message.startswith("FLEET_LOST")
-    assert "FleetError: only 1 of 2 engines serve requests, but min_active is 2" in message
+    assert (
+        "FleetError: only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active)"
+        in message
+    )
     assert len(run.record()["attempts"]) == 1
 
 

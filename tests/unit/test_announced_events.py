@@ -267,7 +267,7 @@ def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
     (floor,) = tell(
         "rollout.failed",
         "rollout",
-        reason="only 1 of 3 engines serve requests, but min_active is 2",
+        reason="only 1 of 3 engines serve requests, but at least 2 must (recovery.min_active)",
     )
 
     assert floor.name == "muster.rollout.floor"

@@ -103,7 +103,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
     assert took_s == 0
     assert reason.startswith(
-        "only 0 of 2 engines can still be restarted, but the fleet needs at least 1: ranks 0: the "
+        "2 of 2 engines are not restarted any more, but the fleet needs at least 1: ranks 0: the "
         "fleet has used up its 1"
     )
     assert "rank 0 died: killed by SIGKILL" in reason

@@ -107,7 +107,7 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         (
             {"code": 1},
-            "FleetError: only 1 of 2 engines can still be restarted, but the fleet needs at least "
+            "FleetError: 1 of 2 engines are not restarted any more, but the fleet needs at least "
             "2\n",
             "RUNTIME_ERROR",
         ),

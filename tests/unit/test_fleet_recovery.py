@@ -186,7 +186,8 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     assert harness.list_events("rollout.failed") == [{"reason": reason}]
 
     assert reason.startswith(
-        "only 1 of 3 engines serve requests, but min_active is 2: ranks 0: rank 0 died: "
+        "only 1 of 3 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
+        "rank 0 died: "
     )
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
 
@@ -197,7 +198,7 @@ async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> Non
     harness.host[1].start_errors = ["no GPU"] * 9
     with pytest.raises(
         FleetFailed,
-        match="only 2 of 3 engines can still be restarted, but the fleet needs at least 3",
+        match="1 of 3 engines are not restarted any more, but the fleet needs at least 3",
     ):
         await harness.fleet.start()
 

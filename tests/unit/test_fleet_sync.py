@@ -377,7 +377,8 @@ async def test_min_active_is_checked_after_each_sync() -> None:
 
     reason = harness.fleet.fatal.result()
     assert reason.startswith(
-        "only 1 of 2 engines serve requests, but min_active is 2: ranks 0: rank 0 died"
+        "only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
+        "rank 0 died"
     )
 
 
