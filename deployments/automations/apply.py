@@ -218,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except httpx.HTTPError as error:
         print(
-            f"the Prefect server at PREFECT_API_URL={url} rejected the automations: {error!r}",
+            f"the Prefect server at PREFECT_API_URL={url} did not accept the automations: "
+            f"{error!r}",
             file=sys.stderr,
         )
         return 1

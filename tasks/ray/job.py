@@ -393,7 +393,9 @@ class RayJob(RunningComponent):
             )
         except (NoAnswer, Denied, OSError, ValueError) as error:
             _log.warning(
-                "The warning signal could not be sent to the processes of %s: %s", self, error
+                "The signal that warns of the end could not be sent to the processes of %s: %s",
+                self,
+                error,
             )
             return []
         for result in warned.values():

@@ -192,7 +192,9 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
             "engines with `placement: local` run only on this machine, but an engine spans "
             f"{node_count} nodes"
         )
-        remedy = "write 1" if has_one_server else "write 1, or placement: ray"
+        remedy = "write nodes_per_engine: 1"
+        if not has_one_server:
+            remedy += ", or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif node_count > 1 and has_one_server:
         problem = (
@@ -200,7 +202,9 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
             "the GPUs of the other nodes from Ray, but the placement group of the fleet holds "
             "these GPUs"
         )
-        remedy = "write 1, or set expert_parallel, which starts a server for each rank"
+        remedy = (
+            "write nodes_per_engine: 1, or set expert_parallel, which starts a server for each rank"
+        )
         yield Fault(path=path, problem=problem, remedy=remedy)
 
 
@@ -303,7 +307,7 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
             "engines with `placement: local` run only on this machine, but only "
             f"{engines_on_first_node} of {engine_count} engines fit on one node of the run (`gang`)"
         )
-        remedy = f"write {engines_on_first_node}, or placement: ray"
+        remedy = f"write engines: {engines_on_first_node}, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
 
 

@@ -489,7 +489,9 @@ class Fleet:
         if not group.is_current(death.epoch):
             return
         self._last_log_lines[death.rank] = last_lines(death.log_end)
-        self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
+        self.registry.fail(
+            death.rank, death.epoch, f"the server of rank {death.rank} died: {death.why}"
+        )
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
     def _update_routing(self, before: GroupView, after: GroupView) -> None:

@@ -485,7 +485,7 @@ class _ForwardedRequest:
                 # The task was cancelled, but not by `Forwarder.abort`. So the reason is that the
                 # client has closed its connection.
                 raise
-            failure = f"rank {entrypoint.rank} was removed from the routing"
+            failure = f"the server of rank {entrypoint.rank} receives no requests any more"
         except Unconnected as error:
             if error.is_own_fault:
                 remedy = "try again"

@@ -406,7 +406,11 @@ class Health:
                     self._judge_silence(watch, reason, local_result)
         except Exception:
             # An error in Muster itself must not count as a failure of the server.
-            _log.exception("the probe of rank %d (epoch %d) could not be sent", rank, epoch)
+            _log.exception(
+                "no probe could be sent to the server of rank %d (epoch %d of its engine)",
+                rank,
+                epoch,
+            )
         finally:
             for task in (probe, local_probe):
                 if task is not None:
@@ -425,9 +429,12 @@ class Health:
             watch.yes_after_failures += 1
             watch.token_or_yes_s = now_s()
         if watch.yes_after_failures > settings.misses > 0:
-            what = "the server answers probes, but requests to it fail and generate no token"
+            what = (
+                f"the server of rank {rank} answers probes, but requests to it fail and generate "
+                "no token"
+            )
             reason = watch.failed_request_reason
-            self._report_failed(watch, f"rank {rank}: {what}; last failure: {reason}")
+            self._report_failed(watch, f"{what}; last failure: {reason}")
             return
         watch.evidence = Evidence()
         watch.is_cut = False
@@ -466,7 +473,7 @@ class Health:
             self._fleet.states.suspect(rank, epoch, reason)
             return False
         if not watch.evidence.is_silence:
-            self._report_failed(watch, f"rank {rank} does not work: {reason}")
+            self._report_failed(watch, f"the server of rank {rank} does not work: {reason}")
         return watch.evidence.is_silence
 
     def _warn_not_checked(self, rank: int, reason: NotChecked) -> None:
@@ -477,7 +484,10 @@ class Health:
         _log.warning("rank %d was not probed: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()
-            message = f"rank {rank} was not probed, because this machine lacks resources: {reason}"
+            message = (
+                f"the server of rank {rank} was not probed, because this machine lacks resources: "
+                f"{reason}"
+            )
             self._fleet.emit("rollout.warning", message=message)
 
     async def _probe_locally(self, watch: _Watch, timeout_s: float) -> bool | NotChecked | None:
@@ -518,7 +528,8 @@ class Health:
             return
         if succeeds_locally:
             warning = (
-                f"rank {rank} works, but cannot be reached from the gateway's machine: {reason}"
+                f"the server of rank {rank} works, but cannot be reached from the gateway's "
+                f"machine: {reason}"
             )
         elif succeeds_locally is None and self._are_most_silent():
             warning = (
@@ -526,7 +537,7 @@ class Health:
                 f"and does not restart the servers. The first of them is rank {rank}: {reason}"
             )
         else:
-            self._report_failed(watch, f"rank {rank} does not answer: {reason}")
+            self._report_failed(watch, f"the server of rank {rank} does not answer: {reason}")
             return
         # One network fault may cut off many servers. Emit a warning only for the first of them.
         if not any(other.is_cut for other in self._watches.values()):

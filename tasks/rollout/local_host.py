@@ -192,8 +192,12 @@ class LocalHost:
         leftovers: list[str] = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, BaseException):
-                _log.error("rank %d could not be ended", server.slot.rank, exc_info=result)
-                leftovers.append(f"rank {server.slot.rank} could not be ended: {result!r}")
+                _log.error(
+                    "the server of rank %d could not be ended", server.slot.rank, exc_info=result
+                )
+                leftovers.append(
+                    f"the server of rank {server.slot.rank} could not be ended: {result!r}"
+                )
             elif result:
                 leftovers.append(result)
         return tuple(leftovers)

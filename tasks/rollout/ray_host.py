@@ -331,8 +331,12 @@ class RayHost:
         leftovers: list[str] = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, BaseException):
-                _log.error("rank %d could not be ended", server.slot.rank, exc_info=result)
-                leftovers.append(f"rank {server.slot.rank} could not be ended: {result!r}")
+                _log.error(
+                    "the server of rank %d could not be ended", server.slot.rank, exc_info=result
+                )
+                leftovers.append(
+                    f"the server of rank {server.slot.rank} could not be ended: {result!r}"
+                )
             else:
                 leftovers += result
         return tuple(leftovers)

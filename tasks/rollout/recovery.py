@@ -469,8 +469,10 @@ class Recovery:
             async with asyncio.timeout(grace_s + STOPPED_WITHIN_S):
                 return ", ".join(await self._fleet.host.stop(ranks, grace_s=grace_s))
         except Exception as error:
-            _log.warning("ranks %s could not be stopped", join_commas(ranks), exc_info=True)
-            return f"ranks {join_commas(ranks)}: {str(error) or type(error).__name__}"
+            _log.warning(
+                "the servers of ranks %s could not be stopped", join_commas(ranks), exc_info=True
+            )
+            return f"servers of ranks {join_commas(ranks)}: {str(error) or type(error).__name__}"
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
         """Return the servers of a group with their present addresses."""
@@ -498,7 +500,11 @@ class Recovery:
                 await self._wait_for_yes(slot, self._fleet.questions.token)
         except Exception as error:
             if not isinstance(error, StartFailed):
-                _log.exception("rank %d (epoch %d) could not be started", slot.rank, epoch)
+                _log.exception(
+                    "the server of rank %d (epoch %d of its engine) could not be started",
+                    slot.rank,
+                    epoch,
+                )
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
@@ -516,8 +522,8 @@ class Recovery:
                 if not has_warned:
                     has_warned = True
                     message = (
-                        f"the start of rank {slot.rank} is delayed, because its machine lacks "
-                        f"resources. The delay does not count as a recovery: {error}"
+                        f"the start of the server of rank {slot.rank} is delayed, because its "
+                        f"machine lacks resources. The delay does not count as a recovery: {error}"
                     )
                     self._fleet.emit("rollout.warning", message=message)
             await asyncio.sleep(_LAST_POLL_S)

@@ -162,7 +162,7 @@ class FleetView:
 
 def _describe_unavailable(group: GroupView) -> str:
     """Return the state of a group of servers and its cause, for clients that cannot be served."""
-    description = f"ranks {join_commas(group.ranks)} are {group.state.value}"
+    description = f"the servers of ranks {join_commas(group.ranks)} are {group.state.value}"
     if group.unreachable:
         description += " and cannot be reached"
     if group.cause:

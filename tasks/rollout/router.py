@@ -159,7 +159,7 @@ class Router:
         self._sessions: OrderedDict[str, _Key] = OrderedDict()
         #: Number of outstanding requests of all entrypoints, including removed entrypoints.
         self._total = 0
-        self._why_none = "none has started yet"
+        self._why_none = "no server has started yet"
         self._is_closed = False
         #: Future that resolves when no request is outstanding; None if no caller waits for it.
         self._idle: asyncio.Future[None] | None = None
@@ -315,7 +315,7 @@ class Router:
         """
         slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
         if slot is None or not slot.outstanding:
-            raise ValueError(f"no request is outstanding on rank {entrypoint.rank}")
+            raise ValueError(f"no request is outstanding on the server of rank {entrypoint.rank}")
         self._change_load(slot, -1)
         self._serve_queue()
 
@@ -373,10 +373,11 @@ class Router:
                 raise MustWait
             return slot
         if not self._active:
-            raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
+            raise NoEntrypoint(f"no inference server can take the request: {self._why_none}")
         ranks = ", ".join(map(str, sorted(exclude)))
         raise NoEntrypoint(
-            f"no active rollout worker: all were tried without success: rank {ranks}"
+            "no inference server can take the request: all servers were tried without success "
+            f"(ranks {ranks})"
         )
 
     def _may_keep(self, slot: _Slot) -> bool:

@@ -546,7 +546,9 @@ class WeightSyncs:
     def _fail(self, target: _Target, why: str) -> None:
         """Mark a target engine as failed, so that the recovery restarts it."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
-        self._fleet.states.fail(rank, target.epoch, f"rank {rank} failed in a weight sync: {why}")
+        self._fleet.states.fail(
+            rank, target.epoch, f"the server of rank {rank} failed in a weight sync: {why}"
+        )
 
 
 def _is_success(reply: Reply) -> bool:

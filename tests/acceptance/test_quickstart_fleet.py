@@ -149,7 +149,7 @@ def test_flow_run_shows_the_number_of_active_engines_and_each_recovery(
     assert run.wait() == 130, run.text()
     assert [task_run["name"] for task_run in running_recoveries] == ["recover-rollout-1"]
     [recovery] = list_recoveries(run, "COMPLETED")
-    assert "ranks 1: rank 1 died: " in recovery["state"]["message"]
+    assert "ranks 1: the server of rank 1 died: " in recovery["state"]["message"]
     assert run.pids() == []
 
 

@@ -279,7 +279,7 @@ def test_dead_server_is_restarted_and_the_recovery_is_reported(fleet: FleetProce
         "rollout.recovery.begun",
         "rollout.recovery.ended",
     ]
-    assert recovery_events[0]["cause"] == "rank 1 died: killed by SIGKILL"
+    assert recovery_events[0]["cause"] == "the server of rank 1 died: killed by SIGKILL"
     assert recovery_events[1]["outcome"] == "recovered"
 
 

@@ -834,7 +834,8 @@ async def test_without_an_active_server_a_request_is_refused_at_once_with_the_re
     assert (status, headers["Retry-After"]) == (503, "1")
     assert error == {
         "type": "no_active_server",
-        "message": "no active rollout worker: rank 0 is being started again: killed by SIGKILL",
+        "message": "no inference server can take the request: rank 0 is being started again: "
+        "killed by SIGKILL",
         "retryable": True,
     }
 

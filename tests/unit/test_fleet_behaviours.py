@@ -184,7 +184,9 @@ async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -
     harness.prober.deaf_paths = {TOKEN.path}
     await harness.wait_until_failed(within_s=31.0)
 
-    assert harness.last_failure_cause() == "rank 0 does not work: 503 Scheduler is dead"
+    assert (
+        harness.last_failure_cause() == "the server of rank 0 does not work: 503 Scheduler is dead"
+    )
     # An engine has two servers. Only the entrypoint, which receives requests, is probed. The other
     # server answers 200 even if the engine is dead.
     assert harness.prober.times(1) == []
@@ -235,7 +237,7 @@ async def test_result_of_a_check_names_failed_and_active_servers() -> None:
     harness.host[2].answers = harness.host[2].at_home = "hang"
     answer = await harness.fleet.check()
 
-    cause = "rank 2 does not answer: no answer within 15 s"
+    cause = "the server of rank 2 does not answer: no answer within 15 s"
     assert answer == {
         "epoch": harness.fleet.registry.view.epoch,
         "failed": [{"engine": 1, "ranks": [2, 3], "cause": cause}],
@@ -398,4 +400,4 @@ async def test_death_of_the_hosting_actor_is_recovered() -> None:
     await harness.wait_until_active()
 
     [begun] = harness.list_events("rollout.recovery.begun")
-    assert begun["cause"] == "rank 0 died: its Ray actor died: node 10.0.0.7 is gone"
+    assert begun["cause"] == "the server of rank 0 died: its Ray actor died: node 10.0.0.7 is gone"

@@ -172,7 +172,10 @@ async def test_hanging_server_is_stopped_after_a_probe_from_its_own_machine() ->
     hang(harness, 0)
     await harness.wait_until_failed()
 
-    assert harness.last_failure_cause() == "rank 0 does not answer: no answer within 15 s"
+    assert (
+        harness.last_failure_cause()
+        == "the server of rank 0 does not answer: no answer within 15 s"
+    )
     assert harness.host.times("stop", 0)
 
 
@@ -372,7 +375,7 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
         await asyncio.sleep(1.0)
 
     assert harness.last_failure_cause(0) == (
-        "rank 0: the server answers probes, but requests to it fail and generate no token; "
+        "the server of rank 0 answers probes, but requests to it fail and generate no token; "
         "last failure: the server answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
@@ -508,7 +511,7 @@ async def test_server_behind_a_cut_network_is_not_restarted() -> None:
     assert len(harness.host.times("start", 0)) == 1
     assert harness.host.times("stop", 0) == []
     [warning] = harness.list_events("rollout.warning")
-    assert warning["message"].startswith("rank 0 works, but cannot be reached")
+    assert warning["message"].startswith("the server of rank 0 works, but cannot be reached")
 
 
 @in_virtual_time
@@ -533,7 +536,9 @@ async def test_snapshot_names_the_unreachable_servers() -> None:
     await harness.wait_until(lambda: harness.list_routed_ranks() == [])
 
     reason = harness.fleet.snapshot()["reason"]
-    assert reason == "ranks 0 are suspect and cannot be reached (no answer within 15 s)"
+    assert (
+        reason == "the servers of ranks 0 are suspect and cannot be reached (no answer within 15 s)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -591,7 +596,7 @@ async def test_exception_in_a_probe_does_not_end_the_health_checks(
     monkeypatch.setattr(harness.prober, "ask", _raise_bug)
     assert (await harness.fleet.check())["failed"] == []
 
-    assert "the probe of rank 0 (epoch 1) could not be sent" in caplog.text
+    assert "no probe could be sent to the server of rank 0 (epoch 1 of its engine)" in caplog.text
 
 
 async def _raise_bug(*_: object) -> str:

@@ -54,7 +54,7 @@ async def test_recovery_events_have_id_cause_try_and_time() -> None:
     )
     place = {"group": 0, "ranks": [0]}
     assert begun == [
-        {"id": "r1", **place, "cause": "rank 0 died: exit 7", "try": 1},
+        {"id": "r1", **place, "cause": "the server of rank 0 died: exit 7", "try": 1},
         {"id": "r2", **place, "cause": "no GPU", "try": 2},
     ]
     took_s = [event.pop("took_s") for event in ended]
@@ -113,7 +113,7 @@ async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     [group, _] = harness.fleet.registry.view.groups
     assert group.cause == (
         "the fleet has used up its 3 recoveries (recovery.budget); last failure of the engine: "
-        "rank 0 died: killed by SIGKILL"
+        "the server of rank 0 died: killed by SIGKILL"
     )
 
 
@@ -187,7 +187,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
 
     assert reason.startswith(
         "only 1 of 3 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
-        "rank 0 died: "
+        "the server of rank 0 died: "
     )
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
 

@@ -378,7 +378,7 @@ async def test_min_active_is_checked_after_each_sync() -> None:
     reason = harness.fleet.fatal.result()
     assert reason.startswith(
         "only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
-        "rank 0 died"
+        "the server of rank 0 died"
     )
 
 

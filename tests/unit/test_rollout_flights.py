@@ -93,7 +93,10 @@ async def test_requests_to_a_retired_entrypoint_end_with_a_retryable_error() -> 
 
     assert await asyncio.gather(*(task for task, _ in started)) == [503] * 3
     for _, request in started:
-        assert "earlier failure: rank 0 was removed from the routing" in request.sent.text
+        assert (
+            "earlier failure: the server of rank 0 receives no requests any more"
+            in request.sent.text
+        )
     assert request_setup.router.outstanding == 0
     assert not request_setup.failures
 
@@ -135,7 +138,9 @@ async def test_answer_at_the_moment_of_an_abort_is_discarded() -> None:
     request_setup.remove_entrypoints()
 
     assert await task == 503
-    assert "earlier failure: rank 0 was removed from the routing" in request.sent.text
+    assert (
+        "earlier failure: the server of rank 0 receives no requests any more" in request.sent.text
+    )
 
 
 async def test_error_at_the_moment_of_an_abort_is_no_failure_of_the_server() -> None:

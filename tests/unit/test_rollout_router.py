@@ -119,7 +119,7 @@ def test_excluded_ranks_are_not_chosen() -> None:
     assert router.pick("a").rank == 0
     assert router.pick("a", exclude=[0]).rank == 1
     assert router.pick("a", exclude=[0, 1]).rank == 2
-    with pytest.raises(NoEntrypoint, match="all were tried without success: rank 0, 1, 2"):
+    with pytest.raises(NoEntrypoint, match=r"tried without success \(ranks 0, 1, 2\)"):
         router.pick("a", exclude=[0, 1, 2])
 
 
@@ -163,7 +163,7 @@ def test_request_cannot_end_twice() -> None:
     taken = router.pick(None)
     router.done(taken)
 
-    with pytest.raises(ValueError, match="no request is outstanding on rank 0"):
+    with pytest.raises(ValueError, match="no request is outstanding on the server of rank 0"):
         router.done(taken)
 
 
@@ -175,7 +175,7 @@ def test_error_without_active_entrypoints_names_the_reason() -> None:
     with pytest.raises(NoEntrypoint) as caught:
         router.pick(None)
     assert str(caught.value) == (
-        "no active rollout worker: rank 0 is being started again: killed by SIGKILL"
+        "no inference server can take the request: rank 0 is being started again: killed by SIGKILL"
     )
 
 
