@@ -352,7 +352,9 @@ class Wire(asyncio.Protocol):
 
 
 def _make_head_size_error() -> Malformed:
-    why = f"the head of the message has more than {LONGEST_HEAD} bytes or {MOST_HEADERS} headers"
+    why = (
+        f"the head of the HTTP message has more than {LONGEST_HEAD} bytes or {MOST_HEADERS} headers"
+    )
     return Malformed(why, 431)
 
 

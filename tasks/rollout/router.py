@@ -256,7 +256,10 @@ class Router:
             return pick()
         except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
-                why = f"{self._queue_size} requests already wait (queue_size): send fewer at once"
+                why = (
+                    f"{self._queue_size} requests already wait for a server, which is the limit "
+                    "(queue_size): send fewer requests at once"
+                )
                 raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
         self._queue[turn] = pick

@@ -200,11 +200,13 @@ class WeightSyncs:
                 await self._pause_targets(sync, pause)
         except TimeoutError:
             outstanding = self._router.outstanding
-            await self._end(sync, "given up: requests did not end in time")
+            await self._end(sync, "ended without a commit: requests did not end in time")
             problem = f"{outstanding} requests had not ended after {timeout_s:g} s"
-            raise FleetRefused(f"{problem}: set a longer timeout_s, or in_flight: abort") from None
+            raise FleetRefused(
+                f"{problem}: set a longer timeout_s, or abort them with in_flight: abort"
+            ) from None
         except BaseException:
-            await self._end(sync, "given up: it could not begin")
+            await self._end(sync, "ended without a commit: it could not begin")
             raise
 
         self._deadline = asyncio.create_task(self._expire(sync), name=f"rollout-sync-{sync.id}")
@@ -335,7 +337,8 @@ class WeightSyncs:
         sync = self._find_open(id)
         if sync.sending:
             raise FleetRefused(
-                "a broadcast of this sync is not complete: commit after all engines have answered"
+                "a broadcast of this sync is not complete: commit the sync after all engines have "
+                "answered the broadcast"
             )
         states = self._fleet.states
         for engine in epochs:
@@ -364,7 +367,7 @@ class WeightSyncs:
         Raises:
             NoSuchSync: No sync with this id is open.
         """
-        await self._end(self._find_open(id), "given up by its trainer")
+        await self._end(self._find_open(id), "ended by the trainer without a commit")
         return self._describe_serving()
 
     async def stop(self) -> None:
@@ -373,7 +376,9 @@ class WeightSyncs:
         Servers that paused their requests are not asked to resume them, because they are stopped.
         """
         if self._open is not None and not self._open.is_ending:
-            await self._end(self._open, "given up: the fleet is stopped", is_fleet_stopped=True)
+            await self._end(
+                self._open, "ended without a commit: the fleet is stopped", is_fleet_stopped=True
+            )
 
     def _describe_serving(self) -> dict[str, Any]:
         """Return the fleet's weight version, and the indexes of its serving and stale engines."""
@@ -408,7 +413,9 @@ class WeightSyncs:
         await asyncio.sleep(sync.until_s - now_s())
         if not sync.is_ending:
             lasted_s = sync.until_s - sync.began_s
-            await self._end(sync, f"given up: it had not ended after {lasted_s:g} s (timeout_s)")
+            await self._end(
+                sync, f"ended without a commit after its time limit of {lasted_s:g} s (timeout_s)"
+            )
 
     async def _end(
         self,
