@@ -88,12 +88,12 @@ def find_url_fault(written: str) -> UrlFault | None:
         )
     if re.search(r"[*?\[\]]", re.sub(r"\$\{[^}]*\}", "", bucket)):
         return UrlFault(
-            problem=f"the bucket in {written!r} is a pattern, but must be a name",
+            problem=f"the bucket of {written!r} must be a name without * ? [ ]",
             remedy=f"write {protocol}://BUCKET/FOLDER",
         )
     if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
         return UrlFault(
             problem=f"{written!r} contains an empty folder name, '.' or '..'",
-            remedy="write each folder once, with one slash between two folders",
+            remedy="write only folder names, with one slash between two of them",
         )
     return None

@@ -83,7 +83,7 @@ class ComponentStop(Stop):
         # fault: Prefect adds the default values of all keys to the parameters of a flow run.
         default_warn_s = cls.model_fields["warn_s"].default
         if warn is None and written.get("warn_s") not in (None, default_warn_s):
-            problem = "needs `warn`, the name of the signal"
+            problem = "needs `warn`, the signal that is sent warn_s seconds before the end"
             yield ("warn_s",), make_refusal(problem, "write warn: SIGUSR1, or leave out warn_s")
 
     @property
@@ -207,7 +207,7 @@ class Component(Model):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
-            problem = "needs `checkpoints`: without it, Muster knows no checkpoints"
+            problem = "needs `checkpoints`, the folder from which Muster removes old checkpoints"
             remedy = "write checkpoints: FOLDER, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
         if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
@@ -216,17 +216,15 @@ class Component(Model):
         stop = mapping_or_empty(written.get("stop"))
         shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
         if stop.get("save_grace_s") is not None and not shows_saves:
-            problem = (
-                "needs `checkpoints`: without it, Muster cannot see when a checkpoint is written"
-            )
+            problem = "needs `checkpoints`, the folder in which Muster sees a checkpoint grow"
             remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
         is_preparation = mapping_or_empty(written.get("ready")).get("exit") is not None
         on_exit_zero = written.get("on_exit_zero")
         if is_preparation and on_exit_zero in ("complete", "fail"):
             problem = (
-                f"must be drain for a component with ready: {{exit: 0}}, found {on_exit_zero!r}: "
-                "the next component starts after its exit code 0"
+                f"must be drain, found {on_exit_zero!r}: with ready: {{exit: 0}}, the run "
+                "continues after exit code 0 of this component"
             )
             yield ("on_exit_zero",), make_refusal(problem, "leave it out")
         checkpoints = written.get("checkpoints")
@@ -258,7 +256,9 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     normal = posixpath.normpath(folder)
     for placeholder, example in _MUSTER_FOLDERS.items():
         if example == normal or example.startswith(f"{normal.rstrip('/')}/"):
-            return f"{placeholder} also holds files of Muster, so it cannot be this folder"
+            return (
+                f"must be a folder for checkpoints only, but Muster writes files in {placeholder}"
+            )
     return ""
 
 

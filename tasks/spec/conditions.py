@@ -93,10 +93,10 @@ def parse_condition(text: str) -> Condition:
         raise InvalidCondition(f"must have at most {MAX_LENGTH} characters, found {len(text)}")
     if "$${" in text:
         raise InvalidCondition(
-            "must not contain `$${`, which is a literal `${`", "write ${ for a placeholder"
+            "must not contain `$${`", "write ${NAME} to use the value of a placeholder"
         )
     if _VARIABLE in text:
-        raise InvalidCondition(f"must not contain the name {_VARIABLE}")
+        raise InvalidCondition(f"must not contain the name {_VARIABLE}, which only Muster uses")
     names: list[str] = []
 
     def make_variable(name: str) -> str:
@@ -105,7 +105,9 @@ def parse_condition(text: str) -> Condition:
 
     python_text = substitute(text, make_variable)
     if "${" in python_text:
-        raise InvalidCondition("a `${` has no closing `}`", "add the `}`")
+        raise InvalidCondition(
+            "a placeholder begins with `${`, but has no closing `}`", "add the `}`"
+        )
     try:
         tree = ast.parse(python_text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

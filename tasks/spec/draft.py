@@ -352,7 +352,7 @@ class _SpecWriter:
             lines.append('  # Save the checkpoints in this folder: os.environ["CHECKPOINTS"]')
             lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
         if Purpose.RESUME_FROM not in self._used_options:
-            default = 'load the checkpoint os.environ["RESUME_FROM"], if the text is not empty'
+            default = 'load the checkpoint os.environ["RESUME_FROM"], if this variable is not empty'
             resuming = self._templates["resuming"].get(self._framework["name"], default)
             lines.append(f"  # To resume, the script needs: {resuming}")
             lines.append('  RESUME_FROM: "${attempt.resume_from}"')

@@ -45,7 +45,7 @@ class Range(Model):
         if not is_number(low) or not is_number(high):
             return
         if low >= high:
-            problem = f"must be more than `min`, found {high:g} after {low:g}"
+            problem = f"must be more than `min`, which is {low:g}, found {high:g}"
             yield ("max",), make_refusal(problem, "write a larger number")
         if written.get("scale") == "log" and low <= 0:
             yield ("min",), make_refusal(f"a log scale needs a positive number, found {low:g}")
@@ -135,7 +135,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     if matrix is None:
         for key in ("sample", "at_most", "best", "stop_early"):
             if written.get(key) is not None:
-                problem = "needs `matrix`: a stage without it has a single run"
+                problem = "needs `matrix`, because a stage without `matrix` has a single run"
                 yield (key,), make_refusal(problem, "write matrix: {KEY: [VALUE, ...]}")
         return
     if not isinstance(matrix, Mapping):
@@ -145,21 +145,24 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     sample = written.get("sample")
     ranges = [key for key, values in matrix.items() if isinstance(values, Mapping | Range)]
     if ranges and sample is None:
-        problem = f"missing: {ranges[0]} is a range, so the number of points is unknown"
+        problem = f"missing: {ranges[0]} is a range, so the spec must name the number of points"
         yield ("sample",), make_refusal(problem, "write for example sample: 16")
     lists = [values for values in matrix.values() if isinstance(values, list | tuple)]
     count = math.prod(map(len, lists))
     if type(sample) is int:
         if not ranges and sample > count:
-            problem = f"the matrix has only {count} points, found sample: {sample}"
-            yield ("sample",), make_refusal(problem, f"write at most {count}, or leave it out")
+            problem = f"must be at most {count}, the number of points of the matrix, found {sample}"
+            yield (
+                ("sample",),
+                make_refusal(problem, f"write sample: {count} or less, or leave out sample"),
+            )
         count = sample
     if written.get("stop_early") is not None and matrix and count <= MIN_OTHER_POINTS:
         problem = (
             f"a point is compared with at least {MIN_OTHER_POINTS} other points, but the matrix "
             f"has only {format_count(count, 'point')}"
         )
-        yield ("stop_early",), make_refusal(problem, "leave it out, or write more values")
+        yield ("stop_early",), make_refusal(problem, "leave out stop_early, or write more values")
     if count > MAX_POINTS:
         problem = f"has {count} points, but at most {MAX_POINTS} are possible"
         yield ("matrix",), make_refusal(problem, "write fewer values, or sample: N")

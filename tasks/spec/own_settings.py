@@ -116,7 +116,9 @@ def parse_device_numbers(text: str) -> tuple[int, ...]:
     for part in filter(None, (word.strip() for word in text.split(","))):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{part!r} is not a device. Write {_DEVICE_EXAMPLE}")
+            raise ValueError(
+                f"{part!r} is neither the number of a device nor a range. Write {_DEVICE_EXAMPLE}"
+            )
         indices += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(dict.fromkeys(indices))
 
@@ -314,10 +316,11 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
 INTERNAL_VARIABLES: Mapping[str, str] = {
     "MUSTER_ROLE": "kind of a process of Muster, such as `guardian`",
     "MUSTER_ROLLOUT_PLAN": "plan of a fleet of inference servers, for the process of the fleet",
-    "MUSTER_ROOM": "memory that the fork server reserves for the variables of a run",
-    "MUSTER_STACK": "id of the stack to which a process belongs",
+    "MUSTER_ROOM": "spare text that reserves memory for the environment variables of a run, set "
+    "by the fork server",
+    "MUSTER_STACK": "id of the stack, started by `muster up`, to which a process belongs",
     "MUSTER_STACK_RAY": "address of the stack's Ray dashboard, for the setup of the stack",
-    "MUSTER_CHECK_ID": "id of a check of a Ray node, in the processes of the check",
+    "MUSTER_CHECK_ID": "id of a check of a Ray node, set in each process of this check",
     "MUSTER_CALLERS_UMASK": "umask of the user's shell or service, for the programs of a run",
     "MUSTER_STEP_ARGS": "arguments of a step's function as JSON, for the process of the step",
 }

@@ -290,8 +290,9 @@ class Stage(Model):
             value = written.get(key)
             is_blank = isinstance(value, Mapping) and not any(value.values())
             if is_written[key] and value != default and not is_blank:
-                other = "a step" if kind == "run" else "a run"
-                yield (key,), make_refusal(f"is a key of {other}, found in a {kind}", "remove it")
+                other = "step" if kind == "run" else "run"
+                problem = f"only a stage with a {other} may have this key, but it has a {kind}"
+                yield (key,), make_refusal(problem, "remove it")
         if written.get("args") and kinds[0] == "command":
             yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")
         yield from check_resources(written, on=written.get("on"))
@@ -301,7 +302,7 @@ class Stage(Model):
         matrix = mapping_or_empty(written.get("matrix"))
         for key in matrix if kinds[0] == "command" else ():
             if not str(key).startswith("env."):
-                problem = "for a command, a key of the matrix must be an environment variable"
+                problem = "in a stage with a command, the matrix can only set environment variables"
                 yield ("matrix", str(key)), make_refusal(problem, "write env.NAME: [VALUE, ...]")
 
     @property
@@ -722,7 +723,11 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
     name, _, key = path.partition(".")
     names = [str(stage.get("name")) for stage in stages]
     if not key or name not in names:
-        problem = f"there is no stage {name!r}" if key else "must begin with STAGE.KEY="
+        problem = (
+            f"there is no stage {name!r}"
+            if key
+            else "must begin with the name of a stage, as in STAGE.KEY=VALUE"
+        )
         remedy = suggest_name(name, names)
         remedy = remedy or f"write STAGE.KEY=VALUE; known stages: {', '.join(names)}"
         raise InvalidSpec((Fault(path="", problem=f"--set {path}: {problem}", remedy=remedy),))
@@ -802,7 +807,7 @@ def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]
         faults.append(
             Fault(
                 path=f"{path}.stop_early",
-                problem="the run spec names no metrics file, so its points cannot be compared",
+                problem="the run spec names no metrics file, so Muster cannot compare the runs",
                 remedy="write progress: {jsonl: FILE, step: KEY} in the run spec",
             )
         )
@@ -820,7 +825,7 @@ def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fau
     evaluations = mapping_or_empty(spec.get("evals"))
     stop_by = mapping_or_empty(stage.get("stop_early")).get("by")
     if isinstance(stop_by, str) and stop_by.partition(".")[0] in evaluations:
-        problem = f"{stop_by} is a figure of an evaluation, but only metrics can be compared"
+        problem = f"{stop_by} is a number from an evaluation, but this rule compares only metrics"
         remedy = "write the name of a metric from the run's metrics file"
         faults.append(Fault(path=f"{path}.stop_early.by", problem=problem, remedy=remedy))
 
@@ -976,7 +981,7 @@ def _explain_needs(
         other = str(names[0]).removeprefix(STAGE).partition(".")[0] if names else ""
         is_listed = stage.get("needs") is not None and other in stages
         if is_listed and f"{STAGE}{other}" in fault.problem and other not in stage["needs"]:
-            remedy = f"add {other} to the needs of this stage"
+            remedy = f"add {other} to the key `needs` of this stage"
             if other == stage.get("name"):
                 remedy = "a stage cannot use its own value"
             yield Fault(path=fault.path, problem=fault.problem, remedy=remedy)

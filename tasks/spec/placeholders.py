@@ -436,14 +436,15 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
         known_names: Names that a placeholder may have in that text.
     """
     if use.name is None:
-        remedy = "add the `}`, or write `$${` for a literal `${`"
-        return Fault(path=use.path, problem="a `${` has no closing `}`", remedy=remedy)
+        remedy = "add the `}`, or write `$${` if the text should contain `${`"
+        problem = "a placeholder begins with `${`, but has no closing `}`"
+        return Fault(path=use.path, problem=problem, remedy=remedy)
     if use.name in _NUMBER_NAMES:
         section, _, key = use.name.partition(".")
         problem = f"the placeholder `{use}` has no value, because the spec has no key `{use.name}`"
         remedy = f"write {section}: {{{key}: NUMBER}}, or leave out the placeholder"
         return Fault(path=use.path, problem=problem, remedy=remedy)
-    shell = f"for a variable of the shell, write `$${{{use.name}}}`"
+    shell = f"if a shell should replace the name, write `$${{{use.name}}}`"
     near = suggest_name(use, [f"${{{name}}}" for name in known_names])
     remedy = near or f"{shell}; known names: {', '.join(known_names) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)

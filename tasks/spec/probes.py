@@ -50,7 +50,7 @@ def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iter
         expected = condition["not"] if is_not else condition
         value = get_value(answer, key, _MISSING)
         if value is _MISSING:
-            yield f"{key} is not in the answer"
+            yield f"the answer has no key {key}"
             continue
         # In Python, 1 == True. In JSON, 1 and true are different values.
         is_equal = isinstance(value, bool) == isinstance(expected, bool) and value == expected
@@ -198,7 +198,7 @@ class Probe(Model):
             problem = "must have a check"
             yield (), make_refusal(problem, f"write one of {', '.join(cls.questions)}")
         if written.get("json") is not None and written.get("http") is None:
-            problem = "needs `http`: the conditions apply to the answer of that address"
+            problem = "needs `http`, the address whose JSON answer must meet these conditions"
             yield ("json",), make_refusal(problem, "write http: ADDRESS in the same probe")
 
     @property
@@ -246,11 +246,12 @@ class ReadyProbe(Probe):
 #: Problem and remedy for each key that a liveness probe must not have.
 _NOT_LIVENESS = {
     "log": (
-        "cannot show that a component still works: an old line stays in the log",
+        "cannot show that a component still works, because an old line stays in the log",
         "use http, tcp, file or notify, or stall_after_s to end a run without new output",
     ),
     "alive_s": (
-        "cannot show that a component still works: after this time, it always succeeds",
+        "cannot show that a component still works, because the probe always succeeds after this "
+        "time",
         "remove it, because Muster always notices the end of a component, or use http, tcp, file "
         "or notify",
     ),

@@ -112,7 +112,7 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
         )
     return Interpreter(
         path=sys.executable,
-        reason="Muster's own: the project has no .venv, and no environment was activated",
+        reason="Muster's own, because the project has no .venv, and no environment is activated",
     )
 
 
@@ -436,7 +436,7 @@ def _make_missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault
         written: The file name as the user wrote it.
         cwd: Directory in which a relative file name is looked up.
     """
-    remedy = _suggest_name(cwd / written) or f"Muster searched in {(cwd / written).parent}"
+    remedy = _suggest_name(cwd / written) or f"Muster looked in the folder {(cwd / written).parent}"
     return Fault(path=place, problem=f"there is no such {noun}: {written}", remedy=remedy)
 
 

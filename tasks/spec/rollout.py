@@ -141,8 +141,8 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     if not faults and gpus_per_node and gpus_per_node * sizes.nodes != sizes.gpus:
         total = gpus_per_node * sizes.nodes
         has = f"an engine would have {total} GPUs, {gpus_per_node} on each node"
-        remedy = f"write {sizes.gpus // sizes.nodes}, or leave out gpus_per_node"
-        problem = f"{has}, but its parallelism needs {sizes.gpus}"
+        remedy = f"write gpus_per_node: {sizes.gpus // sizes.nodes}, or leave it out"
+        problem = f"{has}, but the sizes of its parallelism need {sizes.gpus} GPUs"
         yield ("gpus_per_node",), make_refusal(problem, remedy)
 
 
@@ -170,12 +170,12 @@ def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
-        problem = "needs replicas of attention, but data_parallel is 1"
-        remedy = "write data_parallel: N, a divisor of tensor_parallel"
+        problem = "needs data_parallel, the number of replicas of the attention layers, found 1"
+        remedy = "write data_parallel: N with a divisor N of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
-        problem = f"SGLang allows no replicas in an engine on {sizes.nodes} nodes"
-        remedy = f"write 1 and engines: {sizes.data}, or add dp_attention: true"
+        problem = f"SGLang allows no replicas within an engine that spans {sizes.nodes} nodes"
+        remedy = f"write data_parallel: 1 and engines: {sizes.data}, or add dp_attention: true"
         yield ("data_parallel",), make_refusal(problem, remedy)
 
 
@@ -186,13 +186,14 @@ def _find_lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
             "LMDeploy supports only one of expert_parallel and tensor_parallel, found "
             f"{sizes.expert} and {sizes.tensor}"
         )
-        yield ("expert_parallel",), make_refusal(problem, "write 1 for one of them")
+        yield ("expert_parallel",), make_refusal(problem, "leave out one of the two keys")
     if sizes.data > 1 and sizes.expert == sizes.tensor == 1:
         problem = (
             "LMDeploy allows replicas only with tensor_parallel or expert_parallel, found "
             f"{sizes.data} replicas"
         )
-        yield ("data_parallel",), make_refusal(problem, f"write 1 and engines: {sizes.data}")
+        remedy = f"write data_parallel: 1 and engines: {sizes.data}"
+        yield ("data_parallel",), make_refusal(problem, remedy)
 
 
 def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
@@ -203,14 +204,14 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
             f"vLLM distributes experts over all {gpus} ranks of tensor_parallel and data_parallel, "
             f"found {sizes.expert}"
         )
-        remedy = f"write {gpus}, or 1 for no expert parallelism"
+        remedy = f"write expert_parallel: {gpus}, or leave it out for no expert parallelism"
         yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
 def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _find_dp_attention_faults(sizes)
     problem = "not supported by the backend `command`, whose program decides how it uses its GPUs"
-    remedy = "write the option of your program into the command, and gpus_per_node: N"
+    remedy = "add the option of your program to `command`, and write gpus_per_node: N"
     if sizes.tensor > 1:
         yield ("tensor_parallel",), make_refusal(problem, remedy)
     if sizes.expert > 1:
@@ -244,10 +245,15 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     for key, part, (name, whole) in rules:
         if whole % part:
             divisors = (number for number in range(1, whole + 1) if whole % number == 0)
-            remedy = f"write {join_words(divisors, 'or')}, or change {name} to a multiple of {part}"
+            remedy = (
+                f"write {key}: {join_words(divisors, 'or')}, or change {name} to a multiple of "
+                f"{part}"
+            )
             yield (
                 (key,),
-                make_refusal(f"must divide {name}, which is {whole}, found {part}", remedy),
+                make_refusal(
+                    f"must be a divisor of {name}, which is {whole}, found {part}", remedy
+                ),
             )
 
 
@@ -331,8 +337,8 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
         ),
     ):
         if is_number(number) and is_number(limit) and number > limit:
-            problem = f"{number:g} is above {limit_name}, which is {limit:g}"
-            yield (section, key), make_refusal(problem, f"write {limit:g} or less")
+            problem = f"must be at most `{limit_name}`, which is {limit:g}, found {number:g}"
+            yield (section, key), make_refusal(problem, f"write {key}: {limit:g} or less")
 
 
 def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -359,7 +365,7 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
         )
     if written.get("command") is not None:
         problem = f"only for the backend `command`: Muster builds the command of {name} itself"
-        remedy = "leave it out, and write further arguments into args"
+        remedy = "leave out the command, and write further arguments of the server into `args`"
         yield ("command",), make_refusal(problem, remedy)
     for index, word in enumerate(_to_words(written.get("args"))):
         for key, options in _load_reserved_arguments()[backend].items():
@@ -371,7 +377,9 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
                 yield ("args", index), make_refusal(problem, remedy)
     for key in ("path", "token"):
         if health.get(key) is not None:
-            problem = f"only for the backend `command`: Muster knows the health check of {name}"
+            problem = (
+                f"only for the backend `command`: Muster itself knows the health check of {name}"
+            )
             yield ("health", key), make_refusal(problem, "leave it out")
     if backend != "sglang":
         return
@@ -380,7 +388,7 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
         remedy = "leave it out, and write for example health: {timeout_s: 15}"
         yield ("env", SGLANG_TIMEOUT), make_refusal(problem, remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
-        problem = f"must be more than 1, found {timeout_s:g}: SGLang needs at least a second"
+        problem = f"must be more than 1, found {timeout_s:g}: SGLang itself waits at least a second"
         yield ("health", "timeout_s"), make_refusal(problem, "write for example 15")
 
 
@@ -470,7 +478,7 @@ def _check_budget(value: object) -> object:
         problem = (
             f"must be a whole number, 1 or more, or {UNLIMITED}, found {describe_value(value)}"
         )
-        raise make_refusal(problem, "leave it out for the default, 3 for each engine")
+        raise make_refusal(problem, "leave out the key for the default of 3 for each engine")
     return value
 
 

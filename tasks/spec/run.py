@@ -420,7 +420,7 @@ class RunSpec(Document):
         total = mapping_or_empty(written.get("progress")).get("total")
         if is_number(required) and is_number(total) and required > total:
             problem = f"must be at most progress.total, which is {total:g}, found {required:g}"
-            remedy = f"write {total:g} or less, or raise progress.total"
+            remedy = f"write success.step: {total:g} or less, or raise progress.total"
             yield ("success", "step"), make_refusal(problem, remedy)
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):

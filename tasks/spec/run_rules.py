@@ -55,7 +55,7 @@ def check_ray_use(
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
         problem = f"{other} is a process of this machine and ends with the run's flow process"
-        remedy = "write stop, or write launcher: ray_job for every component"
+        remedy = "write on_lost_flow: stop, or launcher: ray_job for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
 
 
@@ -81,14 +81,18 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
             f"the driver of the job takes {gpus} GPUs of one node, but gang.gpus_per_node is "
             f"{per_node}"
         )
-        yield place, make_refusal(problem, f"write at most {per_node}")
+        yield place, make_refusal(problem, f"write entrypoint_gpus: {per_node} or less")
     if len(jobs) > 1:
-        problem = f"the run has {len(jobs)} Ray jobs, and the driver of each would take the GPUs"
+        problem = (
+            f"the run has {len(jobs)} Ray jobs, and the driver of each job would take {gpus} GPUs"
+        )
         yield place, make_refusal(problem, "leave it out, or use only one Ray job")
     for key in ("entrypoint_resources", "entrypoint_label_selector"):
         if ray.get(key):
-            problem = f"the queue chooses the node of the GPUs, but `{key}` may require another"
-            yield place, make_refusal(problem, "leave out one of the two keys")
+            problem = (
+                f"the queue chooses the node of these GPUs, but `{key}` may require another node"
+            )
+            yield place, make_refusal(problem, f"leave out entrypoint_gpus or {key}")
 
 
 def check_device_use(
@@ -106,7 +110,7 @@ def check_device_use(
         has_gpus = type(component.get("gpus")) is int and name != FLEET
         if has_gpus and component.get("launcher") == "ray_job":
             problem = "not allowed for a Ray job, which requests its GPUs from Ray"
-            remedy = "leave it out, and request the GPUs in the program of the job"
+            remedy = "leave out gpus, and request the GPUs from Ray in the program of the job"
             yield ("components", name, "gpus"), make_refusal(problem, remedy)
         elif has_gpus:
             reserved[name] = component["gpus"]
@@ -132,12 +136,12 @@ def check_device_use(
         problem = (
             f"must be 1 for a run without `ray`, found {nodes}: processes start on one machine"
         )
-        remedy = "write 1, or use Ray: launcher: ray_job, and ray: {address: ADDRESS}"
+        remedy = "write nodes: 1, or launcher: ray_job and ray: {address: ADDRESS} for a run on Ray"
         yield ("gang", "nodes"), make_refusal(problem, remedy)
     elif requests and type(gpus_per_node) is int and total > gpus_per_node:
         parts = " + ".join(f"{name} {gpus}" for name, gpus in reserved.items() if gpus)
-        problem = f"{gpus_per_node} GPUs are too few for the components: {parts} = {total}"
-        remedy = f"write {total}, or reduce the GPUs of the components"
+        problem = f"found {gpus_per_node}, but the components reserve {total} GPUs: {parts}"
+        remedy = f"write gpus_per_node: {total}, or reduce the GPUs of the components"
         yield ("gang", "gpus_per_node"), make_refusal(problem, remedy)
 
     yield from _find_device_variable_faults(("env",), written.get("env"))
@@ -157,5 +161,7 @@ def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterato
     """
     for variable in sorted({*chain(*DEVICE_VARIABLES.values())} & mapping_or_empty(env).keys()):
         problem = "Muster itself sets this variable to the GPUs that the queue has granted"
-        remedy = "leave it out; to reserve GPUs for a component, write for example gpus: 2"
+        remedy = (
+            "leave out the variable; to reserve GPUs for a component, write for example gpus: 2"
+        )
         yield (*place, variable), make_refusal(problem, remedy)

@@ -76,11 +76,13 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
         cycle = find_cycle(name, needs)
         reported.update(cycle)
         text = " needs ".join([*cycle, cycle[0]])
-        remedy = "remove one of these needs"
+        remedy = "remove a stage from one of these keys `needs`"
         if any("needs" not in other for other in _select(indexed_stages, cycle)):
-            remedy += "; without the key, a stage needs all stages before it, so write needs: []"
+            remedy += "; a stage without the key needs all stages before it, so write needs: []"
         yield Fault(
-            path=f"stages.{index}.needs", problem=f"the needs form a cycle: {text}", remedy=remedy
+            path=f"stages.{index}.needs",
+            problem=f"stages need each other in a cycle: {text}",
+            remedy=remedy,
         )
 
 

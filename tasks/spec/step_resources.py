@@ -67,8 +67,10 @@ def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refus
                 problem = "only Ray counts this resource, but the step runs on a host (`on: host`)"
                 yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
     elif resources.get("gpus") and resources.get("labels"):
-        problem = "the queue chooses the node of a step with GPUs, but labels may require another"
-        yield ("resources", "labels"), make_refusal(problem, "leave it out")
+        problem = (
+            "the queue chooses the node of a step with GPUs, but `labels` may require another node"
+        )
+        yield ("resources", "labels"), make_refusal(problem, "leave out labels")
 
 
 def check_ray_secrets(env: Mapping[Any, Any]) -> Iterator[Refusal]:

@@ -351,7 +351,8 @@ def _check_list_of_words(value: object) -> object:
             raise make_refusal("must not be empty", "write for example [python, train.py]")
         if value[0] == "":
             raise make_refusal(
-                "the first item must be a program, found an empty text", "write for example python"
+                "the first item must be the name of a program, found an empty text",
+                "write for example python",
             )
     return value
 

@@ -84,12 +84,12 @@ def test_component_on_ray_gets_node_names_but_no_devices() -> None:
         (
             {"gpus_per_node": 4},
             {"rollout": FLEET, "trainer": program(gpus=3)},
-            "gang.gpus_per_node: 4 GPUs are too few for the components: trainer 3 + rollout 2 = 5",
+            "gang.gpus_per_node: found 4, but the components reserve 5 GPUs: trainer 3 + rollout 2",
         ),
         (
             {"gpus_per_node": 1},
             {"api": program(gpus=1), "trainer": program(gpus=1)},
-            "api 1 + trainer 1 = 2",
+            "2 GPUs: api 1 + trainer 1",
         ),
         (None, {"trainer": program(gpus=2)}, "gang: missing: trainer needs 2 GPUs"),
         (

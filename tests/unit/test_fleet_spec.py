@@ -122,44 +122,44 @@ def test_engine_size_follows_from_parallelism(
         (
             {**COMMAND, "nodes_per_engine": 2, "data_parallel": 3},
             "nodes_per_engine",
-            "must divide the number of replicas, which is 3, found 2",
+            "must be a divisor of the number of replicas, which is 3, found 2",
             "multiple of 2",
         ),
         (
             {**COMMAND, "gpus_per_node": 3, "data_parallel": 2},
             "data_parallel",
-            "must divide the number of GPUs of an engine, which is 3, found 2",
+            "must be a divisor of the number of GPUs of an engine, which is 3, found 2",
             "multiple of 2",
         ),
         # numbers of parallel ranks that SGLang does not support are rejected
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "must divide the number of GPUs of an engine, which is 8, found 3",
+            "must be a divisor of the number of GPUs of an engine, which is 8, found 3",
             "a multiple of 3",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
             "data_parallel",
-            "SGLang allows no replicas in an engine on 2 nodes",
-            "write 1 and engines: 2, or add dp_attention: true",
+            "SGLang allows no replicas within an engine that spans 2 nodes",
+            "write data_parallel: 1 and engines: 2, or add dp_attention: true",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "dp_attention": True},
             "dp_attention",
-            "needs replicas of attention, but data_parallel is 1",
-            "write data_parallel: N, a divisor of tensor_parallel",
+            "needs data_parallel, the number of replicas",
+            "write data_parallel: N with a divisor N of tensor_parallel",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "data_parallel": 3, "dp_attention": True},
             "data_parallel",
-            "must divide tensor_parallel, which is 8, found 3",
-            "write 1, 2, 4 or 8",
+            "must be a divisor of tensor_parallel, which is 8, found 3",
+            ": 1, 2, 4 or 8",
         ),
         (
             {**SGLANG, "data_parallel": 8, "dp_attention": True},
             "data_parallel",
-            "must divide tensor_parallel, which is 1, found 8",
+            "must be a divisor of tensor_parallel, which is 1, found 8",
             "change tensor_parallel to a multiple of 8",
         ),
         (
@@ -168,8 +168,8 @@ def test_engine_size_follows_from_parallelism(
                 "gpus_per_node": 4,
             },
             "gpus_per_node",
-            "an engine would have 4 GPUs, 4 on each node, but its parallelism needs 8",
-            "write 8",
+            "an engine would have 4 GPUs, 4 on each node, but the sizes of its parallelism need 8",
+            "write gpus_per_node: 8",
         ),
         (
             {**VLLM, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
@@ -188,27 +188,27 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
             "expert_parallel",
-            "must divide tensor_parallel, which is 8, found 3",
-            "write 1, 2, 4 or 8",
+            "must be a divisor of tensor_parallel, which is 8, found 3",
+            ": 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that LMDeploy does not support are rejected
         (
             {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
             "expert_parallel",
             "only one of expert_parallel and tensor_parallel, found 8 and 8",
-            "write 1 for one of them",
+            "leave out one of the two keys",
         ),
         (
             {**LMDEPLOY, "expert_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "must divide the number of replicas, which is 8, found 3",
+            "must be a divisor of the number of replicas, which is 8, found 3",
             "a multiple of 3",
         ),
         (
             {**LMDEPLOY, "expert_parallel": 8, "data_parallel": 3},
             "data_parallel",
-            "must divide the number of GPUs of an engine, which is 8, found 3",
-            "write 1, 2, 4 or 8",
+            "must be a divisor of the number of GPUs of an engine, which is 8, found 3",
+            ": 1, 2, 4 or 8",
         ),
         (
             {**LMDEPLOY, "data_parallel": 2},
@@ -219,59 +219,59 @@ def test_engine_size_follows_from_parallelism(
         (
             {**LMDEPLOY, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "must divide the number of GPUs of an engine, which is 8, found 3",
-            "write 1, 2, 4 or 8",
+            "must be a divisor of the number of GPUs of an engine, which is 8, found 3",
+            ": 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that vLLM does not support are rejected
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
             "vLLM distributes experts over all 8 ranks",
-            "write 8, or 1 for no expert parallelism",
+            "write expert_parallel: 8, or leave it out",
         ),
         (
             {**VLLM, "data_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "must divide the number of replicas, which is 3, found 2",
+            "must be a divisor of the number of replicas, which is 3, found 2",
             "",
         ),
         (
             {**VLLM, "tensor_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "must divide the number of GPUs of an engine, which is 3, found 2",
+            "must be a divisor of the number of GPUs of an engine, which is 3, found 2",
             "",
         ),
         # numbers of GPUs that do not match the numbers of parallel ranks
         (
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
-            "an engine would have 8 GPUs, 4 on each node, but its parallelism needs 16",
-            "write 8, or leave out gpus_per_node",
+            "an engine would have 8 GPUs, 4 on each node, but the sizes of its parallelism need 16",
+            "write gpus_per_node: 8, or leave it out",
         ),
         (
             {**VLLM, "tensor_parallel": 4, "gpus_per_node": 8},
             "gpus_per_node",
-            "an engine would have 8 GPUs, 8 on each node, but its parallelism needs 4",
-            "write 4",
+            "an engine would have 8 GPUs, 8 on each node, but the sizes of its parallelism need 4",
+            "write gpus_per_node: 4",
         ),
         # invalid values of `recovery` are rejected
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
-            "3 is above engines, which is 2",
-            "write 2 or less",
+            "must be at most `engines`, which is 2, found 3",
+            "write min_active: 2 or less",
         ),
         (
             {**COMMAND, "recovery": {"backoff_s": 5, "max_backoff_s": 4}},
             "recovery.backoff_s",
-            "5 is above max_backoff_s, which is 4",
-            "write 4 or less",
+            "must be at most `max_backoff_s`, which is 4, found 5",
+            "write backoff_s: 4 or less",
         ),
         (
             {**COMMAND, "recovery": {"budget": 0}},
             "recovery.budget",
             "must be a whole number, 1 or more, or unlimited, found 0",
-            "leave it out",
+            "leave out the key",
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
         # invalid values of `health` are rejected
@@ -285,14 +285,14 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "health": {"token": {"path": "/x"}}},
             "health.token",
-            "only for the backend `command`: Muster knows the health check of vLLM",
+            "only for the backend `command`: Muster itself knows the health check of vLLM",
             "leave it out",
         ),
         (
             {**COMMAND, "health": {"first_after_s": 61}, "start_within_s": 60},
             "health.first_after_s",
-            "61 is above start_within_s, which is 60",
-            "write 60 or less",
+            "must be at most `start_within_s`, which is 60, found 61",
+            "write first_after_s: 60 or less",
         ),
         # the user sets the backend's own variable for the time limit of a health check
         (

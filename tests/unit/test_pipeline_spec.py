@@ -121,7 +121,7 @@ A = {"name": "a", "spec": spec()}
                 ),
                 [
                     "stages.0.spec.components.trainer.command.1: unknown name "
-                    f"`${{stage.{other}.run_id}}` (for a variable of the shell, write "
+                    f"`${{stage.{other}.run_id}}` (if a shell should replace the name, write "
                     f"`$${{stage.{other}.run_id}}`; known names: none)"
                 ],
             )
@@ -153,9 +153,9 @@ A = {"name": "a", "spec": spec()}
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [
-                "stages.0.checkpoint: unknown name `${trainer.port}` (for a variable of the shell, "
-                "write `$${trainer.port}`; known names: run.id, run.dir, attempt.number, "
-                "attempt.dir)"
+                "stages.0.checkpoint: unknown name `${trainer.port}` (if a shell should replace "
+                "the name, write `$${trainer.port}`; known names: run.id, run.dir, "
+                "attempt.number, attempt.dir)"
             ],
         ),
         # the key `set` of a stage, which changes values of the run spec
@@ -201,7 +201,7 @@ def test_faults_of_all_stages_are_reported_together() -> None:
     ("override", "problem"),
     [
         ("a.success", "has no `=`"),
-        ("success=1", "must begin with STAGE.KEY="),
+        ("success=1", "must begin with the name of a stage"),
         (
             "c.success.step=1",
             "there is no stage 'c' (write STAGE.KEY=VALUE; known stages: a, aabb)",

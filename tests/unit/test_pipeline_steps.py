@@ -86,8 +86,8 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         (call(args={"model": 1, "x": 2}), "stages.0.args.x: score has no argument 'x'"),
         (call("steps:strict", args={"a": 1}), "stages.0.args.b: missing"),
         (call(command=["true"]), "stages.0.command: a stage has only one of these keys"),
-        (call(set={"a": 1}), "stages.0.set: is a key of a run, found in a step"),
-        (run_stage(retries=2), "stages.0.retries: is a key of a step, found in a run"),
+        (call(set={"a": 1}), "stages.0.set: only a stage with a run may have this key"),
+        (run_stage(retries=2), "stages.0.retries: only a stage with a step may have this key"),
         (command(args={"a": 1}), "stages.0.args: needs `call`"),
         (call(resources={"cpus": 4}), "stages.0.resources.cpus: only Ray counts this resource"),
         (
@@ -118,12 +118,12 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
             "stages.0.matrix.limit.max: must be more than `min`",
         ),
         (call(matrix={"limit": {"min": 1, "max": 3}}), "stages.0.sample: missing"),
-        (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: the matrix has only 2"),
+        (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: must be at most 2"),
         (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: has 1001 points"),
-        (command(matrix={"A": [1]}), "stages.0.matrix.A: for a command, a key of the matrix"),
+        (command(matrix={"A": [1]}), "stages.0.matrix.A: in a stage with a command"),
         (
             call(matrix={"limit": [1, 2, 3, 4]}, stop_early={"by": "score", "after_step": 1}),
-            "stages.0.stop_early: is a key of a run, found in a step",
+            "stages.0.stop_early: only a stage with a run may have this key",
         ),
         (
             run_stage(stop_early={"by": "loss", "after_step": 1}),
@@ -171,7 +171,7 @@ def test_all_faults_are_reported_together(project: Path) -> None:
 
     text = "\n".join(faults)
     assert "stages.0.when: the name 'x' is not allowed" in text
-    assert "stages.0.needs: the needs form a cycle: a needs b needs a" in text
+    assert "stages.0.needs: stages need each other in a cycle: a needs b needs a" in text
     assert "stages.2.needs.0: there is no stage 'zz' (known stages: a, b, c)" in text
     assert "stages.2.call:" in text
     assert len(faults) == 4
@@ -187,7 +187,8 @@ def test_used_stage_must_be_among_the_needs() -> None:
     faults = faults_of(pipeline(*stages))
 
     assert faults == [
-        "stages.1.command.1: unknown name `${stage.a.result}` (add a to the needs of this stage)"
+        "stages.1.command.1: unknown name `${stage.a.result}` (add a to the key `needs` of this "
+        "stage)"
     ]
 
 

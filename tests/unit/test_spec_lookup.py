@@ -136,7 +136,12 @@ def test_commands_with_nothing_to_report_have_no_faults(root: Path, command: lis
             "install the program",
         ),
         (["python", "tran.py"], 1, "there is no such script: tran.py", "did you mean `train.py`?"),
-        (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "Muster searched in "),
+        (
+            ["python", "zzz/a.py"],
+            1,
+            "there is no such script: zzz/a.py",
+            "Muster looked in the folder ",
+        ),
         (["python", "-u", "none.py"], 2, "there is no such script: none.py", ""),
         (["sh", "-e", "none.sh"], 2, "there is no such script: none.sh", ""),
         # the script is a path with a slash, so it is not searched for on PATH

@@ -375,7 +375,7 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         # invalid commands of a component
         ("trainer.command", "a b", "must be a list", '[sh, -c, "a b"]'),
         ("trainer.command", [], "must not be empty", "[python, train.py]"),
-        ("trainer.command", [""], "must be a program, found an empty text", ""),
+        ("trainer.command", [""], "must be the name of a program, found an empty text", ""),
         ("trainer.command", None, "must be a list, found nothing", ""),
         ("trainer.command", {"a": 1}, "must be a list, found a mapping", ""),
         # invalid values of `checkpoints`
@@ -560,7 +560,7 @@ def test_success_step_beyond_the_last_step_is_refused() -> None:
         (
             "success.step",
             "must be at most progress.total, which is 59, found 60",
-            "write 59 or less, or raise progress.total",
+            "write success.step: 59 or less, or raise progress.total",
         )
     ]
 
@@ -678,9 +678,9 @@ def test_constructor_validates_like_a_file() -> None:
         (
             {"size": {"not": -1}},
             {},
-            "size is not in the answer",
+            "the answer has no key size",
         ),
-        ({"size": {"not": -1}}, None, "size is not in the answer"),
+        ({"size": {"not": -1}}, None, "the answer has no key size"),
         ({"ok": True}, {"ok": True}, ""),
         ({"ok": True}, {"ok": 1}, "ok is 1, not true"),  # 1 == True in Python, not in JSON
         ({"n": 1}, {"n": 1.0}, ""),
@@ -688,8 +688,8 @@ def test_constructor_validates_like_a_file() -> None:
         ({"n": None}, {"n": 0}, "n is 0, not nothing"),
         ({"a.b": "x"}, {"a": {"b": "x"}}, ""),
         ({"a.1.b": 2}, {"a": [{}, {"b": 2}]}, ""),
-        ({"a.2": 2}, {"a": [1, 2]}, "a.2 is not in the answer"),
-        ({"a.b": 2}, {"a": "b"}, "a.b is not in the answer"),
+        ({"a.2": 2}, {"a": [1, 2]}, "the answer has no key a.2"),
+        ({"a.b": 2}, {"a": "b"}, "the answer has no key a.b"),
     ],
 )
 def test_unmet_condition_names_the_actual_value(

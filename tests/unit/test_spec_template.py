@@ -224,11 +224,19 @@ def test_unknown_name_is_a_fault_in_each_place(
     [
         ("${trainer.prot}", "unknown name `${trainer.prot}`", "did you mean `${trainer.port}`?"),
         ("${ trainer.port }", "unknown name `${ trainer.port }`", "`${trainer.port}`?"),
-        ("${HOME}", "unknown name `${HOME}`", "for a variable of the shell, write `$${HOME}`"),
+        (
+            "${HOME}",
+            "unknown name `${HOME}`",
+            "if a shell should replace the name, write `$${HOME}`",
+        ),
         ("${X:-1}", "unknown name `${X:-1}`", "`$${X:-1}`; known names: attempt.dir, "),
         ("${}", "unknown name `${}`", ""),
-        ("${trainer.port", "a `${` has no closing `}`", "`$${` for a literal `${`"),
-        ("${a${run.id}}", "a `${` has no closing `}`", ""),
+        (
+            "${trainer.port",
+            "a placeholder begins with `${`, but has no closing `}`",
+            "write `$${` if the text should",
+        ),
+        ("${a${run.id}}", "a placeholder begins with `${`, but has no closing `}`", ""),
         # the placeholder has no value, because the spec does not set `progress.total`
         (
             "${progress.total}",
