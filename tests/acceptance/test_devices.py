@@ -95,7 +95,10 @@ def test_invalid_list_of_devices_is_reported_before_the_start(
     )
 
     assert result.returncode == 2, result.stdout + result.stderr
-    fault = "MUSTER_GPUS=0;1 is not valid: '0;1' is neither the number of a device nor a range. Write MUSTER_GPUS=0,1,4-7"
+    fault = (
+        "MUSTER_GPUS=0;1 is not valid: '0;1' is neither the number of a device nor a range. "
+        "Write MUSTER_GPUS=0,1,4-7"
+    )
     assert fault in result.stderr
     assert not home.exists()
 
