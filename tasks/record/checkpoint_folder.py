@@ -52,6 +52,8 @@ _POINTER_NAMES = frozenset(
     | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
+#: End of the reason why it is unknown whether a checkpoint is complete.
+_NOT_CONFIRMED = "no newer checkpoint shows that the trainer has completed this one"
 #: Largest number of tries to list a folder. A try fails if files disappear during the listing.
 _RACES_AT_MOST = 5
 #: Largest size in bytes of a pointer file, which names the newest checkpoint. A larger file with
@@ -270,9 +272,9 @@ def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPa
         if path.name.endswith(REMOVAL_SUFFIX):
             continue
         if is_partial_name(path.name):
-            yield path, "its name says that it is incomplete"
+            yield path, "the name of the checkpoint says that it is incomplete"
         elif path.is_dir() or path.suffix in _STATE_SUFFIXES:
-            yield path, "its name says that it is a result, not a state of the training"
+            yield path, "the name says that this is a result of the training, not a checkpoint"
 
 
 def _read_candidates(
@@ -370,7 +372,10 @@ def _judge(
         key=lambda candidate: candidate.order,
     )
     different = [
-        (candidate.content.path, f"it is another kind of file than {chosen[-1].name}")
+        (
+            candidate.content.path,
+            f"this is another kind of file than the checkpoint {chosen[-1].name}",
+        )
         for candidate in candidates
         if candidate.rank != best_rank
     ]
@@ -450,7 +455,10 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
         has_ranks = _RANKED_FILE.search(name) is not None or not content.is_folder
         least = min(count[name] for count in counts)
         if has_ranks and own_counts[name] < least:
-            return f"has {own_counts[name]} files like {name}, but other checkpoints have {least}"
+            return (
+                f"has {own_counts[name]} files like {name}, but every other complete checkpoint "
+                f"has at least {least}"
+            )
     if candidate.verdict.proof:
         return ""
     sizes = [_sizes_by_name(other.content) for other in others]
@@ -529,36 +537,39 @@ def _confirm(
         return Completeness.COMPLETE, candidate.verdict.proof
     if pointer is not None:
         if candidate.name == pointer.target:
-            return Completeness.COMPLETE, f"the pointer file {pointer.name} names it"
+            return Completeness.COMPLETE, f"the pointer file {pointer.name} names this checkpoint"
         if pointer.step is not None and candidate.step is not None:
             is_named_by_step = candidate.step == pointer.step and pointer.target.isdecimal()
             if is_named_by_step or candidate.step < pointer.step:
                 return (
                     Completeness.COMPLETE,
-                    f"the pointer file {pointer.name} names step {pointer.step}",
+                    f"the pointer file {pointer.name} names this step or a later one, "
+                    f"{pointer.step}",
                 )
         has_older = any(
             pointer.step is not None and other.step is not None and other.step <= pointer.step
             for other in chosen
         )
         if has_older or newer is None:
-            return Completeness.INCOMPLETE, f"the pointer file {pointer.name} says {pointer.text!r}"
+            reason = f"the pointer file {pointer.name} names another checkpoint, {pointer.text!r}"
+            return Completeness.INCOMPLETE, reason
         return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     if newer is not None:
         return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
-        return Completeness.UNKNOWN, "no pointer file names it, and no newer checkpoint confirms it"
+        reason = f"no pointer file names this checkpoint, and {_NOT_CONFIRMED}"
+        return Completeness.UNKNOWN, reason
     if not has_known_layout and "config.json" in candidate.content.names:
-        reason = "it has weights but no training state, and no newer checkpoint confirms it"
+        reason = f"this folder has weights but no training state, and {_NOT_CONFIRMED}"
         return Completeness.UNKNOWN, reason
     if is_running:
-        return (
-            Completeness.UNKNOWN,
-            "no newer checkpoint confirms it yet, and its layout is unknown",
-        )
+        return Completeness.UNKNOWN, f"the layout of the files is unknown, and {_NOT_CONFIRMED}"
     layout = f"layout {candidate.verdict.layout}" if candidate.verdict.layout else "unknown layout"
-    return Completeness.COMPLETE, f"it has not changed since the trainer ended ({layout})"
+    return (
+        Completeness.COMPLETE,
+        f"the checkpoint has not changed since the trainer ended ({layout})",
+    )
 
 
 def _find_best_pointer(
@@ -598,6 +609,7 @@ def _note_pointers(
         else:
             relation = "is older than" if pointer.step < newest.step else "is newer than"
         yield (
-            f"the pointer {pointer.name} says {pointer.text!r} and {relation} the newest complete "
-            f"checkpoint, {newest.path.name}: a trainer that follows the pointer starts elsewhere"
+            f"the pointer file {pointer.name} says {pointer.text!r} and {relation} the newest "
+            f"complete checkpoint, {newest.path.name}: a trainer that reads the pointer file "
+            "starts from another checkpoint than Muster expects"
         )

@@ -275,7 +275,7 @@ def _distributed_gap(content: Content) -> str:
             if facts is None:
                 return f"{shard}, which .metadata names, is missing"
             if facts.size_bytes < least_bytes:
-                return f"{shard} has {facts.size_bytes} bytes, but needs {least_bytes} by .metadata"
+                return f"{shard} has {facts.size_bytes} bytes, but .metadata requires {least_bytes}"
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
                 # A trainer writes `.metadata` after all other files. This file is newer than
@@ -348,7 +348,7 @@ LAYOUTS: tuple[Layout, ...] = (
         name="Hugging Face Trainer",
         matches=lambda content: bool(content.names & {"trainer_state.json", "training_args.bin"}),
         find_gap=_hugging_face_gap,
-        proof="trainer_state.json is there, and every shard is whole",
+        proof="trainer_state.json exists, and no shard is missing or cut short",
         read_step=_hugging_face_step,
     ),
     Layout(
@@ -362,14 +362,14 @@ LAYOUTS: tuple[Layout, ...] = (
             )
         ),
         find_gap=_accelerate_gap,
-        proof="random_states_0.pkl, which is written last, is there",
+        proof="random_states_0.pkl, which is written last, exists",
     ),
     Layout(
         # Source: NeMo-RL nemo_rl/utils/checkpoint.py. NeMo-RL gives the folder its final name when
         # the checkpoint is complete.
         name="NeMo-RL",
         matches=_has("training_info.json"),
-        proof="NeMo-RL gave the folder its final name",
+        proof="the folder has the name that NeMo-RL gives to complete checkpoints",
         read_step=lambda content: _number_in(
             _read_json(content, "training_info.json"), "step", "total_steps"
         ),
@@ -382,7 +382,7 @@ LAYOUTS: tuple[Layout, ...] = (
             content.names & {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
         ),
         find_gap=_orbax_gap,
-        proof="Orbax gave the folder its final name",
+        proof="the folder has the name that Orbax gives to complete checkpoints",
     ),
     Layout(
         # Source: Megatron-LM megatron/core/dist_checkpointing/serialization.py, save.
@@ -392,14 +392,14 @@ LAYOUTS: tuple[Layout, ...] = (
             and bool(content.base_names & {".metadata", "metadata.json"} or _is_sharded(content))
         ),
         find_gap=lambda content: _megatron_gap(content) or _distributed_gap(content),
-        proof="metadata.json, which is written last, is there",
+        proof="metadata.json, which is written last, exists",
     ),
     Layout(
         # Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; trainer/ppo/ray_trainer.py
         # writes data.pt after the models.
         name="verl FSDP",
         matches=lambda content: _is_verl(content) and "data.pt" in content.names,
-        proof="the files of all ranks and data.pt, which is written last, are there",
+        proof="the files of all ranks exist, and so does data.pt, which is written last",
     ),
     Layout(name="verl FSDP, models only", matches=_is_verl),
     Layout(
@@ -407,7 +407,7 @@ LAYOUTS: tuple[Layout, ...] = (
         name="PyTorch DCP",
         matches=lambda content: ".metadata" in content.names or _is_sharded_at_top(content),
         find_gap=_distributed_gap,
-        proof=".metadata is there, and every shard that it names",
+        proof=".metadata exists, and so does every shard that it names",
     ),
     Layout(
         name="PyTorch DCP in subfolders",
@@ -495,10 +495,10 @@ def _prove_files(content: Content) -> str:
     number of files.
     """
     if len(content.files) == 1 and drop_rank(content.path.name) == content.path.name:
-        return "the file has the length that its format states"
+        return "the file is as long as its header says"
     counts = {_count_in(name) for name in content.names}
     if counts == {len(content.files)}:
-        return "the files of all ranks have the length that their format states"
+        return "the files of all ranks exist, and are as long as their headers say"
     return ""
 
 

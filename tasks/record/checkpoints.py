@@ -323,8 +323,8 @@ def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
     if named is None:
         return []
     return [
-        f"{rival.run_id} writes its checkpoints to the same folder: write ${{run.id}} into the "
-        "`checkpoints` of both, or each may overwrite those of the other"
+        f"{rival.run_id} writes its checkpoints to the same folder, and each run may overwrite "
+        "those of the other: write ${run.id} into the key `checkpoints` of both runs"
         for rival in _rivals_of(place, number, named[0])
         if rival.is_running
     ]
@@ -355,9 +355,9 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
     if set_aside_at and (is_unchanged or is_partly_old):
         return f"a person retried the run from the earlier step {set_aside_at}"
     if is_unchanged:
-        return "it existed before this run started, so it belongs to another run"
+        return "the checkpoint existed before this run started, so it belongs to another run"
     if is_partly_old:
-        return "some of its files existed before this run started"
+        return "some files of the checkpoint existed before this run started"
     return ""
 
 
@@ -522,11 +522,11 @@ def judge_checkpoints(
         if component.keep is None:
             yield "the spec has no `keep`"
         if not checkpoint.is_complete:
-            yield "it is not known to be complete"
+            yield "the checkpoint is not known to be complete"
         if one.why_foreign:
-            yield "it was not saved by this run"
+            yield "this run did not save the checkpoint"
         if one.why_unfit:
-            yield "no attempt is started from it"
+            yield "no attempt starts from the checkpoint"
         if one.is_fit:
             position = newest_first.index(checkpoint.path)
             if position < _NEVER_REMOVED:
@@ -536,11 +536,11 @@ def judge_checkpoints(
             elif component.keep is not None and position < component.keep:
                 yield f"keep: {component.keep}"
         if paths & in_use:
-            yield "the last attempt started from it"
+            yield "the last attempt started from the checkpoint"
         if paths & pinned:
-            yield "another run was started from it"
+            yield "another run was started from the checkpoint"
         if paths & linked:
-            yield "a symbolic link in the folder leads to it"
+            yield "a symbolic link in the folder leads to the checkpoint"
         yield from why_evaluated(str(checkpoint.path))
 
     return [replace(one, why_kept=tuple(list_reasons(one))) for one in judged]
@@ -561,7 +561,7 @@ def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], li
     reasons: dict[str, list[str]] = {one.path: [] for one in content.checkpoints}
     for path, why in list_reasons_to_keep(spec.evals, spec.keep_best, content, evaluated):
         reasons[path].append(why)
-    return lambda path: reasons.get(path, ["it may be chosen for an evaluation"])
+    return lambda path: reasons.get(path, ["the checkpoint may be chosen for an evaluation"])
 
 
 def find_superfluous_checkpoints(
@@ -841,7 +841,7 @@ def find_stage_checkpoint(
 
 #: First words of the reason for refusing a checkpoint that was saved during an alarm. An alarm is
 #: raised if a metric of the training breaks a rule in the spec.
-_ALARMED = "it was saved during the alarm"
+_ALARMED = "the checkpoint was saved during or after the alarm"
 
 
 def _is_alarmed(why: str) -> bool:
@@ -883,7 +883,7 @@ def _unfit_checkpoints(
             if attempt.ended_at is not None:
                 was_saved_before = checkpoint.changed_at <= attempt.ended_at
             if was_saved_before:
-                return f"{_ALARMED} that ended attempt {attempt.number}, or after it"
+                return f"{_ALARMED} that ended attempt {attempt.number}"
         return ""
 
     return why_unfit

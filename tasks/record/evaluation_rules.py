@@ -153,11 +153,15 @@ def list_reasons_to_keep(
     """
     for one in evaluated:
         if one.evaluation.state.is_active and one.is_current:
-            yield one.checkpoint.path, f"its evaluation {one.evaluation.name} has not ended"
+            yield (
+                one.checkpoint.path,
+                f"the evaluation {one.evaluation.name} of the checkpoint has not ended",
+            )
     for name, evaluation in evaluations.items():
         for checkpoint in _list_due(name, evaluation, content)[-1:]:
-            yield checkpoint.path, f"its evaluation {name} has not begun"
+            yield checkpoint.path, f"the evaluation {name} of the checkpoint has not begun"
     best = find_best_checkpoint(keep_best, evaluated) if keep_best is not None else None
     if keep_best is not None and best is not None:
         figure = best.figure(keep_best.by)
-        yield best.checkpoint.path, f"it is the best by keep_best: {keep_best.by} is {figure:.6g}"
+        reason = f"the best checkpoint by `keep_best`: {keep_best.by} is {figure:.6g}"
+        yield best.checkpoint.path, reason

@@ -70,7 +70,7 @@ class FlowLoss:
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
-            cleanup = f"reconcile ended leftovers of the run ({'; '.join(ended)})"
+            cleanup = f"Muster ended leftover processes and jobs of the run ({'; '.join(ended)})"
         else:
             cleanup = "the run had no leftover processes"
         if self.jobs_left:

@@ -96,8 +96,8 @@ def _is_fruitless(attempt: AttemptRecord, before: Sequence[AttemptRecord]) -> bo
 def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> str:
     """Return a sentence about the last attempts if they failed without a lasting result.
 
-    Example: `3 attempts of 10 h ended before their first checkpoint; save more often than every 100
-    steps`.
+    Example: `3 attempts of 10 h ended before their first checkpoint; save a checkpoint more often
+    than every 100 steps`.
 
     Args:
         spec: The spec of the run.
@@ -120,7 +120,7 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
     subject = f"{len(fruitless)} {noun} of {_describe_durations(durations)} ended"
     if any(attempt.saved_checkpoint is None for attempt in fruitless):
         best = max(attempt.highest_step or 0 for attempt in attempts)
-        text = f"{subject} without net progress: the highest step is still {best:g}"
+        text = f"{subject} without progress: the highest step of the run is still {best:g}"
         if not _has_checkpoints(spec):
             text += ". To resume from a checkpoint, write `checkpoints` into the spec"
         return text
@@ -131,7 +131,7 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         if attempt.highest_step is not None and attempt.highest_step > start
     ]
     interval = f"{max(made_steps):g} steps" if made_steps else _format(max(durations))
-    advice = f"save more often than every {interval}"
+    advice = f"save a checkpoint more often than every {interval}"
     if max(starts) > 0:
         return f"{subject} without a checkpoint after step {max(starts):g}; {advice}"
     return f"{subject} before {'its' if is_one else 'their'} first checkpoint; {advice}"

@@ -184,8 +184,8 @@ class Verdict:
             left: The leftover processes of each component; see the field `left`.
         """
         problem = (
-            f"some processes could not be ended ({_by_name(left)}). Until they end, their GPUs, "
-            "ports and files are not free"
+            f"some processes could not be ended ({_by_name(left)}). Until they end, other runs "
+            "cannot use their GPUs, ports and files"
         )
         return self._with_incomplete_teardown(problem, left)
 
@@ -231,7 +231,10 @@ class Verdict:
         """
         if not unseen:
             return self
-        note = f"leftovers may run on nodes that were not checked ({_by_name(unseen)})"
+        note = (
+            "processes of the run may still run on nodes that were not checked "
+            f"({_by_name(unseen)})"
+        )
         if self.failure is None:
             return replace(self, message=f"{self.message}; {note}", unseen=unseen)
         failure = self.failure.with_changes(message=f"{self.failure.message}; {note}")

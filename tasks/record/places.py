@@ -148,7 +148,7 @@ def read_own_file(path: Path) -> bytes:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise PermissionError(
-                errno.EACCES, "Muster does not follow a symbolic link here", str(path)
+                errno.EACCES, "this is a symbolic link, which Muster does not follow", str(path)
             ) from None
         raise
     with open(fd, "rb") as file:

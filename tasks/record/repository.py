@@ -183,7 +183,10 @@ def _alternates_fault(objects: Path, depth: int) -> str:
     if fault := find_marker_fault(listed):
         return fault
     if depth == _ALTERNATES_DEPTH:
-        return f"{listed} begins a chain of more than {_ALTERNATES_DEPTH} Git object stores"
+        return (
+            f"more than {_ALTERNATES_DEPTH} Git object stores refer to each other, the last in "
+            f"{listed}"
+        )
     for line in os.fsdecode(listed.read_bytes()).splitlines():
         if not line or line.startswith("#"):
             continue

@@ -53,7 +53,7 @@ def read_result_file(path: Path) -> Any:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"JSON has no number {name}")
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def list_figures(result: Any) -> dict[str, float]:

@@ -34,7 +34,7 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
             return ""
         return (
             f"the trainer's first step is {first_step:g}, although no checkpoint was passed to it: "
-            f"it probably loaded {other}, which Muster had refused"
+            f"the trainer probably loaded {other}, which Muster had refused"
         )
     if resume.step is None or next_step == resume.step:
         return ""
@@ -42,11 +42,11 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= resume.step + 1:
             return ""
         return (
-            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}: it probably "
-            f"loaded {other}, which Muster had refused"
+            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}: the trainer "
+            f"probably loaded {other}, which Muster had refused"
         )
     verb = "passed" if resume.passed else "expected"
     return (
-        f"Muster {verb} {chosen}, but the trainer's first step is {first_step:g}: it started from "
-        "another checkpoint or from the beginning, or counts its steps from zero"
+        f"Muster {verb} {chosen}, but the trainer's first step is {first_step:g}: the trainer "
+        "started from another checkpoint or from the beginning, or counts its steps from zero"
     )

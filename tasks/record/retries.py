@@ -84,7 +84,7 @@ def decide_retry(
         delay_s = _OLDER_CHECKPOINT_DELAY_S
         next_start = start or "from the beginning"
         text = (
-            f"retried: {kind.value} before its first step, next try {next_start} in {delay_s:.0f} s"
+            f"retried: {kind.value} before the first step, next try {next_start} in {delay_s:.0f} s"
         )
         return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:

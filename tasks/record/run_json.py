@@ -406,7 +406,7 @@ class RunJson(Recorded):
             where = f" on {attempt.host}" if attempt.host else ""
             lost = Failure(
                 kind=FailureKind.UNKNOWN,
-                message=f"the flow process{where} of this attempt was lost together with its host",
+                message=f"the flow process{where} of this attempt was lost together with the host",
                 rule="host-lost",
             )
             record = record.with_last(attempt.ended(RunState.FAILED, now, lost))

@@ -148,6 +148,10 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
     return {".safetensors": _check_safetensors, ".npz": _check_zip}.get(suffix)
 
 
+def _describe_wrong_size(size: int, expected: int) -> str:
+    return f"has {size} bytes, but its header requires {expected} bytes"
+
+
 def _check_safetensors(file: BinaryIO, size: int) -> str:
     """Return the reason why a safetensors file is incomplete, or an empty string.
 
@@ -165,7 +169,7 @@ def _check_safetensors(file: BinaryIO, size: int) -> str:
     header: Mapping[str, Any] = json.loads(file.read(header_bytes))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     expected = 8 + header_bytes + max(ends, default=0)
-    return "" if size == expected else f"has {size} bytes, but needs {expected} by its header"
+    return "" if size == expected else _describe_wrong_size(size, expected)
 
 
 def _check_zip(file: BinaryIO, size: int) -> str:
@@ -178,7 +182,7 @@ def _check_zip(file: BinaryIO, size: int) -> str:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.header_offset + entry.compress_size > size:
-                    return f"has {size} bytes, but its part {entry.filename} would end after that"
+                    return f"has {size} bytes, but its part {entry.filename} should end after that"
     except zipfile.BadZipFile as error:
         return f"is cut short: {str(error).lower()}"
     return ""
@@ -200,7 +204,7 @@ def _check_npy(file: BinaryIO, size: int) -> str:
         return ""
     item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
     expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
-    return "" if size >= expected else f"has {size} bytes, but needs {expected} by its header"
+    return "" if size >= expected else _describe_wrong_size(size, expected)
 
 
 def _check_hdf5(file: BinaryIO, size: int) -> str:
@@ -214,7 +218,7 @@ def _check_hdf5(file: BinaryIO, size: int) -> str:
         return ""
     offset = 40 if version == 0 else 44 if version == 1 else 28
     (expected,) = struct.unpack("<Q", head[offset : offset + 8])
-    return "" if size >= expected else f"has {size} bytes, but needs {expected} by its header"
+    return "" if size >= expected else _describe_wrong_size(size, expected)
 
 
 def _check_tar(file: BinaryIO, size: int) -> str:
@@ -232,7 +236,7 @@ def _check_tar(file: BinaryIO, size: int) -> str:
     return (
         ""
         if size >= expected
-        else f"has {size} bytes, but its last member would end at byte {expected}"
+        else f"has {size} bytes, but its last member should end at byte {expected}"
     )
 
 
@@ -315,7 +319,7 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
         if _is_old_torch(head):
             return ""  # A complete check would have to parse all pickles in this large file.
         file.seek(-1, os.SEEK_END)
-        return "" if file.read(1) == pickle.STOP else "is cut short: the pickle has no end"
+        return "" if file.read(1) == pickle.STOP else "is cut short: the pickle in it has no end"
     first = SafeUnpickler(file).load()
     if first == _TORCH_MAGIC_NUMBER:
         return _check_old_torch(file, size)
@@ -363,7 +367,7 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
         (count,) = struct.unpack("<q", count_field)
         end = file.tell() + count * item_bytes[key]
         if end > size:
-            return f"has {size} bytes, but a tensor would end at byte {end}"
+            return f"has {size} bytes, but a tensor in it should end at byte {end}"
         file.seek(end)
     return ""
 

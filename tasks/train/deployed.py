@@ -195,11 +195,11 @@ def undeploy(
 
     print(f"The deployment {full_name} was removed.")
     for run in waiting_runs:
-        print(f"  {one_line(parse_request(run).name)} was waiting, and is cancelled")
+        print(f"  {one_line(parse_request(run).name)} was waiting, and was cancelled")
     for run in runs:
         if run not in waiting_runs:
             run_id = one_line(parse_request(run).name)
-            print(f"  {run_id} is running, and continues without further attempts")
+            print(f"  {run_id} is running, and continues, but will not be retried if it fails")
             print(f"    end  muster cancel {run_id}")
     if not is_description_of_muster(deployment.description):
         print(

@@ -297,7 +297,7 @@ class Evaluator:
             run: The run of the evaluation, or None if its flow run was deleted.
         """
         if run is None:
-            message = "its flow run is not on the Prefect server any more"
+            message = "its flow run was deleted from the Prefect server"
             return note.with_changes(state=EvaluationState.FAILED, message=message)
         if run.ending is None:
             is_running = run.state in ("Running", "Cancelling")
@@ -309,7 +309,7 @@ class Evaluator:
             try:
                 if not read_evaluation_figures(self._run.place, note.name, note.checkpoint):
                     path = locate_evaluation_result(self._run.place, note.name, note.checkpoint)
-                    message = f"it wrote no numbers to {path}"
+                    message = f"its program wrote no numbers to {path}"
             except InvalidResult as error:
                 state = EvaluationState.FAILED
                 message = self._run.mask(str(error))
@@ -400,7 +400,11 @@ class Evaluator:
         """
         for one in list_stage_runs(client, self._run.flow_run_id):
             if one.ending is None:
-                flow_runs.cancel(client, UUID(one.flow_run_id), "its training was cancelled")
+                flow_runs.cancel(
+                    client,
+                    UUID(one.flow_run_id),
+                    "the training whose checkpoint is evaluated was cancelled",
+                )
 
     def _warn(self, message: str) -> None:
         self._emit("run.warning", message=message)

@@ -52,9 +52,9 @@ def print_project(spec: RunSpec, root: Path) -> None:
         root: Root folder of the project.
     """
     code = (
-        "its files used in place"
+        "files used in place"
         if spec.code == LIVE_CODE
-        else f"its code copied as {str(spec.code)[:12]}"
+        else f"files copied as {str(spec.code)[:12]}"
     )
     interpreter = component_interpreter(spec.env, root)
     print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)

@@ -165,7 +165,9 @@ def _run(
             raise
 
     if process.returncode != 0:
-        [*_, last_line] = errors.strip().splitlines() or [f"it exited with {process.returncode}"]
+        [*_, last_line] = errors.strip().splitlines() or [
+            f"the program exited with code {process.returncode}"
+        ]
         raise subprocess.SubprocessError(f"the request failed: {last_line}")
     words = output.split()
     return words[-1] if words and _RUN_ID.fullmatch(words[-1]) else ""

@@ -119,7 +119,7 @@ def _format_cells(row: RunCheckpoint, now: float) -> tuple[str, ...]:
 
 def _describe_retention(row: RunCheckpoint) -> str:
     if not row.kept:
-        return "removed within a minute while the run trains, because newer checkpoints exist"
+        return "not kept, because newer checkpoints exist: a running run removes it within a minute"
     return f"kept: {'; '.join(row.kept)}"
 
 

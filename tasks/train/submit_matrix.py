@@ -70,7 +70,9 @@ def make_matrix_pipeline(
             raise BadArgument(f"--matrix {option}: write KEY=VALUE,VALUE or KEY=1..4")
         path = _find_path(spec, key)
         if path in matrix:
-            raise BadArgument(f"--matrix {key} was given twice: write all values in one option")
+            raise BadArgument(
+                f"there are two options --matrix {key}: write all values in one option"
+            )
         matrix[path] = _read_values(key, text)
     stage: dict[str, Any] = {
         "name": _STAGE,

@@ -159,7 +159,7 @@ def admit(run: RunSession) -> State[None]:
 
     reason = "the spec requests no GPUs" if run.spec.gang is None else ""
     if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
-        reason = "its Ray jobs continue on their GPUs"
+        reason = "the Ray jobs of the run continue on their GPUs"
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")

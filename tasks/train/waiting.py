@@ -111,14 +111,23 @@ def next_attempt(run: RunSession) -> bool:
                 raise Pause(state=state)
             forget_waiting_run(run.run_id)
         except OSError as error:
-            _log.warning("%s waits for its next attempt in this process: %s", run.run_id, error)
+            _log.warning(
+                "run %s waits for the next attempt in this process, and not in the queue: %s",
+                run.run_id,
+                error,
+            )
 
     if run.spec.gang is not None:
         try:
             with _connect() as client:
                 client.update_flow_run_labels(run.flow_run_id, labels)
         except ServerAway as error:
-            _log.warning("%s may be retried before its delay is over: %s", run.run_id, error)
+            _log.warning(
+                "the retry of run %s may begin before its delay is over, because the Prefect "
+                "server did not store the delay: %s",
+                run.run_id,
+                error,
+            )
         if decision.is_requeue:
             # Do not wait for the end of the delay here. The next task, `admit`, waits in the queue,
             # and the scheduler grants the run no GPUs before the delay is over.
@@ -190,7 +199,8 @@ def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
         asyncio.run(note_failure(run.flow_run_id, run.run_id, failure))
     except (httpx.HTTPError, PrefectException, MissingFromServer) as error:
         _log.warning(
-            "%s may get the same nodes again, because the scheduler was not notified: %r",
+            "run %s may get the nodes of the failed attempt again, because the scheduler was not "
+            "notified: %r",
             run.run_id,
             error,
         )
@@ -304,8 +314,8 @@ def _set_waiting_state(
             # The server has accepted the waiting state, and only its response was lost.
             return not run.interrupt_reason
     _log.warning(
-        "%s waits for its next attempt in this process, because the Prefect server did not accept "
-        "the state of the run",
+        "run %s waits for the next attempt in this process, because the Prefect server did not "
+        "accept the waiting state of the run",
         run.run_id,
     )
     return False

@@ -106,7 +106,11 @@ def cancel_evaluations_of_closed_run(client: SyncPrefectClient, place: RunPlace)
         for evaluation in EvaluationsJson.read(place).evaluations:
             if evaluation.state.is_active and evaluation.flow_run_id:
                 with suppress(ObjectNotFound):
-                    cancel(client, UUID(evaluation.flow_run_id), "its training was cancelled")
+                    cancel(
+                        client,
+                        UUID(evaluation.flow_run_id),
+                        "the training whose checkpoint is evaluated was cancelled",
+                    )
     except Exception as error:
         _log.warning("The evaluations of %s were not cancelled: %r", place.run_id, error)
 

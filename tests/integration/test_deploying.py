@@ -153,7 +153,7 @@ def test_undeploy_cancels_waiting_runs_and_keeps_running_runs(
     assert ends["waiting"] is not None and ends["waiting"].is_cancelled()
     assert f"its deployment train/{name} was removed" in (ends["waiting"].message or "")
     assert ends["running"] is not None and ends["running"].is_running()
-    assert re.search(r"-sft-\S+ was waiting, and is cancelled", output)
+    assert re.search(r"-sft-\S+ was waiting, and was cancelled", output)
     assert re.search(r"-sft-\S+ is running, and continues", output)
 
 

@@ -178,7 +178,7 @@ def test_truncated_file_is_never_complete(store: Store) -> None:
     listing = store.list()
 
     assert names_of(listing) == ["checkpoint-10"]
-    assert "by its header" in listing.checkpoints[-1].reason
+    assert "but its header requires" in listing.checkpoints[-1].reason
 
 
 def test_empty_file_is_never_complete(store: Store) -> None:

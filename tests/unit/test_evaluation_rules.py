@@ -201,9 +201,9 @@ def test_checkpoints_in_evaluation_and_the_best_one_are_kept(place: RunPlace) ->
     )
 
     assert reasons == {
-        "/c/step_10": "it is the best by keep_best: math.accuracy is 0.2",
-        "/c/step_30": "its evaluation math has not ended",
-        "/c/step_40": "its evaluation math has not begun",
+        "/c/step_10": "the best checkpoint by `keep_best`: math.accuracy is 0.2",
+        "/c/step_30": "the evaluation math of the checkpoint has not ended",
+        "/c/step_40": "the evaluation math of the checkpoint has not begun",
     }
 
 

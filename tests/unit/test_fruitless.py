@@ -60,23 +60,23 @@ def attempt(
     [
         (
             [attempt(10, 100, False), attempt(10.003, 97, False), attempt(10, 99, False)],
-            "3 attempts of 10 h ended before their first checkpoint; save more often than every "
-            "100 steps",
+            "3 attempts of 10 h ended before their first checkpoint; save a checkpoint more often "
+            "than every 100 steps",
         ),
         (
             [attempt(10, 100, False)],
-            "1 attempt of 10 h ended before its first checkpoint; save more often than every 100 "
-            "steps",
+            "1 attempt of 10 h ended before its first checkpoint; save a checkpoint more often "
+            "than every 100 steps",
         ),
         (
             [attempt(1, None, False), attempt(4, None, False)],
-            "2 attempts of 1 h to 4 h ended before their first checkpoint; save more often than "
-            "every 4 h",
+            "2 attempts of 1 h to 4 h ended before their first checkpoint; save a checkpoint more "
+            "often than every 4 h",
         ),
         (
             [attempt(10, 220, True), attempt(10, 250, False, start=200)],
-            "1 attempt of 10 h ended without a checkpoint after step 200; save more often than "
-            "every 50 steps",
+            "1 attempt of 10 h ended without a checkpoint after step 200; save a checkpoint more "
+            "often than every 50 steps",
         ),
         # An attempt that found no free GPUs has not run, so it does not count.
         (
@@ -85,8 +85,8 @@ def attempt(
                 attempt(0, None, False, kind=FailureKind.INSUFFICIENT_RESOURCES),
                 attempt(2, 12, False),
             ],
-            "2 attempts of 2 h ended before their first checkpoint; save more often than every 12 "
-            "steps",
+            "2 attempts of 2 h ended before their first checkpoint; save a checkpoint more often "
+            "than every 12 steps",
         ),
         # One short attempt without a checkpoint has lost little, so nothing is reported.
         ([attempt(0.01, 3, False)], ""),
@@ -107,8 +107,8 @@ def test_attempts_without_net_progress_are_named() -> None:
     text = describe_fruitless_attempts(WITHOUT_CHECKPOINTS, attempts)
 
     assert text == (
-        "2 attempts of 1 h ended without net progress: the highest step is still 40. To resume "
-        "from a checkpoint, write `checkpoints` into the spec"
+        "2 attempts of 1 h ended without progress: the highest step of the run is still 40. To "
+        "resume from a checkpoint, write `checkpoints` into the spec"
     )
     assert list_fruitless_attempts(attempts) == attempts[1:]
 

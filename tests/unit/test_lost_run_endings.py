@@ -153,7 +153,9 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     assert attempt["failure"]["rule"] == FLOW_LOST
     assert attempt["failure"]["component"] is None
     assert "(pid 812)" in attempt["failure"]["message"]
-    assert "ended leftovers of the run (pids 7, 8)" in attempt["failure"]["message"]
+    assert (
+        "ended leftover processes and jobs of the run (pids 7, 8)" in attempt["failure"]["message"]
+    )
     api = attempt["components"]["api"]
     assert (api["ended_at"], api["exit_code"], api["signal"]) == (NOW, None, None)
 

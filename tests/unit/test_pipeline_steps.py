@@ -393,7 +393,7 @@ def test_result_of_the_last_attempt_is_read_with_masked_secrets(tmp_path: Path) 
     [
         (None, "of the step does not exist"),
         ("{", "is not JSON"),
-        ("NaN", "is not JSON: JSON has no number NaN"),
+        ("NaN", "is not JSON: NaN is no number in JSON"),
         ("[" * 100_000, "is not JSON"),
         ('"' + "x" * MAX_RESULT_BYTES + '"', "bytes, but at most"),
     ],

@@ -122,7 +122,7 @@ def test_keep_leaves_the_last_complete_checkpoint(
     resume = record.attempts[1].resume
     assert resume is not None
     assert [Path(refused.path).name for refused in resume.refused] == ["step_20"]
-    assert "the pointer latest says 'step_20'" in resume.notes[0]
+    assert "the pointer file latest says 'step_20'" in resume.notes[0]
 
 
 def test_long_save_is_no_stall(run_case: RunCase) -> None:
@@ -151,7 +151,7 @@ def test_folders_without_a_pointer_file_are_used_or_refused_with_a_reason(
     assert resume_names(record.attempts) == ["", "global_step_5"]
     resume = record.attempts[1].resume
     assert resume is not None
-    assert "no pointer file names it" in resume.refused[0].why
+    assert "no pointer file names this checkpoint" in resume.refused[0].why
 
 
 def test_transient_failure_does_not_return_a_run_to_an_earlier_checkpoint(
@@ -321,7 +321,8 @@ def test_attempts_without_a_checkpoint_are_counted(run_case: RunCase) -> None:
     record = run_case(program, **limit_time(program, 2))
 
     first, second = record.attempts
-    expected = "ended before their first checkpoint; save more often than every 11 steps"
+    advice = "save a checkpoint more often than every 11 steps"
+    expected = f"ended before their first checkpoint; {advice}"
     [warning] = second.warnings
     assert warning.startswith("2 attempts of ") and warning.endswith(expected)
     assert (first.fruitless_attempts, second.fruitless_attempts) == (1, 2)

@@ -280,12 +280,12 @@ def test_reasons_to_keep_each_checkpoint_are_listed(parent: Run) -> None:
 
     reasons = {one.checkpoint.path.name: one.why_kept for one in judged}
     assert reasons == {
-        "step_10.pt": ("another run was started from it",),
-        "step_20.pt": ("a symbolic link in the folder leads to it",),
+        "step_10.pt": ("another run was started from the checkpoint",),
+        "step_20.pt": ("a symbolic link in the folder leads to the checkpoint",),
         "step_30.pt": (),
         "step_40.pt": ("the second newest complete checkpoint",),
         "step_50.pt": ("the newest complete checkpoint",),
-        "step_60.pt": ("it is not known to be complete",),
+        "step_60.pt": ("the checkpoint is not known to be complete",),
     }
 
 

@@ -130,7 +130,7 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     code = read_code(kept)
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
-    assert f"project {spec.parents[1]}, its code copied as {kept[:12]}, python " in err
+    assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
     # A missing program is only a hint, because the worker's host may have the program.
     assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
 
@@ -175,7 +175,7 @@ def test_submitted_matrix_names_the_project_code_and_python_of_its_points(
     out, err = capsys.readouterr()
     assert exit_code == 0
     assert "is queued with 3 points" in out
-    assert f"project {spec.parents[1]}, its code copied as {kept[:12]}, python " in err
+    assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
     assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
 
 
