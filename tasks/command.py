@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words[0] = FORMER_NAMES.get(words[0], words[0])
     if words and not words[0].startswith("-") and words[0] not in NAMES:
         suggestion = suggest_name(words[0], NAMES) or f"choose from {', '.join(NAMES)}"
-        print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)
+        print(f"muster has no command {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
     # Turn off the telemetry of Prefect. Set the variable before the import of Prefect, which reads
     # the variable.

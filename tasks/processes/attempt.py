@@ -838,8 +838,8 @@ class SupervisedAttempt:
 
         The components are ended, because they must not continue without supervision.
         """
-        _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
-        message = f"Muster's own supervision failed: {error!r}"
+        _log.error("the supervision of run %s failed", self._plan.run_id, exc_info=error)
+        message = f"an error in Muster ended the supervision of the run: {error!r}"
         if shortage := describe_shortage(error):
             message = f"{message}; {shortage}"
         self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
@@ -1074,8 +1074,8 @@ class SupervisedAttempt:
         warning = ""
         if is_finished and step is None and last is not None:
             message = (
-                f"step {last:g} of {last:g}: the checkpoint from which it started already had the "
-                "last step"
+                f"step {last:g} of {last:g}: the attempt started from a checkpoint that already "
+                "had the last step"
             )
         elif last is not None and is_short and (step is None or step < last - 1):
             # Do not warn about the step `last - 1`. A trainer that counts its steps from zero
@@ -1372,7 +1372,7 @@ class SupervisedAttempt:
                 # whether the attempt has made progress.
                 await self._progress.until_reached(None)
             except Exception:
-                _log.exception("the last step of %s could not be read", self._plan.run_id)
+                _log.exception("the last step of run %s could not be read", self._plan.run_id)
         failed_ends = {name: (error,) for name, error in errors.items()}
         self._emit("teardown.ended", left={**left, **failed_ends} or None)
         verdict = await self._make_verdict(self.earliest.decision or decision)
@@ -1428,7 +1428,7 @@ class SupervisedAttempt:
         for component, error in zip(components, results, strict=True):
             if error is not None:
                 _log.error(
-                    "%s: an error during the end of the component", component.name, exc_info=error
+                    "an error occurred while component %s was ended", component.name, exc_info=error
                 )
 
     async def _make_verdict(self, decision: Decision) -> Verdict:
@@ -1441,7 +1441,7 @@ class SupervisedAttempt:
             async with asyncio.timeout(_RESULT_WITHIN_S):
                 return await decision.make_verdict()
         except Exception as error:
-            _log.exception("the result of %s could not be determined", self._plan.run_id)
+            _log.exception("the result of run %s could not be determined", self._plan.run_id)
             message = f"{decision.reason}; Muster could not find the cause: {error!r}"
             failure = Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error")
             return Verdict.failed(failure, decision.at_monotonic_s)

@@ -37,7 +37,7 @@ def own_cgroup(proc: str = "/proc/self") -> str:
                 inside = os.path.relpath(paths[0], root)
                 if not inside.startswith(".."):
                     return os.path.normpath(os.path.join(mounted_at, inside))
-    raise OSError("no cgroup v2 is mounted")
+    raise OSError("no file system of cgroup v2 is mounted")
 
 
 def create(parent: str, name: str) -> str:

@@ -57,11 +57,11 @@ class Level(Enum):
 
 #: Text for users about each containment level: its mechanisms, and which processes it ends.
 _PROMISES = {
-    Level.L1: "process groups only: processes that leave their session may remain after the run",
+    Level.L1: "process groups only: processes that have left their session may outlive the run",
     Level.L2: "guardian processes: no process of the run remains if SIGKILL ends one "
     "process of Muster",
     Level.L3: "guardian processes and cgroups: if SIGKILL ends two processes of Muster, "
-    "the next `muster reconcile` ends the processes of the run that remain",
+    "the next `muster reconcile` ends the remaining processes of the run",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }
 

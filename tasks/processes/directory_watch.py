@@ -53,7 +53,11 @@ class DirectoryWatch:
             self._watch_id = self._check(self._libc.inotify_add_watch(self._fd, path, flags))
             threading.Thread(target=self._read_events, name="directory-watch", daemon=True).start()
         except (OSError, RuntimeError) as error:
-            _log.debug("new files in %s are noticed later: %s", directory, error)
+            _log.debug(
+                "inotify does not work for %s, so Muster notices new files there later: %s",
+                directory,
+                error,
+            )
             self._watch_id = -1
             if self._fd >= 0:
                 os.close(self._fd)

@@ -119,7 +119,7 @@ def describe_file_limits() -> str:
     if reached := [limit for limit in limits if limit.is_reached]:
         return _join(reached)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"components start with RLIMIT_NOFILE (ulimit -n) {soft}"
+    return f"each process of a component may open {soft} files (RLIMIT_NOFILE, ulimit -n)"
 
 
 def _measure_files_of(pid: int) -> HostLimit:
@@ -144,7 +144,8 @@ def _describe_own_files() -> str:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"Muster's process {os.getpid()} has reached its RLIMIT_NOFILE (ulimit -n) of {soft} files"
+        f"Muster's process {os.getpid()} has reached its limit of {soft} open files "
+        "(RLIMIT_NOFILE, ulimit -n)"
     )
 
 

@@ -258,4 +258,6 @@ class PlaceReaders:
 def _log_unexpected_error(result: Future[Any]) -> None:
     error = None if result.cancelled() else result.exception()
     if error is not None and not isinstance(error, OSError):
-        _log.error("an error while a file, a folder or an address was read", exc_info=error)
+        _log.error(
+            "an unexpected error occurred while a file, a folder or a URL was read", exc_info=error
+        )

@@ -78,7 +78,9 @@ class ComponentProbe(ABC):
         except OSError as error:
             reason = error.strerror or str(error)
             if is_own_shortage(error):
-                return NotChecked(f"{self.question}: not checked, Muster lacks resources: {reason}")
+                return NotChecked(
+                    f"{self.question}: not checked, because Muster itself lacks resources: {reason}"
+                )
         return f"{self.question}: {reason}" if reason else None
 
     @abstractmethod
@@ -229,7 +231,7 @@ class LogProbe(ComponentProbe):
         async with asyncio.timeout(timeout_s):
             while await self._reader.ask(self._search_part, timeout_s):
                 pass
-        return "" if self._has_matched else "no such line yet"
+        return "" if self._has_matched else "no line of the log matches yet"
 
     def _search_part(self) -> bool:
         """Search the next part of the log for a line that matches. Runs in the reader's thread.
@@ -462,7 +464,7 @@ class WatchdogProbe(ComponentProbe):
         count = self._notify.watchdog_count
         has_new = count != self._seen
         self._seen = count
-        return "" if has_new else "no message since the last check"
+        return "" if has_new else "no WATCHDOG=1 since the last check"
 
     def glance(self) -> object:
         self._notify.glance()

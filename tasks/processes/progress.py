@@ -824,7 +824,7 @@ class ProgressWatch:
         problem = await self.source.explain_missing_step(is_over=False)
         if problem:
             self.has_warned = True
-            self.emit("run.warning", message=f"no step is known yet: {problem}")
+            self.emit("run.warning", message=f"the training step is not known yet: {problem}")
 
     async def _read(self) -> None:
         """Read the step once, and publish an event for a new step or a slow step."""

@@ -517,7 +517,7 @@ class Services:
 
     def _crash(self, error: BaseException) -> None:
         _log.error("the supervision of the services has failed", exc_info=error)
-        message = f"Muster's own supervision failed: {error!r}"
+        message = f"an error in Muster ended the supervision of the services: {error!r}"
         self.give_up(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
     def _stop(self, why: str) -> None:

@@ -114,7 +114,11 @@ class SharedMemoryScan:
             self._thread.join(_LAST_SCAN_WITHIN_S)
         if self._thread.is_alive():
             limit_s = _LAST_SCAN_WITHIN_S
-            _log.warning("the last scan of %s did not end within %g s", self._directory, limit_s)
+            _log.warning(
+                "the last search for files of the run in %s did not end within %g s",
+                self._directory,
+                limit_s,
+            )
 
     def _run(self) -> None:
         """Scan the directory every second, after each change of it, and after a call of `hurry`."""

@@ -205,7 +205,8 @@ class TimeToSave:
             await asyncio.wait({delaying})
             if not delaying.cancelled() and (error := delaying.exception()) is not None:
                 _log.error(
-                    "SIGKILL of %s could not be delayed until its checkpoint is written",
+                    "Muster could not delay SIGKILL of component %s until the checkpoint was "
+                    "written",
                     component.name,
                     exc_info=error,
                 )

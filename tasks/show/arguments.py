@@ -170,5 +170,5 @@ def _format_usage_error(error: CycloptsError) -> Panel:
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:
             suggestion = suggest_name(word, verbs) or f"choose from {', '.join(verbs)}"
-            return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {suggestion}")
+            return CycloptsPanel(f"{error.app.name[0]} has no command {word!r}: {suggestion}")
     return CycloptsPanel(error)

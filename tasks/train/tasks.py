@@ -289,7 +289,7 @@ def teardown(run: RunSession) -> State[None]:
         return Failed(message=verdict.message)
     if not verdict.state.is_final:
         return Completed(
-            message="the Ray jobs of the run continue until its next process attaches to them"
+            message="the Ray jobs of the run continue, and its next flow process attaches to them"
         )
     if verdict.unseen:
         message = f"no processes were found, but not all could be checked: {verdict.message}"

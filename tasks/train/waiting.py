@@ -150,7 +150,10 @@ def _leave_jobs(run: RunSession) -> NoReturn:
         Pause: Always. This process must exit.
     """
     starter = find_worker_flow_run()
-    message = f"{run.handover_reason}; its Ray jobs continue, and its next process attaches to them"
+    message = (
+        f"{run.handover_reason}; the Ray jobs of the run continue, and its next flow process "
+        "attaches to them"
+    )
     state = make_handover_state(message, _min_absence_s())
     labels: dict[str, Any] = {}
     if starter is not None:

@@ -74,7 +74,7 @@ _PREDECESSOR_TIMEOUT_S = 120.0
 _CHECK_INTERVAL_S = 0.2
 #: Text in the report about a lost run if the Prefect server has rejected the new state of the flow
 #: run. The reason is that another process had just changed the state.
-CHANGED = "the state of its flow run has just changed on the Prefect server"
+CHANGED = "another process has just changed the state of the flow run on the Prefect server"
 
 
 def complete_owner(lost: LostRun) -> None:
@@ -201,8 +201,8 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
                 return report if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
             after = make_handover_state(
-                f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs "
-                "continue, and its next process attaches to them",
+                f"the flow process (pid {owner.process.pid}) of the run was killed or lost; the "
+                "Ray jobs of the run continue, and its next flow process attaches to them",
                 _DUE_AFTER_S,
             )
             if propose_state(client, owner.flow_run_id, before, after):
@@ -210,7 +210,7 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
             return replace(report, open=CHANGED)
     except ServerAway as error:
         return replace(
-            report, open=f"its jobs continue; the Prefect server does not answer ({error})"
+            report, open=f"the Ray jobs continue, but the Prefect server does not answer ({error})"
         )
 
 
@@ -278,7 +278,7 @@ def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
         parts.append(f"processes could not be ended ({survivors})")
     if cleanup.waiting:
         guardians = "; ".join(f"{name}: {pid}" for name, pid in cleanup.waiting.items())
-        parts.append(f"guardian processes still end their components ({guardians})")
+        parts.append(f"guardian processes are still ending their components ({guardians})")
     return " and ".join(parts)
 
 
@@ -313,10 +313,10 @@ def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
 
     The text also names the registry files of the run that cannot be read.
     """
-    process = f"its process (pid {loss.pid})" if loss.pid else "its process"
+    process = f"the flow process (pid {loss.pid})" if loss.pid else "the flow process"
     parts = [f"{process} was gone", *lost.faults]
     if lost.unreadable_entries:
-        parts.append("its processes were found by MUSTER_RUN_ID in their environment")
+        parts.append("Muster found the processes of the run by MUSTER_RUN_ID in their environment")
     return "; ".join(parts)
 
 

@@ -90,10 +90,10 @@ def _find_end_of_flow_run(owner: Owner) -> str:
         try:
             state = client.read_flow_run(UUID(owner.flow_run_id)).state
         except ObjectNotFound as error:
-            return "its flow run was deleted" if is_flow_run_missing(error) else ""
+            return "the flow run was deleted" if is_flow_run_missing(error) else ""
         if state is None or not state.is_final() or _is_recent(client, state):
             return ""
-        return f"its flow run is {state.name}"
+        return f"the flow run is {state.name}"
 
 
 def _is_recent(client: SyncPrefectClient, state: State[object]) -> bool:
@@ -107,12 +107,12 @@ def _end_orphan(owner: Owner, reason: str) -> RunReport:
     pid = owner.process.pid
     try:
         send_to_owner(owner, signal.SIGTERM)
-        still_open = f"process {pid} has got SIGTERM and stops the run"
+        still_open = f"process {pid} got SIGTERM from Muster, and is stopping the run"
     except PermissionError as error:
         still_open = f"process {pid} cannot be ended: {error}"
     return RunReport(
         name=owner.run_id,
         flow_run_id=owner.flow_run_id,
-        found=f"{reason}, but its process (pid {pid}) still works",
+        found=f"{reason}, but the flow process (pid {pid}) still works",
         open=still_open,
     )

@@ -66,7 +66,7 @@ class Limits(BaseModel):
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",
-        description="How GPUs are judged that Ray counts on a node without a GPU driver. real: the "
+        description="Result for a node without a GPU driver on which Ray counts GPUs. real: the "
         "node is unfit. any: the node is fit. auto: the node is unfit if another node has a driver",
     )
     code: Literal["same", "any"] = Field(
@@ -226,8 +226,8 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
 def describe_gpus(node: NodeResult) -> str:
     """Return a short text about the number of GPUs of a node.
 
-    Examples are `8`, `8 logical` if the node has no GPU driver, and `8 in Ray, 7 in the driver` if
-    the two numbers differ.
+    Examples are `8`, `8 logical` if the node has no GPU driver, and `8 in Ray, 7 in the GPU driver`
+    if the two numbers differ.
     """
     gpu_report = node.facts.get("gpus", {})
     if not node.gpus:
@@ -237,7 +237,7 @@ def describe_gpus(node: NodeResult) -> str:
     driver_count = len(gpu_report["gpus"])
     if driver_count == node.gpus:
         return f"{driver_count}"
-    return f"{node.gpus:g} in Ray, {driver_count} in the driver"
+    return f"{node.gpus:g} in Ray, {driver_count} in the GPU driver"
 
 
 #: Iterator over the problems of a node, each as a pair of the problem and its remedy.
@@ -258,7 +258,10 @@ def _check_code(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     if installed["problem"]:
         yield f"Muster's package `tasks` cannot be imported: {installed['problem']}", remedy
     elif installed["digest"] != survey.code:
-        problem = f"its Muster code {installed['digest']} differs from this machine's {survey.code}"
+        problem = (
+            f"the node has the Muster code {installed['digest']}, but this machine has "
+            f"{survey.code}"
+        )
         yield problem, remedy
 
 
@@ -277,17 +280,17 @@ def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     ):
         if free_bytes is not None and free_bytes < min_gib * _GIB:
             problem = f"{decimal(free_bytes)} free in {place}, less than {min_gib:g} GiB"
-            yield problem, "free disk space there, or lower the limit"
+            yield problem, "free disk space there, or lower the limit of free space"
 
 
 def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     """Yield a problem if the clock difference minus its measurement error exceeds the limit."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = (
-            f"its clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from this "
-            "machine's"
+            f"the node's clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from "
+            "this machine's clock"
         )
-        yield problem, "start a time service there, such as chrony or ntpd"
+        yield problem, "start a time service on the node, such as chrony or ntpd"
 
 
 def _check_leftovers(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
@@ -297,7 +300,7 @@ def _check_leftovers(node: NodeResult, survey: Survey, limits: Limits) -> _Fault
             leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in leftover_pids.items():
         yield (
-            f"run {run_id} has ended, but its pid {join_commas(sorted(pids))} still runs",
+            f"run {run_id} has ended, but has processes on the node: {join_commas(sorted(pids))}",
             "run `muster reconcile` on the host that started the run, or "
             f"`muster cleanup --address URL --run-id {run_id}`",
         )
@@ -324,12 +327,19 @@ def _check_gpus(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
         lost_mib = _unaccounted_mib(gpu, gpu_report["processes"])
         if lost_mib > limits.gpu_held_mib:
             problem = f"{lost_mib} MiB of {gpu['uuid']} are in use, but by no process on this node"
-            yield problem, "run `nvidia-smi --gpu-reset`, or end the process in another container"
+            yield (
+                problem,
+                "end the process in another container that uses the GPU, or run `nvidia-smi "
+                "--gpu-reset`",
+            )
 
 
 def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.facts.get("devices_problem"):
-        yield problem, "correct the setting in the environment of this machine's workers and runs"
+        yield (
+            problem,
+            "correct this machine's GPU driver, or MUSTER_GPUS in its workers and runs",
+        )
 
 
 def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:

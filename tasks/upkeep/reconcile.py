@@ -173,7 +173,8 @@ def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
         yield RunReport(
             name=run_id,
             found="; ".join(files),
-            open="its host is unknown. If the run has ended, remove its folder in $MUSTER_HOME/live"
+            open="the host of the run is unknown. If the run has ended, remove the folder of the "
+            "run in $MUSTER_HOME/live"
             if is_of_unknown_host
             else "",
         )
@@ -220,7 +221,13 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
     except ServerRefuses as error:
         # The server rejects the password. Another try does not help, because an operator must set
         # the right password.
-        return [RunReport(name=api_url, found="its flow runs cannot be read", open=str(error))]
+        return [
+            RunReport(
+                name=api_url,
+                found="the flow runs of this Prefect server cannot be read",
+                open=str(error),
+            )
+        ]
     except ServerAway as error:
         _log.warning("Flow runs without a process were not checked: %s", error)
         return []
@@ -261,7 +268,7 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
         yield RunReport(
             name=run.name,
             flow_run_id=str(run.id),
-            found=f"{run.state.name}, without a process on {host.name}",
+            found=f"the flow run is {run.state.name}, but has no process on {host.name}",
             server=after.name or "" if is_accepted else "",
             open="" if is_accepted else CHANGED,
         )
@@ -398,7 +405,8 @@ def give_up_host(name: str) -> Report:
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise BadArgument(
-            "PREFECT_API_URL is not set: only a Prefect server knows the runs of another host"
+            "PREFECT_API_URL is not set: set it to the Prefect server that knows the runs of "
+            f"{name}"
         )
     with connect_to_server(api_url) as client:
         _check_is_silent(client, name)
@@ -429,7 +437,10 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     if not last_contacts and name not in known_hosts:
         other_hosts = sorted(filter(None, known_hosts - {host_name()}))
         others = ", ".join(other_hosts) or "no other host"
-        raise BadArgument(f"no worker and no run names a host {name!r}; hosts with runs: {others}")
+        raise BadArgument(
+            f"the Prefect server knows no worker and no run of a host {name!r}; hosts with runs: "
+            f"{others}"
+        )
 
 
 def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:

@@ -28,7 +28,7 @@ class RunReport:
 
     #: Run id, which is also the name of the flow run.
     name: str
-    #: Phrase that describes the problem, for example `its process (pid 812) was gone`.
+    #: Phrase that describes the problem, for example `the flow process (pid 812) was gone`.
     found: str
     #: Id of the run's Prefect flow run, or None if there is none.
     flow_run_id: str | None = None

@@ -278,7 +278,7 @@ def test_component_knows_its_working_directory_and_writes_with_its_own_umask(
 @pytest.mark.parametrize(
     ("ready", "reason"),
     [
-        ({"log": "never"}, "no such line yet"),
+        ({"log": "never"}, "no line of the log matches yet"),
         ({"file": "nothing"}, "No such file or directory"),
         ({"tcp": "PORT"}, "Connect call failed"),
         ({"http": "http://127.0.0.1:PORT/health"}, "GET http://127.0.0.1:PORT/health: "),

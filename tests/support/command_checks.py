@@ -323,7 +323,7 @@ def check_muster(arguments: Sequence[str]) -> str:
     if verb == "VERB":
         return ""
     if not verb.startswith("-") and verb not in muster_verbs():
-        return f"muster has no verb {verb!r}"
+        return f"muster has no command {verb!r}"
     complaint = _check_app(_build_app(), arguments)
     return f"muster: {complaint}" if complaint else ""
 

@@ -114,7 +114,7 @@ def test_payload_has_exactly_the_defined_keys() -> None:
 
 
 def test_payload_of_reconcile_has_the_defined_keys() -> None:
-    told = RunReport(name="a", found="its process was gone").as_payload()
+    told = RunReport(name="a", found="the flow process was gone").as_payload()
 
     assert tuple(told) == PAYLOADS["muster.run.reconciled"]
 

@@ -48,11 +48,11 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
-        (["log"], "muster has no verb 'log': did you mean `logs`?"),
-        (["sideways"], "muster has no verb 'sideways': choose from init, train, submit, "),
+        (["trian", "spec.yaml"], "muster has no command 'trian': did you mean `train`?"),
+        (["log"], "muster has no command 'log': did you mean `logs`?"),
+        (["sideways"], "muster has no command 'sideways': choose from init, train, submit, "),
         # `drain` is a subcommand of `muster queue`, and no command of `muster` itself
-        (["drain", "gpu-1"], "muster has no verb 'drain': "),
+        (["drain", "gpu-1"], "muster has no command 'drain': "),
     ],
 )
 def test_unknown_verb_is_rejected_with_the_nearest_verb(

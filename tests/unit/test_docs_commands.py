@@ -100,7 +100,7 @@ def test_commands_in_the_code_exist() -> None:
         ("cp deployments/runs/quack*.yaml /tmp", "there is no deployments/runs/quack*.yaml"),
         (".venv/bin/muster submit SPEC.yaml --watch --set a.b=c", ""),
         ("muster logs latest -f", ""),
-        ("muster stop", "muster has no verb 'stop'"),
+        ("muster stop", "muster has no command 'stop'"),
         ("muster queue set policy=fifo --pol gang", "muster: Unknown option: --pol"),
         ("muster cancel", "requires an argument"),
         ("muster ls --limit many", "many"),

@@ -238,7 +238,10 @@ def test_warning_that_the_message_of_the_run_contains_is_not_repeated(tmp_path: 
     last = {
         "number": 1,
         "state": "completed",
-        "warnings": [f"no step is known yet: {problem}", "trainer: the disk is nearly full"],
+        "warnings": [
+            f"the training step is not known yet: {problem}",
+            "trainer: the disk is nearly full",
+        ],
     }
     record = written(tmp_path, last)
     message = f"warning: trainer ended with exit code 0, but its step is unknown: {problem}"

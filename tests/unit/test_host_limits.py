@@ -34,7 +34,7 @@ def describe_without_descriptors(error: str) -> tuple[str, str]:
 def test_process_without_free_descriptors_names_its_own_limit() -> None:
     pid, text = describe_without_descriptors("files")
 
-    assert f"process {pid} has reached its RLIMIT_NOFILE" in text
+    assert f"process {pid} has reached its limit of" in text
 
 
 def test_limits_that_cannot_be_read_are_no_error() -> None:
@@ -51,7 +51,7 @@ def test_failure_names_no_process_that_is_below_its_limit(number: int) -> None:
     named = name_reached_limit(failure)
 
     assert named.rule == FILE_RULE
-    assert "components start with RLIMIT_NOFILE" in named.message
+    assert "files (RLIMIT_NOFILE, ulimit -n)" in named.message
     assert " pid " not in named.message
 
 

@@ -100,7 +100,7 @@ def test_cause_and_probe_are_found_in_a_bounded_log(log: int, tmp_path: Path) ->
     probe = LogProbe(held, r"^ValueError: the cause")
     bound = LogBound(limit_bytes=LIMIT_BYTES)
     write_lines(log, 0, 50_000)
-    assert asyncio.run(probe.why_not(5.0)) == "no such line yet"
+    assert asyncio.run(probe.why_not(5.0)) == "no line of the log matches yet"
     bound.apply(path)
     write_lines(log, 50_000, 100_000)
     os.write(log, b"Traceback (most recent call last):\n  File 'x'\nValueError: the cause\n")

@@ -7,8 +7,8 @@ import pytest
 from tasks.upkeep import reconcile
 from tasks.upkeep.report import Report, RunReport
 
-DONE = RunReport(name="a-run", found="its process (pid 7) was gone", record="failed")
-OPEN = RunReport(name="b-run", found="its process (pid 8) was gone", open="the server is away")
+DONE = RunReport(name="a-run", found="the flow process (pid 7) was gone", record="failed")
+OPEN = RunReport(name="b-run", found="the flow process (pid 8) was gone", open="the server is away")
 
 
 @pytest.mark.parametrize(

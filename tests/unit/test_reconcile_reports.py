@@ -12,7 +12,7 @@ from tasks.upkeep.report import Report, RunReport
 LOST = RunReport(
     name="quickstart-grpo-20260101-000000-abcd91c2",
     flow_run_id="1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b",
-    found="its process (pid 812) was gone",
+    found="the flow process (pid 812) was gone",
     killed=(813, 814),
     removed=(Path("/dev/shm/a"), Path("/tmp/b")),
     record="failed",
@@ -20,8 +20,8 @@ LOST = RunReport(
 )
 WAITING = RunReport(
     name="b",
-    found="its process (pid 9) was gone",
-    open="guardian processes still end their components",
+    found="the flow process (pid 9) was gone",
+    open="guardian processes are still ending their components",
 )
 
 
@@ -47,12 +47,12 @@ def test_report_has_changes_if_a_field_is_set(run: RunReport, has_changes: bool)
 
 def test_text_of_a_report_contains_all_fields() -> None:
     assert str(LOST) == (
-        "quickstart-grpo-20260101-000000-abcd91c2: its process (pid 812) was gone; "
-        "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "
-        "run.json: failed; Prefect: Crashed"
+        "quickstart-grpo-20260101-000000-abcd91c2: the flow process (pid 812) was gone; ended pid "
+        "813, 814; removed /dev/shm/a, /tmp/b; run.json: failed; Prefect: Crashed"
     )
     assert str(WAITING) == (
-        "b: its process (pid 9) was gone; still open: guardian processes still end their components"
+        "b: the flow process (pid 9) was gone; still open: guardian processes are still ending "
+        "their components"
     )
 
 
@@ -84,7 +84,7 @@ def test_text_is_escaped_in_markdown() -> None:
 
 def test_payload_is_plain_data() -> None:
     assert LOST.as_payload() == {
-        "found": "its process (pid 812) was gone",
+        "found": "the flow process (pid 812) was gone",
         "killed": [813, 814],
         "jobs": [],
         "nodes": [],
