@@ -1412,7 +1412,7 @@ class SupervisedAttempt:
                 if leftovers := await component.end():
                     left[component.name] = leftovers
         except Exception as error:
-            _log.exception("%s could not be ended", component.name)
+            _log.exception("component %s could not be ended", component.name)
             errors[component.name] = repr(error)
             with contextlib.suppress(Exception):
                 component.kill()

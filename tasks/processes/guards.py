@@ -297,7 +297,7 @@ class Guards:
         )
         for process, result in zip(remaining, results, strict=True):
             if isinstance(result, BaseException):
-                _log.error("%s could not be ended", process.name, exc_info=result)
+                _log.error("the processes of %s could not be ended", process.name, exc_info=result)
         left = {
             process.name: await describe_survivors(pids)
             for process in self._processes

@@ -241,7 +241,7 @@ class _Service:
         left: list[int | str] = []
         for result in results:
             if isinstance(result, BaseException):
-                _log.error("%s could not be ended", self.plan.name, exc_info=result)
+                _log.error("service %s could not be ended", self.plan.name, exc_info=result)
                 left.append(f"{self.plan.name} could not be ended: {result!r}")
             else:
                 left += result

@@ -96,7 +96,9 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
     with path.open("rb") as file:
         head = file.read(_ZERO_CHECK_BYTES)
         if size > _PLACEHOLDER_BYTES and not any(head):
-            return FileCheck(is_known_format=True, damage="begins with zero bytes only")
+            return FileCheck(
+                is_known_format=True, damage="contains only zero bytes at its beginning"
+            )
         check = _find_check(path.suffix.lower(), head, size)
         if check is None:
             return FileCheck(is_known_format=False)

@@ -126,7 +126,10 @@ def _check_node(node: ast.AST) -> None:
                     "a placeholder is in quotes", "write the placeholder without quotes"
                 )
             if not isinstance(value, bool | int | float | str | None):
-                raise InvalidCondition(f"the literal {value!r} is not allowed")
+                raise InvalidCondition(
+                    f"the literal {value!r} is not allowed",
+                    "write a number, a text, true, false or null",
+                )
         case ast.Name(id=name):
             if name not in _CONSTANTS and not name.startswith(_VARIABLE):
                 raise InvalidCondition(
@@ -147,7 +150,10 @@ def _check_node(node: ast.AST) -> None:
             for operand in (left, *others):
                 _check_node(operand)
         case _:
-            raise InvalidCondition(f"`{shorten(ast.unparse(node))}` is not allowed in a condition")
+            raise InvalidCondition(
+                f"`{shorten(ast.unparse(node))}` is not allowed in a condition",
+                "use only comparisons, and, or, not, in, arithmetic, literals and placeholders",
+            )
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:

@@ -77,7 +77,9 @@ class _Loader(yaml.SafeLoader):
             if isinstance(node, yaml.ScalarNode) and not node.value and node.style is None:
                 continue
             if document is not None:
-                problem = "expected a single document in the file, but found another document"
+                problem = (
+                    "the file must contain a single YAML document, but another document begins here"
+                )
                 raise yaml.composer.ComposerError(None, None, problem, begin)
             document = node
         return document

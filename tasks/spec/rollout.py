@@ -201,8 +201,8 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
         problem = (
-            f"vLLM distributes experts over all {gpus} ranks of tensor_parallel and data_parallel, "
-            f"found {sizes.expert}"
+            f"must be 1 or {gpus}, found {sizes.expert}: vLLM shares the experts among all ranks, "
+            "tensor_parallel times data_parallel"
         )
         remedy = f"write expert_parallel: {gpus}, or leave it out for no expert parallelism"
         yield ("expert_parallel",), make_refusal(problem, remedy)

@@ -508,7 +508,8 @@ class _RuleState:
         threshold = max((self.rule.loses or 1) * scale, noise, _EQUAL_WITHIN)
         if self._best_mean - mean < threshold:
             return ""
-        return f"is {sign * mean:.4g} on average, after {sign * self._best_mean:.4g} at its best,"
+        best = f"{sign * self._best_mean:.4g}"
+        return f"is {sign * mean:.4g} on average, far from its best average {best},"
 
     def _is_other_metric_steady(self) -> bool:
         """Return True if the metric that the rule names in its key `unless_steady` hardly varies.

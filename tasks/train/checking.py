@@ -138,7 +138,8 @@ def _print_result(
     print(f"  project {root}, python {interpreter}")
     for fault in missing:
         print(
-            f"  missing on this machine, so the run's host must have it: {fault}", file=sys.stderr
+            f"  this machine lacks a file that the run's host must have: {fault}",
+            file=sys.stderr,
         )
     if missing:
         places = (

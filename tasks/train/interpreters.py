@@ -62,6 +62,6 @@ def print_project(spec: RunSpec, root: Path) -> None:
     search_path = component_search_path(spec.env, root)
     for fault in find_missing_programs(spec, root=root, path=search_path):
         print(
-            f"  missing on this machine, so the worker's host must have it: {fault}",
+            f"  this machine lacks a file that the worker's host must have: {fault}",
             file=sys.stderr,
         )

@@ -235,7 +235,7 @@ class RunSession:
             RuntimeError: No attempt has begun.
         """
         if self._running is None:
-            raise RuntimeError("no attempt has begun")
+            raise RuntimeError("no attempt of the run has begun")
         return self._running.supervisor
 
     @property
@@ -664,7 +664,7 @@ class RunSession:
             RuntimeError: No attempt has begun.
         """
         if self._running is None:
-            raise RuntimeError("no attempt has begun")
+            raise RuntimeError("no attempt of the run has begun")
         verdict = self._running.end()
         if verdict is self._verdict:
             return verdict
@@ -735,7 +735,7 @@ class RunSession:
         Before the first attempt, the whole run gets the result FAILED.
         """
         if self._running is None:
-            _log.error("run %s could not be admitted", self.run_id, exc_info=error)
+            _log.error("an error prevented run %s from being admitted", self.run_id, exc_info=error)
             self.fail(FailureKind.UNKNOWN, f"the run could not be admitted: {error!r}")
         else:
             self._running.supervisor.crash(error)

@@ -226,7 +226,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
-            "vLLM distributes experts over all 8 ranks",
+            "must be 1 or 8, found 4: vLLM shares the experts among all ranks",
             "write expert_parallel: 8, or leave it out",
         ),
         (

@@ -237,7 +237,11 @@ def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> 
         ),
         ("name: [a\n", "", "line 2, column 1: while parsing a flow sequence, expected"),
         ("name: a: b\n", "", "line 1, column 8: mapping values are not allowed here"),
-        ("name: a\n---\nname: b\n", "", "line 2, column 1: expected a single document"),
+        (
+            "name: a\n---\nname: b\n",
+            "",
+            "line 2, column 1: the file must contain a single YAML document",
+        ),
         ("name: !!python/none x\n", "", "line 1, column 7: could not determine a constructor"),
         ("name: *x\n", "", "line 1, column 7: found undefined alias"),
         ("name: a\0b\n", "", "not valid YAML: unacceptable character #x0000"),
