@@ -1557,7 +1557,7 @@ class SupervisedAttempt:
                 # Continue after any error. The utilisation is only shown to people, and the answer
                 # may come from a program that is not a Ray dashboard.
                 _log.warning(
-                    "%s: the GPU utilisation could not be read: %r", self._plan.run_id, error
+                    "the GPU utilisation of run %s could not be read: %r", self._plan.run_id, error
                 )
             if use:
                 self._emit("run.load", gpus=use)

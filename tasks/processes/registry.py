@@ -514,10 +514,11 @@ class LostRun:
         for file in self.unreadable_entries if self.is_of_this_boot else ():
             if pids := find_carriers(_variables_of(self.owner.run_id, file)):
                 _log.warning(
-                    "%s stays in the registry: %s, and processes of its component still run: %s",
+                    "run %s stays in the registry of this machine, because the processes %s of a "
+                    "component are still running: %s",
                     self.owner.run_id,
-                    file,
                     ", ".join(map(str, pids)),
+                    file,
                 )
                 return
         _remove_run(self._directory)

@@ -366,7 +366,9 @@ class _Service:
         if outlives and service_process.exited.done():
             return
         if left := await service_process.end():
-            _log.warning("%s: these processes could not be ended: %s", self.plan.name, left)
+            _log.warning(
+                "these processes of service %s could not be ended: %s", self.plan.name, left
+            )
             return
         self.processes.remove(service_process)
 

@@ -277,5 +277,5 @@ class TimeToSave:
         except PlaceTimeout:
             return unknown
         except Exception:
-            _log.exception("the checkpoints of %s cannot be read", component.name)
+            _log.exception("the checkpoints of component %s cannot be read", component.name)
             return unknown

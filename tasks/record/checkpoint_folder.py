@@ -466,8 +466,8 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
         least = min(size.get(name, 0) for size in sizes)
         if size_bytes < _SMALLEST_SHARE * least:
             return (
-                f"its file {name} has {size_bytes} bytes, but at least {least} bytes in every "
-                "other complete checkpoint"
+                f"the file {name} has only {size_bytes} bytes; every other complete checkpoint "
+                f"has at least {least} bytes in this file"
             )
     return ""
 

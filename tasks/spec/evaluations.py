@@ -127,7 +127,7 @@ def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> I
     """
     on = find_place(written, evaluation)
     if on == "ray" and written.get("ray") is None:
-        problem = "the run has no Ray cluster"
+        problem = "the evaluation would run on Ray, but the run has no Ray cluster"
         yield ("on",), make_refusal(problem, "write on: host, or ray: {address: ADDRESS}")
     yield from check_resources(evaluation, on=on)
     if on != "ray":

@@ -291,7 +291,9 @@ class Stage(Model):
             is_blank = isinstance(value, Mapping) and not any(value.values())
             if is_written[key] and value != default and not is_blank:
                 other = "step" if kind == "run" else "run"
-                problem = f"only a stage with a {other} may have this key, but it has a {kind}"
+                problem = (
+                    f"only a stage with a {other} may have this key, but this stage has a {kind}"
+                )
                 yield (key,), make_refusal(problem, "remove it")
         if written.get("args") and kinds[0] == "command":
             yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")

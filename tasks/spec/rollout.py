@@ -140,9 +140,11 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     gpus_per_node = sizes.gpus_per_node
     if not faults and gpus_per_node and gpus_per_node * sizes.nodes != sizes.gpus:
         total = gpus_per_node * sizes.nodes
-        has = f"an engine would have {total} GPUs, {gpus_per_node} on each node"
         remedy = f"write gpus_per_node: {sizes.gpus // sizes.nodes}, or leave it out"
-        problem = f"{has}, but the sizes of its parallelism need {sizes.gpus} GPUs"
+        problem = (
+            f"an engine would have {total} GPUs, {gpus_per_node} on each node, but its parallel "
+            f"ranks need {sizes.gpus}"
+        )
         yield ("gpus_per_node",), make_refusal(problem, remedy)
 
 

@@ -111,7 +111,12 @@ def _store_used_files(root: Path) -> code_store.Code | None:
     try:
         return code_store.read_code(code_store.store_project(root))
     except (InvalidSpec, code_store.NoCode) as error:
-        _log.info("the files of %s were not stored for a later comparison: %s", root, error)
+        _log.info(
+            "the files of the project %s were not copied, so `muster show --diff` cannot "
+            "compare them: %s",
+            root,
+            error,
+        )
         return None
 
 

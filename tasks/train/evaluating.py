@@ -215,7 +215,7 @@ class Evaluator:
             if repr(error) != self._last_error:
                 self._last_error = repr(error)
                 _log.exception(
-                    "an error in Muster during the evaluations of run %s", self._run.run_id
+                    "an error in Muster interrupted the evaluations of run %s", self._run.run_id
                 )
 
     def _advance(self) -> None:

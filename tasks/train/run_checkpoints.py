@@ -119,7 +119,10 @@ def _format_cells(row: RunCheckpoint, now: float) -> tuple[str, ...]:
 
 def _describe_retention(row: RunCheckpoint) -> str:
     if not row.kept:
-        return "not kept, because newer checkpoints exist: a running run removes it within a minute"
+        return (
+            "not kept, because newer checkpoints exist. While the run is running, Muster removes "
+            "the checkpoint within a minute"
+        )
     return f"kept: {'; '.join(row.kept)}"
 
 

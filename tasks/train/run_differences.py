@@ -206,9 +206,9 @@ def _read_properties(name: str) -> dict[str, object]:
     if match:
         attempts = tuple(attempt for attempt in attempts if attempt.number == int(match[2]))
     if not attempts:
+        wanted = f"attempt {int(match[2])}" if match else "attempt yet"
         raise BadArgument(
-            f"{name} has no such attempt in the record. To see the attempts: muster explain "
-            f"{run.run_id}"
+            f"{run.run_id} has no {wanted}. To see the attempts: muster explain {run.run_id}"
         )
     attempt = attempts[-1]
 

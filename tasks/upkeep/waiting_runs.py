@@ -236,7 +236,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     return RunReport(
         name=note.run_id,
         flow_run_id=note.flow_run_id,
-        found=f"it waited without a process, and its flow run {flow_run_text}",
+        found=f"the run waited without a process, and its flow run {flow_run_text}",
         record=record_state.value,
     )
 

@@ -351,7 +351,7 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     )
     assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
-    assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
+    assert "muster show --diff RUN RUN" in err and f"{FAILED} has no attempt 3" in err
 
 
 def answer_as_another_server(method: str, path: str, body: bytes) -> tuple[int, object]:

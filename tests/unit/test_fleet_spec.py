@@ -168,7 +168,7 @@ def test_engine_size_follows_from_parallelism(
                 "gpus_per_node": 4,
             },
             "gpus_per_node",
-            "an engine would have 4 GPUs, 4 on each node, but the sizes of its parallelism need 8",
+            "an engine would have 4 GPUs, 4 on each node, but its parallel ranks need 8",
             "write gpus_per_node: 8",
         ),
         (
@@ -245,13 +245,13 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
-            "an engine would have 8 GPUs, 4 on each node, but the sizes of its parallelism need 16",
+            "an engine would have 8 GPUs, 4 on each node, but its parallel ranks need 16",
             "write gpus_per_node: 8, or leave it out",
         ),
         (
             {**VLLM, "tensor_parallel": 4, "gpus_per_node": 8},
             "gpus_per_node",
-            "an engine would have 8 GPUs, 8 on each node, but the sizes of its parallelism need 4",
+            "an engine would have 8 GPUs, 8 on each node, but its parallel ranks need 4",
             "write gpus_per_node: 4",
         ),
         # invalid values of `recovery` are rejected
