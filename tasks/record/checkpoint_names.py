@@ -41,34 +41,35 @@ _STEPS = (
     re.compile(r"(?<![a-z])(?:ba|batch)[-_=]?(\d+)", re.IGNORECASE),
 )
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_CURRENT_WORDS = _words("last latest newest current")
-_STEP_WORDS = _words(
-    "step steps globalstep iter iters iteration epoch ep ba batch checkpoint ckpt chkpt update "
-    "updates snapshot"
+_CURRENT_WORDS = frozenset({"last", "latest", "newest", "current"})
+_STEP_WORDS = frozenset(
+    {"step", "steps", "globalstep", "iter", "iters", "iteration", "epoch", "ep", "ba", "batch"}
+    | {"checkpoint", "ckpt", "chkpt", "update", "updates", "snapshot"}
 )
 #: Words that are usual in the names of checkpoints.
 _CHECKPOINT_WORDS = (
     _STEP_WORDS
     | _CURRENT_WORDS
-    | _words("global epochstep cp save saved state model train trainer training")
+    | {"global", "epochstep", "cp", "save", "saved", "state", "model"}
+    | {"train", "trainer", "training"}
 )
 #: Words in the names of results, such as exported models and evaluations. A training cannot resume
 #: from a result.
-_RESULT_WORDS = _words(
-    "hf huggingface eval evals evaluation evaluate evaluated export exported merged converted "
-    "sample samples generation generations generated prediction predictions preds logs metrics "
-    "plot plots figure figures profile profiler trace traces tensorboard tb wandb mlflow rollout "
-    "rollouts onnx gguf ggml quantized gptq awq histogram video videos image images report "
-    "replay buffer vecnormalize inference unsharded"
+_RESULT_WORDS = frozenset(
+    {"hf", "huggingface", "export", "exported", "merged", "converted", "onnx", "gguf", "ggml"}
+    | {"quantized", "gptq", "awq", "inference", "unsharded"}
+    | {"eval", "evals", "evaluation", "evaluate", "evaluated", "prediction", "predictions", "preds"}
+    | {"sample", "samples", "generation", "generations", "generated", "rollout", "rollouts"}
+    | {"logs", "metrics", "report", "profile", "profiler", "trace", "traces", "histogram"}
+    | {"tensorboard", "tb", "wandb", "mlflow"}
+    | {"plot", "plots", "figure", "figures", "image", "images", "video", "videos"}
+    | {"replay", "buffer", "vecnormalize"}
 )
 #: Words in the names of results, such as test outputs. They count only if the name contains no word
 #: for a training step, such as `iter`.
-_WEAK_RESULT_WORDS = _words("val valid validation test tests gen debug output outputs")
+_WEAK_RESULT_WORDS = frozenset(
+    {"val", "valid", "validation", "test", "tests", "gen", "debug", "output", "outputs"}
+)
 
 
 class NameKind(IntEnum):
