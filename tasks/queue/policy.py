@@ -152,8 +152,8 @@ class Reason:
 
     #: Kind of the reason why the run waits.
     why: Why
-    #: Ids of the runs that this run waits for. Either this is the first run of the queue, or these
-    #: are the active runs that must end to free enough GPUs.
+    #: Ids of the runs that this run waits for. These are either the first run of the queue, or the
+    #: active runs that must end to free enough GPUs.
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
     #: None if unknown.
