@@ -683,7 +683,7 @@ class ProgressWatch:
                         end = ProgressEnd.STALLED
                         if self.source is not None and not self.silence.is_by_step:
                             end = ProgressEnd.NO_FIRST_STEP
-                        return end, self._describe_silence(silent_s)
+                        return end, await self._describe_silence(silent_s)
                     self.silence.note_growth(growth_s)
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.source is None else every_s)
@@ -722,8 +722,11 @@ class ProgressWatch:
                 ages_s.append(await reader.ask(component.seconds_since_growth, _GROWTH_WITHIN_S))
         return min((age_s for age_s in ages_s if age_s is not None), default=None)
 
-    def _describe_silence(self, silent_s: float) -> str:
-        """Return the reason for a stall, with the files and folders that do not answer.
+    async def _describe_silence(self, silent_s: float) -> str:
+        """Return the reason for a stall.
+
+        The text also names the files and folders that do not answer. If no step is known, the text
+        has the reason, such as a wrong key in `progress.step`.
 
         Args:
             silent_s: Seconds since the last sign of work.
@@ -738,10 +741,10 @@ class ProgressWatch:
         text += f" for {self.silence.seconds_since_progress:.0f} s"
         if self.silence.has_grown_since_progress:
             text += f", and no checkpoint has grown for {silent_s:.0f} s"
-        unanswered = [self.source.unanswered] if self.source is not None else []
+        problems = [await self.explain_missing_step()]
         if not self.silence.is_by_step and self.log_reader.is_overdue:
-            unanswered.append(str(self.log_reader))
-        return "; ".join([text, *filter(None, unanswered)])
+            problems.append(str(self.log_reader))
+        return "; ".join([text, *filter(None, problems)])
 
     def _measure_logs(self, sizes: dict[Path, int]) -> None:
         """Store the size of each log in `sizes`. Called in the thread of the log reader."""
@@ -803,7 +806,7 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     async def explain_missing_step(self) -> str:
-        """Return the reason why the last training step is unknown after the end of the training.
+        """Return the reason why the last training step is unknown when the training ends or stalls.
 
         Returns:
             An empty string if the last step is known.

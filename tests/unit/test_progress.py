@@ -15,7 +15,13 @@ import pytest
 from tasks.processes import progress
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
-from tasks.processes.progress import ProgressEnd, ProgressWatch, Silence, StepSource
+from tasks.processes.progress import (
+    JsonlProgress,
+    ProgressEnd,
+    ProgressWatch,
+    Silence,
+    StepSource,
+)
 from tasks.record.checkpoints import CheckpointGrowth
 from tasks.record.log_file import HeldLog
 from tasks.spec.run import Progress
@@ -354,3 +360,14 @@ def test_stall_of_a_training_without_known_steps_names_the_output() -> None:
     why, _, _ = watch_until_stalled(limit_s=25.0)
 
     assert why == "no output of any component except repeated lines for 26 s"
+
+
+def test_stall_without_a_known_step_names_a_wrong_key(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    source = JsonlProgress(path, "stpe", reader=InlineReader(path))
+    path.write_text('{"step": 3}\n')
+
+    why, _, _ = watch_until_stalled(limit_s=25.0, source=source)
+
+    assert why.startswith("no first step within 26 s of the start")
+    assert why.endswith(f"; {path} has no `stpe`; it has step; did you mean `step`?")
