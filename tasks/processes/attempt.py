@@ -73,6 +73,7 @@ from tasks.record.states import RunState
 from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import HANG_REPORT, FailureKind, find_kind_of_start_error
+from tasks.spec.formatting import join_words
 from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
@@ -155,8 +156,8 @@ _NO_OUTPUT_HINT = (
 )
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
-    "Use fewer worker processes, a smaller batch, or less offloading to CPU memory. Or raise the "
-    "memory limit that the message names."
+    "Use fewer worker processes, a smaller batch, or less offloading to CPU memory. Or give the "
+    "component more memory: a higher memory limit, or a machine with more memory."
 )
 #: Evidence if this machine's kernel knows nothing about the deaths of the component's processes.
 _NO_EVIDENCE = DeathEvidence()
@@ -254,6 +255,12 @@ def make_failure(
         if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
             process = first_rank.short_name
             hint = f"Find the reason in the last lines that {process} has written to the log."
+        elif first_rank.alive and kind is FailureKind.COLLECTIVE_TIMEOUT:
+            waited_for = join_words([f"rank {rank}" for rank in first_rank.alive])
+            hint = (
+                f"Find out why {waited_for} did not take part in the operation for which "
+                f"{first_rank.short_name} waited. The lines of {waited_for} in the log may show it."
+            )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     tail = last_lines(traceback) or tail
     has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE
@@ -360,6 +367,21 @@ def _make_exit_hint(exit: Exit) -> str:
     if shell_signal is None:
         return ""
     return f"{_describe_shell_code(exit)} {_SIGNAL_HINTS.get(shell_signal, '')}".rstrip()
+
+
+def _advise_early_exit(name: str, step: float | None) -> str:
+    """Return advice for a component that ended with exit code 0 before the required step.
+
+    Args:
+        name: Name of the component.
+        step: Training step that was reached; None if no step is known.
+    """
+    if not step:
+        return f"Read the end of the component's log to see why {name} ended before its first step."
+    return (
+        f"Read the end of the component's log to see why {name} ended at step {step:g}. If the "
+        f"training is complete at this step, write `success: {{step: {step:g}}}` into the spec."
+    )
 
 
 def _describe_shell_code(exit: Exit) -> str:
@@ -1052,8 +1074,15 @@ class SupervisedAttempt:
                 f"{component} was asked from outside Muster to end ({sigterm_line[0]}), "
                 f"and ended with exit code 0{self._describe_missing_steps()}"
             )
-            kind = FailureKind.UNKNOWN
-            self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
+            self._fail(
+                component,
+                message,
+                "ended-from-outside",
+                kind=FailureKind.UNKNOWN,
+                exit=exit,
+                hint="Probably a person, another program or a job manager asked the training to "
+                "end. If the training should continue, start the run again.",
+            )
             return
         if required is not None and not is_finished:
             reached = (
@@ -1063,12 +1092,14 @@ class SupervisedAttempt:
                 f"{component} ended with exit code 0, but {reached}: "
                 f"`success` in the spec requires step {required:g}"
             )
-            if problem:
+            hint = _advise_early_exit(component.name, step)
+            if problem is not None:
                 message += f"; {problem}"
+                hint = problem.remedy
             kind = FailureKind.RUNTIME_ERROR
             if self._progress.source is not None and self._progress.source.unanswered:
                 kind = FailureKind.STORAGE
-            self._fail(component, message, "success-not-reached", kind=kind, exit=exit)
+            self._fail(component, message, "success-not-reached", kind=kind, exit=exit, hint=hint)
             return
         message = str(self._progress) or f"{component.name} is done"
         warning = ""
@@ -1081,16 +1112,19 @@ class SupervisedAttempt:
             # Do not warn about the step `last - 1`. A trainer that counts its steps from zero
             # reports this number for its last step.
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
-        elif last is None and problem:
+            if problem is None:
+                warning += f"; to let such a run fail, write `success: {{step: {last:g}}}`"
+        elif last is None and problem is not None:
             warning = f"{component.name} ended, but no step of its training is known"
-        if warning and problem:
+        if warning and problem is not None:
             warning += f": {problem}"
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
         if not_finite:
             warning = f"{warning or message}, but {not_finite}"
         reason = message
         if warning:
-            is_repeated = bool(problem) and self._progress.has_warned and not not_finite
+            has_problem = problem is not None
+            is_repeated = has_problem and self._progress.has_warned and not not_finite
             if not is_repeated:
                 self._emit("run.warning", message=warning)
             reason = f"{component.name} ended with exit code 0"
@@ -1167,7 +1201,19 @@ class SupervisedAttempt:
         message = f"{component} {ended}{before} after {component.seconds_alive():.1f} s{early}"
         if self._progress.is_finished:
             message += f"; {self._progress.describe_end()}"
-        self._fail(component, message, "exit", exit=exit)
+        hint = ""
+        if exit.is_zero:
+            hint = (
+                f"Read the end of the component's log to see why {component.name} ended. "
+                f"{component.name} must run until the run ends, and must not move itself into the "
+                "background."
+            )
+        if early:
+            hint += (
+                f" If {component.name} may end earlier, write `on_exit_zero: drain` into "
+                f"`components.{component.name}` of the spec."
+            )
+        self._fail(component, message, "exit", exit=exit, hint=hint)
 
     def _fail_by_loss(self, component: RunningComponent, reason: GiveUpReason) -> None:
         message = f"{component}: {reason.message}"
@@ -1192,7 +1238,7 @@ class SupervisedAttempt:
             rule: Name of the rule that noticed the failure.
             kind: Kind of the failure, or None if the log of the component decides the kind.
             exit: Exit of the component, or None if it has not ended.
-            hint: Advice for the user. If it is empty, the log of the component decides the advice.
+            hint: Advice for the user if the log of the component does not show the cause.
             place_words: Words in the message before the code that a hung component executes.
         """
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
@@ -1233,8 +1279,7 @@ class SupervisedAttempt:
                 exit=exit,
                 evidence=evidence,
             )
-            if hint:
-                failure = failure.with_changes(hint=hint)
+            failure = failure.with_changes(hint=failure.hint or hint)
             failure = name_full_disk(failure, file_systems)
             limits_at_exit: tuple[HostLimit, ...] = ()
             if limits is not None and limits.done() and limits.exception() is None:

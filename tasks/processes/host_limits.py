@@ -202,8 +202,8 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
         rule = PROCESS_RULE
         hint = (
             "The program could not start another process or thread. Use fewer worker processes "
-            "and threads (for example OMP_NUM_THREADS), or raise the limit that the message "
-            "names."
+            "and threads (for example OMP_NUM_THREADS), or raise the limit of processes "
+            "(`ulimit -u`, or pids.max of the cgroup)."
         )
     elif _NO_FILE.search(text):
         description = describe_file_limits()

@@ -65,6 +65,19 @@ _READ_WITHIN_S = 1.0
 _LISTED_AT_MOST = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingStep:
+    """Reason why the training step of a run is unknown. `str` returns the reason."""
+
+    #: Clause that names the file or URL, and the problem.
+    problem: str
+    #: Advice for the user. It repeats the keys or files that `problem` names.
+    remedy: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
 class HttpProgress:
     """Reads the step from the JSON body of a GET request, such as `progress.http`."""
 
@@ -79,8 +92,8 @@ class HttpProgress:
         self._key = key
         self._client = client
         self._has_step = False
-        #: Description of the last HTTP answer that contained no step.
-        self._problem = ""
+        #: Description of the last HTTP answer that contained no step; None if there was none.
+        self._problem: MissingStep | None = None
 
     @property
     def unanswered(self) -> str:
@@ -97,8 +110,12 @@ class HttpProgress:
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
             # If an earlier answer of the server had a fault, keep the description of that fault.
             # The server may have ended since then, so this new error says less.
-            if not self._problem:
-                self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
+            if self._problem is None:
+                self._problem = MissingStep(
+                    problem=f"{self._url} did not answer with JSON ({type(error).__name__})",
+                    remedy=f"Check that a server answers with JSON at {self._url} until the "
+                    "training ends. Otherwise, correct `progress.http` in the spec.",
+                )
             return None
         if step is None:
             self._problem = _describe_lack(self._url, content, self._key)
@@ -106,14 +123,14 @@ class HttpProgress:
             self._has_step = True
         return step
 
-    async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return the reason why the training step is unknown, or an empty string.
+    async def explain_missing_step(self, *, is_over: bool) -> MissingStep | None:
+        """Return the reason why the training step is unknown, or None.
 
         See `StepSource.explain_missing_step`.
         """
         # A server may omit the step until the training has begun. So report a missing step only
         # after the end of the training.
-        return self._problem if is_over and not self._has_step else ""
+        return self._problem if is_over and not self._has_step else None
 
 
 class JsonlProgress:
@@ -206,27 +223,42 @@ class JsonlProgress:
                     self._without_step += 1
                     self._last_without_step = figures
 
-    async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return the reason why the training step is unknown, or an empty string.
+    async def explain_missing_step(self, *, is_over: bool) -> MissingStep | None:
+        """Return the reason why the training step is unknown, or None.
 
         See `StepSource.explain_missing_step`.
         """
         if self._has_step:
-            return ""
+            return None
         if self._last_without_step is not None:
             is_likely = is_over or self._without_step >= _PROBABLY_WRONG_AFTER
             lack = _describe_lack(str(self._path), self._last_without_step, self._key)
-            return lack if is_likely else ""
+            return lack if is_likely else None
         if not is_over:
-            return ""
+            return None
         try:
-            return await self._reader.ask(partial(_describe_file, self._path), _READ_WITHIN_S)
+            return await self._reader.ask(
+                partial(_describe_file, self._path, self._key), _READ_WITHIN_S
+            )
         except PlaceTimeout as error:
-            return str(error)
+            return _describe_unanswered_file(str(error))
 
 
-def _describe_lack(source: str, content: object, key: str) -> str:
-    """Return a sentence that says why decoded JSON contains no step.
+def _describe_unanswered_file(problem: str) -> MissingStep:
+    """Return the reason why the step is unknown if the metrics file does not answer.
+
+    Args:
+        problem: Text that says for how long the file has not answered.
+    """
+    return MissingStep(
+        problem=problem,
+        remedy="Check the file system of the metrics file, for example an NFS mount, then start "
+        "the run again.",
+    )
+
+
+def _describe_lack(source: str, content: object, key: str) -> MissingStep:
+    """Return the reason why decoded JSON contains no step.
 
     Args:
         source: Path of the file, or URL.
@@ -236,13 +268,25 @@ def _describe_lack(source: str, content: object, key: str) -> str:
     missing = object()
     value = get_value(content, key, missing)
     if value is not missing:
-        return f"`{key}` in {source} is {describe_value(value)}, not a finite number"
+        return MissingStep(
+            problem=f"`{key}` in {source} is {describe_value(value)}, not a finite number",
+            remedy=f"Change the training so that `{key}` in {source} is a number, or write another "
+            "key into `progress.step` of the spec.",
+        )
     keys = list(_list_number_keys(content))
     if not keys:
-        return f"{source} has no `{key}`, and no other number"
+        return MissingStep(
+            problem=f"{source} has no `{key}`, and no other number",
+            remedy=f"Change the training so that it writes its step as the number `{key}` into "
+            f"{source}.",
+        )
     advice = suggest_name(key, keys)
     end = f"; {advice}" if advice else ""
-    return f"{source} has no `{key}`; it has {_list_some(keys)}{end}"
+    return MissingStep(
+        problem=f"{source} has no `{key}`; it has {_list_some(keys)}{end}",
+        remedy=f"Replace `{key}` in `progress.step` of the spec by the key of the training step. "
+        f"The numbers in {source} have the keys {_list_some(keys)}.",
+    )
 
 
 def _list_number_keys(content: object, prefix: str = "") -> Iterator[str]:
@@ -256,17 +300,33 @@ def _list_number_keys(content: object, prefix: str = "") -> Iterator[str]:
             yield from _list_number_keys(value, f"{prefix}{key}.")
 
 
-def _describe_file(path: Path) -> str:
-    """Return a sentence that says why a metrics file has no new JSON object."""
+def _describe_file(path: Path, key: str) -> MissingStep:
+    """Return the reason why a metrics file has no new JSON object.
+
+    Args:
+        path: The metrics file.
+        key: Key of the training step in the JSON object of each line.
+    """
     if path.exists():
-        return f"{path} has no new line with a JSON object"
+        return MissingStep(
+            problem=f"{path} has no new line with a JSON object",
+            remedy=f'Change the training so that it appends a line such as {{"{key}": 1}} to '
+            f"{path} after each step. Or write another file into `progress.jsonl` of the spec.",
+        )
+    remedy = "Write the metrics file of the training into `progress.jsonl` of the spec."
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
-        return f"{path} does not exist, and neither does its folder"
+        return MissingStep(
+            problem=f"{path} does not exist, and neither does its folder", remedy=remedy
+        )
     similar = [name for name in names if name.endswith((".json", ".jsonl", ".ndjson"))]
-    end = f"; its folder has {_list_some(similar)}" if similar else ""
-    return f"{path} does not exist{end}"
+    if not similar:
+        return MissingStep(problem=f"{path} does not exist", remedy=remedy)
+    return MissingStep(
+        problem=f"{path} does not exist; its folder has {_list_some(similar)}",
+        remedy=f"{remedy} {path.parent} has {_list_some(similar)}.",
+    )
 
 
 def _list_some(names: Sequence[str]) -> str:
@@ -290,15 +350,15 @@ class StepSource(Protocol):
     async def step(self) -> float | None:
         """Return the step; None if it is unknown now. Raise no errors."""
 
-    async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return the reason, as a sentence, why the training step was never known.
+    async def explain_missing_step(self, *, is_over: bool) -> MissingStep | None:
+        """Return the reason why the training step was never known.
 
         Args:
             is_over: True if the training is over. Before the end, a missing step is a fault only if
                 the source was read several times and contained no step.
 
         Returns:
-            An empty string if a step was ever known, or if no fault is likely yet.
+            None if a step was ever known, or if no fault is likely yet.
         """
 
 
@@ -805,16 +865,17 @@ class ProgressWatch:
             return ""
         return compare_first_step(self.plan.resume, first_line, step)
 
-    async def explain_missing_step(self) -> str:
+    async def explain_missing_step(self) -> MissingStep | None:
         """Return the reason why the last training step is unknown when the training ends or stalls.
 
         Returns:
-            An empty string if the last step is known.
+            None if the last step is known.
         """
         if self.source is None:
-            return ""
+            return None
         if self.step is not None:
-            return self.source.unanswered
+            unanswered = self.source.unanswered
+            return _describe_unanswered_file(unanswered) if unanswered else None
         return await self.source.explain_missing_step(is_over=True)
 
     async def _warn_of_missing_step(self) -> None:
@@ -825,7 +886,7 @@ class ProgressWatch:
         if self.source is None:
             return
         problem = await self.source.explain_missing_step(is_over=False)
-        if problem:
+        if problem is not None:
             self.has_warned = True
             self.emit("run.warning", message=f"the training step is not known yet: {problem}")
 

@@ -14,6 +14,11 @@ from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
+#: Advice that replaces the advice to read a hang report, if there is no hang report.
+_NO_HANG_REPORT = (
+    "Read the end of the component's log. There is no hang report, which would show the code at "
+    "which the component hung."
+)
 
 
 class Fact(NamedTuple):
@@ -52,6 +57,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     else:
         log = place.attempt(attempt.number).log(failure.component)
         hang_report = log.with_suffix(".hang.txt")
+        if HANG_REPORT in remedy and not hang_report.exists():
+            remedy = _NO_HANG_REPORT
         if remedy:
             yield Fact("what to do", remedy.replace(HANG_REPORT, str(hang_report)))
         yield Fact("log", str(log), is_code=True)

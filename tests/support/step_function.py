@@ -18,5 +18,5 @@ class StepFunction:
     def unanswered(self) -> str:
         return ""
 
-    async def explain_missing_step(self, *, is_over: bool) -> str:
-        return ""
+    async def explain_missing_step(self, *, is_over: bool) -> None:
+        return None

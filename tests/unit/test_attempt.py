@@ -303,6 +303,47 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (
+            '{"stpe": 12, "loss": 0.5}\n',
+            "Replace `step` in `progress.step` of the spec by the key of the training step. The "
+            "numbers in FILE have the keys stpe and loss.",
+        ),
+        (
+            '{"step": 12, "loss": 0.5}\n',
+            "Read the end of the component's log to see why trainer ended at step 12. If the "
+            "training is complete at this step, write `success: {step: 12}` into the spec.",
+        ),
+    ],
+)
+async def test_remedy_for_a_missing_step_fits_the_metrics_file(
+    begin: MakeAttempt, tmp_path: Path, line: str, remedy: str
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    attempt = await begin(NO_STEP, trainer="complete")
+    metrics.write_text(line)
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None
+    assert verdict.failure.hint == remedy.replace("FILE", str(metrics))
+
+
+async def test_remedy_for_a_needed_component_that_ends_names_the_key_of_the_spec(
+    begin: MakeAttempt,
+) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+
+    process("api").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None
+    assert "`on_exit_zero: drain` into `components.api`" in verdict.failure.hint
+
+
 @pytest.mark.parametrize("is_readable", [True, False])
 async def test_crash_after_the_last_step_completes_only_if_checkpoints_can_be_listed(
     begin: MakeAttempt, tmp_path: Path, is_readable: bool

@@ -105,6 +105,16 @@ def test_stalled_component_shows_a_hang_report_and_no_exit_code(tmp_path: Path) 
     assert not any("last log lines" in line for line in shown)
 
 
+def test_stalled_component_without_a_hang_report_does_not_name_one(tmp_path: Path) -> None:
+    stalled = FAILURE | {"kind": "STALLED", "signal": None, "hint": ""}
+    record = written(tmp_path, attempt(1, stalled) | {"decision": "final: no retry"})
+
+    shown = block(state="failed", message="STALLED: no progress", record_path=record)
+
+    [remedy] = [line for line in shown if line.startswith("  what to do")]
+    assert remedy.startswith("  what to do         Read the end of the component's log.")
+
+
 def test_completed_run_shows_no_failure_of_an_earlier_attempt(tmp_path: Path) -> None:
     record = written(
         tmp_path, attempt(1, FAILURE | {"kind": "NODE_LOST"}), attempt(2, None, "completed")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import FrozenInstanceError
 
 import pytest
 
+from tasks.record.causes import RULES
 from tasks.spec.failure_kinds import (
     REQUEUED,
     CheckpointBlame,
@@ -23,6 +25,15 @@ def test_every_kind_explains_cause_reaction_action_and_remedy(kind: FailureKind)
     properties = kind.properties
 
     assert all((properties.cause, properties.reaction, properties.action, properties.remedy))
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [kind.properties.remedy for kind in FailureKind] + [rule.hint for rule in RULES if rule.hint],
+)
+def test_remedy_does_not_rely_on_other_text_about_the_failure(remedy: str) -> None:
+    # A message need not name a limit, and a failure need not have a log line.
+    assert re.findall(r"message|\b(?:this|the log) line\b|other components", remedy) == []
 
 
 def test_properties_of_a_kind_cannot_be_changed() -> None:

@@ -10,11 +10,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.processes.progress import HttpProgress, JsonlProgress
+from tasks.processes.progress import HttpProgress, JsonlProgress, MissingStep
 
 
 def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
-    """Return Muster's explanation why no training step was found in a metrics file.
+    """Return Muster's explanation why no training step was found in a metrics file."""
+    missing = find_missing_step(path, is_over=is_over, key=key)
+    return missing.problem if missing is not None else ""
+
+
+def find_missing_step(
+    path: Path, *, is_over: bool = True, key: str = "global_step"
+) -> MissingStep | None:
+    """Return the reason why no training step was found in a metrics file, with the remedy.
 
     The file is removed and written again, so that Muster reads all its lines.
     """
@@ -114,7 +122,7 @@ def test_missing_step_of_a_running_training_is_explained_only_after_several_line
     ],
 )
 def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explanation: str) -> None:
-    async def read() -> tuple[float | None, str, str]:
+    async def read() -> tuple[float | None, MissingStep | None, MissingStep | None]:
         transport = httpx.MockTransport(lambda request: answer)
         async with httpx.AsyncClient(transport=transport) as client:
             source = HttpProgress("http://api/status", "current_step", client)
@@ -127,5 +135,49 @@ def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explan
 
     step, during_the_run, at_the_end = asyncio.run(read())
 
-    assert (step, during_the_run) == (None, "")
-    assert at_the_end.startswith(explanation)
+    assert (step, during_the_run) == (None, None)
+    assert at_the_end is not None and at_the_end.problem.startswith(explanation)
+    assert "http://api/status" in at_the_end.remedy
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (
+            {"step": 3, "loss": 0.5},
+            "Replace `global_step` in `progress.step` of the spec by the key of the training step. "
+            "The numbers in FILE have the keys step and loss.",
+        ),
+        (
+            {"name": "a"},
+            "Change the training so that it writes its step as the number `global_step` into FILE.",
+        ),
+        (
+            {"global_step": "3"},
+            "Change the training so that `global_step` in FILE is a number, or write another key "
+            "into `progress.step` of the spec.",
+        ),
+    ],
+)
+def test_remedy_for_a_wrong_key_names_the_key_and_the_keys_that_exist(
+    tmp_path: Path, line: dict[str, Any], remedy: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, line)
+
+    missing = find_missing_step(path)
+
+    assert missing is not None
+    assert missing.remedy == remedy.replace("FILE", str(path))
+
+
+def test_remedy_for_a_wrong_file_names_the_files_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+
+    missing = find_missing_step(tmp_path / "metrics.jsonl")
+
+    assert missing is not None
+    assert missing.remedy == (
+        "Write the metrics file of the training into `progress.jsonl` of the spec. "
+        f"{tmp_path} has train.jsonl."
+    )

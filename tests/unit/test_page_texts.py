@@ -144,7 +144,7 @@ def test_summary_of_a_failed_run_gives_cause_log_and_next_step() -> None:
     for text in (
         "exit code 1, pid 8, 3.1 s after its start",
         "RUNTIME\\_ERROR: trainer (pid 8)",
-        "Read the log line that the message names",
+        "Read the end of the component's log",
         "`/home/runs/x-1/attempt-01/trainer.log`",
         "not retried",
         "`/home/runs/x-1/run.json`",
@@ -185,7 +185,7 @@ def test_run_that_failed_before_its_first_attempt_shows_the_reason() -> None:
     )
 
     assert "```\nUSER_ERROR: the spec has 1 fault:\n  - a: b\n```" in str(shown.data)
-    assert "Correct the mistake that the message names" in str(shown.data)
+    assert "Correct the mistake in the spec or in the program" in str(shown.data)
     assert shown.headline == "**failed**: USER\\_ERROR: the spec has 1 fault:\n\n- a: b"
 
 

@@ -315,6 +315,13 @@ def test_time_out_of_the_first_rank_itself_stays_a_time_out() -> None:
     assert alone.kind == "COLLECTIVE_TIMEOUT"
 
 
+def test_advice_after_a_time_out_names_the_rank_that_did_not_respond() -> None:
+    failure = fail(STEPS + TIMED_OUT + table(entry(0, 1, 6), entry(1, -15, 7, "(SIGTERM)")))
+
+    assert failure.hint.startswith("Find out why rank 1 did not take part in the operation")
+    assert "rank 0 waited" in failure.hint
+
+
 def test_lost_connection_to_a_rank_of_another_machine_is_a_collective_error() -> None:
     lost = traceback_of(LOST_RANK[0], "[rank0]: ")
 

@@ -184,8 +184,12 @@ def test_exit_zero_before_the_last_step_is_a_warning(run_case: RunCase) -> None:
     record = run_case("ends_early.py", success=None)
 
     assert record.state is RunState.COMPLETED
-    assert record.message == "warning: trainer ended with exit code 0 at step 12 of 30"
-    assert record.attempts[0].warnings == ("trainer ended with exit code 0 at step 12 of 30",)
+    warning = (
+        "trainer ended with exit code 0 at step 12 of 30; to let such a run fail, write "
+        "`success: {step: 30}`"
+    )
+    assert record.message == f"warning: {warning}"
+    assert record.attempts[0].warnings == (warning,)
 
 
 def test_sigterm_that_a_trainer_turns_into_exit_zero_is_no_success(run_case: RunCase) -> None:
