@@ -121,19 +121,22 @@ _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 
+#: Exit codes of a process that SIGKILL ended: the code of `subprocess`, and the code of a shell.
+_SIGKILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
 #: Advice for a signal that ended a component, if the log does not show the cause.
 _SIGNAL_HINTS = {
-    "SIGKILL": "SIGKILL was sent from outside the run: by the kernel's OOM killer (then dmesg on "
-    "the host shows the kill) or by a person.",
-    "SIGTERM": "SIGTERM was sent from outside the run: by a person, another program or a job "
-    "manager such as Slurm.",
+    "SIGKILL": "Possible senders of SIGKILL are the kernel's OOM killer (then dmesg on the host "
+    "shows the kill), a person, another program, a job manager, or the program itself.",
+    "SIGTERM": "Muster did not send SIGTERM. Probably a person, another program, or a job manager "
+    "such as Slurm sent it.",
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow, because its file "
     "system is full. Check the free space with `df -h /dev/shm` and `df -h`.",
 }
-#: Advice for SIGKILL that the kernel's OOM killer has not sent.
+#: Advice for SIGKILL that the kernel's OOM killer has probably not sent.
 _SIGKILL_BY_OTHERS = (
-    "SIGKILL was sent from outside the run: by a person, another program or a job manager such "
-    "as Slurm."
+    "So probably a person, another program, a job manager such as Slurm, or the program itself "
+    "sent SIGKILL."
 )
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (
@@ -268,12 +271,16 @@ def make_failure(
         message = f"{message}: {evidence.oom_kill}"
         hint = _OOM_HINT
     elif exit is not None and has_unclear_cause and _got_sigkill(exit, first_rank):
+        hint = _SIGNAL_HINTS["SIGKILL"]
         if evidence.no_oom_kill:
-            hint = f"{_SIGKILL_BY_OTHERS} {evidence.no_oom_kill}"
-        else:
-            hint = _SIGNAL_HINTS["SIGKILL"]
+            hint = f"{evidence.no_oom_kill} {_SIGKILL_BY_OTHERS}"
         if _signal_of_shell(exit):
-            hint = f"{_describe_shell_code(exit)} {hint}"
+            observation = _describe_shell_code(exit)
+        else:
+            is_rank = first_rank is not None and first_rank.exit_code in _SIGKILL_CODES
+            killed = first_rank.short_name if first_rank is not None and is_rank else component
+            observation = f"SIGKILL ended {killed}."
+        hint = f"{observation} {hint}"
     return Failure(
         kind=kind,
         component=component,
@@ -332,9 +339,8 @@ def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:
         exit: Exit of the component.
         first_rank: The process of the component that failed first, or None if it is unknown.
     """
-    codes = (-signal.SIGKILL, 128 + signal.SIGKILL)
-    is_rank = first_rank is not None and first_rank.exit_code in codes
-    return is_rank or exit.signal == signal.SIGKILL or exit.exit_code in codes
+    is_rank = first_rank is not None and first_rank.exit_code in _SIGKILL_CODES
+    return is_rank or exit.signal == signal.SIGKILL or exit.exit_code in _SIGKILL_CODES
 
 
 def _is_oom_kill(
@@ -1071,7 +1077,7 @@ class SupervisedAttempt:
             words = "\n".join(text.splitlines()[-_LAST_LINES:])
         if sigterm_line := _SIGTERM_HEARD.search(words):
             message = (
-                f"{component} was asked from outside Muster to end ({sigterm_line[0]}), "
+                f"{component} received SIGTERM, which Muster did not send ({sigterm_line[0]}), "
                 f"and ended with exit code 0{self._describe_missing_steps()}"
             )
             self._fail(

@@ -140,7 +140,7 @@ def test_sigkill_that_the_kernel_did_not_send_is_explained(harness: ComponentHar
 
     assert verdict.failure is not None
     assert verdict.failure.signal == signal.SIGKILL.name
-    assert "by a person, another program or a job manager" in verdict.failure.hint
+    assert "So probably a person, another program, a job manager" in verdict.failure.hint
     assert "The kernel's OOM killer has killed no process" in verdict.failure.hint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasks.processes.attempt import make_failure
+from tasks.processes.descendant_watch import DeathEvidence
 from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
 
@@ -61,6 +62,37 @@ def test_failure_by_bare_sigkill_points_to_the_kernel_log() -> None:
     failure = make_failure("trainer", "", message="left", rule="exit", exit=exit)
 
     assert "dmesg" in failure.hint
+
+
+#: Sentence about the kernel's own counter of kills by its OOM killer.
+NO_OOM_KILL = "The kernel's OOM killer has killed no process in the cgroup of the component."
+
+
+@pytest.mark.parametrize(
+    ("exit", "observation"),
+    [
+        (ended(None, 9), "SIGKILL ended trainer."),
+        (ended(137), "Exit code 137 of a shell or launcher means that SIGKILL ended its program."),
+    ],
+)
+def test_sender_of_sigkill_is_only_named_as_probable(exit: Exit, observation: str) -> None:
+    evidence = DeathEvidence(no_oom_kill=NO_OOM_KILL)
+
+    failure = make_failure(
+        "trainer", "step 8", message="left", rule="exit", exit=exit, evidence=evidence
+    )
+
+    assert failure.hint.startswith(f"{observation} {NO_OOM_KILL} So probably")
+    assert "the program itself" in failure.hint
+    assert "from outside" not in failure.hint
+
+
+@pytest.mark.parametrize("signal", [9, 15])
+def test_signal_without_further_evidence_has_no_certain_sender(signal: int) -> None:
+    failure = make_failure("a", "", message="left", rule="exit", exit=ended(None, signal))
+
+    assert "sent from outside" not in failure.hint
+    assert "robably" in failure.hint or "Possible senders" in failure.hint
 
 
 def test_explicit_kind_is_not_replaced_by_the_log() -> None:
