@@ -66,6 +66,7 @@ from tasks.record.ranks import (
     has_error_file,
     is_consequence,
     is_victim,
+    remove_launcher_reports,
     select_lines_of_rank,
     select_traceback_of_rank,
 )
@@ -245,7 +246,7 @@ def make_failure(
     if exit is not None and not hint:
         hint = _make_exit_hint(exit)
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
-    tail = last_lines(own_text)
+    tail = last_lines(remove_launcher_reports(own_text))
     if first_rank is not None:
         message = f"{message}: {first_rank}"
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):

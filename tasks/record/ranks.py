@@ -7,6 +7,9 @@ than those of the first rank. The launcher of the ranks notices the deaths and r
 - torchrun and accelerate print a table with the exit code and pid of each failed rank;
 - deepspeed prints the command of the first process that failed, with its `--local_rank`;
 - `torch.multiprocessing.spawn` and `multiprocessing` name the process.
+
+The reports of the launchers are the last lines of a log. `remove_launcher_reports` removes them, so
+that the user sees the last lines of the ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +50,35 @@ _TABLE_BLOCK = re.compile(r"^\[\d+\]:[ \t]*\n(?:[ \t][^\n]*\n?|\n)*", re.MULTILI
 #: Source: torch/distributed/elastic/multiprocessing/api.py.
 _REPORTED_EXIT = re.compile(
     r"^[^\n]{0,200}failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (?P<pid>\d+)\)[^\n]*\n?",
+    re.MULTILINE,
+)
+#: Matches a log message of torchrun or of DeepSpeed's launcher about the processes of the ranks.
+#: The name of torchrun's module follows the level and the time, in one of three formats:
+#: `W1127 08:21:44.3 321 torch/...`, `[2024-05-01 10:00:00,1] torch...` and `WARNING:torch...`.
+_LAUNCHER_MESSAGE = re.compile(
+    r"^(?:[WEIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/(?:elastic|launcher|run\.py)"
+    r"|\[\d{4}-[^\]\n]{1,40}\] torch\.distributed\.(?:elastic|launcher|run)"
+    r"|(?:INFO|WARNING|ERROR|CRITICAL):torch\.distributed\.(?:elastic|launcher|run)"
+    r"|\[\d{4}-[^\]\n]{1,40}\] \[\w+\] \[(?:launch|runner)\.py:)[^\n]*\n?",
+    re.MULTILINE,
+)
+#: Matches a traceback, which begins at the start of a line. The last line is in the group `error`.
+_TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):[ \t]*\n(?P<frames>(?:[ \t][^\n]*\n)+)"
+    r"(?P<error>\S[^\n]*(?:\n|$))",
+    re.MULTILINE,
+)
+#: Matches the error of a launcher that only reports the end of a rank, or its own stop by a signal.
+#: Source: torch/distributed/elastic/multiprocessing/errors and api.py.
+_LAUNCHER_ERROR = re.compile(
+    r"torch\.distributed\.elastic\.multiprocessing\.\S*(?:ChildFailedError|SignalException):"
+)
+#: Matches a line of a traceback in the program `accelerate launch`, which starts the training.
+_ACCELERATE_FRAME = re.compile(r"[/\\]accelerate[/\\]commands[/\\]launch\.py")
+#: Matches torchrun's table of the failed ranks, from the first to the last line of `=`.
+_TABLE = re.compile(
+    r"^={20,}[ \t]*\n[^\n]* FAILED[ \t]*\n-{20,}[ \t]*\nFailures:[ \t]*\n"
+    r"(?:(?!={20})[^\n]*\n)*(?:={20,}[ \t]*(?:\n|$))?",
     re.MULTILINE,
 )
 #: Matches the rank that PyTorch writes at the beginning of a line: `[rank1]: ` before a traceback,
@@ -222,7 +254,7 @@ def is_victim(text: str, rank: int) -> bool:
     The result depends only on the lines about the rank in the log. These are the lines that PyTorch
     marks with the number of the rank, and the entry of the rank in torchrun's table.
     """
-    own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
+    own_text = _select_marked_lines(text, rank)
     for block in _TABLE_BLOCK.finditer(text):
         entry = _TABLE_ENTRY.search(block[0])
         if entry is not None and int(entry["rank"]) == rank:
@@ -232,12 +264,45 @@ def is_victim(text: str, rank: int) -> bool:
 
 
 def select_traceback_of_rank(text: str, failure: RankFailure) -> str:
-    """Return the lines that PyTorch marks as those of the failed rank, or an empty string."""
+    """Return the lines that PyTorch marks as those of the failed rank, if they have a traceback.
+
+    PyTorch also marks warnings. Without a traceback, the marked lines may be much older than the
+    end of the rank.
+
+    Returns:
+        An empty string if no traceback has the mark of the rank.
+    """
+    lines = _select_marked_lines(text, failure.rank)
+    return lines if "Traceback (most recent call last)" in lines else ""
+
+
+def _select_marked_lines(text: str, rank: int | None) -> str:
+    """Return the lines that PyTorch marks with the number of a rank, or an empty string."""
     return "".join(
         line
         for line in text.splitlines(keepends=True)
-        if (prefix := _RANK_PREFIX.match(line)) and int(prefix[1]) == failure.rank
+        if (prefix := _RANK_PREFIX.match(line)) and int(prefix[1]) == rank
     )
+
+
+def remove_launcher_reports(text: str) -> str:
+    """Return a log without the reports of torchrun, accelerate and deepspeed about their ranks.
+
+    These reports are the table of the failed ranks, the traceback of the launcher itself, and its
+    messages about the processes. If the log has no other lines, it is returned unchanged.
+    """
+    lines_of_ranks = _TABLE.sub("", text)
+    lines_of_ranks = _TRACEBACK.sub(_remove_launcher_traceback, lines_of_ranks)
+    lines_of_ranks = _LAUNCHER_MESSAGE.sub("", lines_of_ranks)
+    return lines_of_ranks if lines_of_ranks.strip() else text
+
+
+def _remove_launcher_traceback(match: re.Match[str]) -> str:
+    """Return an empty string for the traceback of a launcher, and any other traceback unchanged."""
+    is_of_accelerate = (
+        _ACCELERATE_FRAME.search(match["frames"]) and "CalledProcessError" in (match["error"])
+    )
+    return "" if is_of_accelerate or _LAUNCHER_ERROR.match(match["error"]) else match[0]
 
 
 def _read_table(text: str) -> RankFailure | None:

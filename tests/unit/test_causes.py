@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tasks.record.causes import (
     RULES,
     Role,
+    Rule,
     find_cause,
     last_lines,
     read_rules,
@@ -207,6 +209,14 @@ def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     without_hint = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert without_hint - requeued == {"python-value", "exception", "traceback"}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if re.search("CUDA|NCCL", rule.hint)], ids=lambda rule: rule.id
+)
+def test_advice_on_cuda_is_only_for_messages_about_gpus(rule: Rule) -> None:
+    # A training on the CPU prints the other messages, too.
+    assert re.search("cuda|nccl|nvidia", TEXTS[rule.id], re.IGNORECASE)
 
 
 def test_every_kind_found_in_logs_has_a_rule() -> None:

@@ -315,6 +315,60 @@ def test_time_out_of_the_first_rank_itself_stays_a_time_out() -> None:
     assert alone.kind == "COLLECTIVE_TIMEOUT"
 
 
+@pytest.mark.parametrize("code", [3, -9, -11])
+def test_last_lines_leave_out_the_report_of_the_launcher(code: int) -> None:
+    own = "rank 1: loading the batch\n"
+    text = STEPS + own + LOST_PEER + table(entry(1, code, 7), STOPPED)
+
+    failure = fail(text)
+
+    assert failure.log_tail == (STEPS + own).strip()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 7 closing signal\n",
+        "[2024-05-01 10:00:00,1] torch.distributed.elastic.multiprocessing.api: [ERROR] failed\n",
+        "W1127 08:21:44.3 321 torch/distributed/run.py:774] Setting OMP_NUM_THREADS\n",
+        "[2024-05-01 10:00:00,1] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 812\n",
+        traceback_of(
+            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal 15"
+        ),
+        'Traceback (most recent call last):\n  File "/v/accelerate/commands/launch.py", line 7, in '
+        "simple_launcher\nsubprocess.CalledProcessError: Command 'x' returned 1\n",
+    ],
+)
+def test_report_of_each_launcher_is_left_out(report: str) -> None:
+    own = STEPS + traceback_of("ValueError: bad batch 17")
+
+    assert fail(own + report).log_tail == own.strip()
+
+
+def test_recorded_log_ends_with_a_line_of_the_training() -> None:
+    text = (RECORDED / "torchrun-record-exit-3.txt").read_text()
+
+    tail = fail(text, first_death=death(3)).log_tail
+
+    assert "ChildFailedError" not in tail
+    assert "Root Cause" not in tail
+    assert "torch/distributed/elastic" not in tail
+
+
+def test_log_that_has_only_a_launcher_report_is_shown_whole() -> None:
+    report = table(entry(0, 1, 7))
+
+    assert "Root Cause" in fail(report).log_tail
+
+
+def test_warning_that_the_failed_rank_printed_at_its_start_does_not_hide_its_last_lines() -> None:
+    warning = "[rank1]:[W1127 08:21:44.1 ProcessGroupNCCL.cpp:4843] using GPU 1\n"
+
+    failure = fail(warning + STEPS + table(entry(1, -9, 7), STOPPED))
+
+    assert failure.log_tail.endswith("step 1")
+
+
 def test_advice_after_a_time_out_names_the_rank_that_did_not_respond() -> None:
     failure = fail(STEPS + TIMED_OUT + table(entry(0, 1, 6), entry(1, -15, 7, "(SIGTERM)")))
 
