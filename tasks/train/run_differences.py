@@ -5,79 +5,94 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher, unified_diff
 
+import yaml
+
 from tasks.record.checkpoints import read_attempt_spec
-from tasks.record.code_store import NoCode, hash_files, read_files
+from tasks.record.code_store import NoCode, hash_files, read_code, read_files
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord
+from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.errors import BadArgument
+from tasks.spec.loading import dump_spec
+from tasks.spec.run import LIVE_CODE
 from tasks.spec.secrets import find_code_secrets, mask_text
-from tasks.train.finding_runs import find_run
-from tasks.train.run_records import require_record
+from tasks.train.finding_runs import Run, find_run
+from tasks.train.run_records import find_record, read_submitted_spec
 
 #: Name of an attempt, such as `RUN--a02`. The groups are the run id and the attempt's number.
 _ATTEMPT_NAME = re.compile(r"(.+)--a(\d+)")
+#: Names of the properties that a code store's entry has, besides its files.
+_CODE_PROPERTIES = ("tree", "project", "commit", "diff")
 
 
-def compare_attempts(first_name: str, second_name: str) -> dict[str, tuple[object, object]]:
-    """Return the differences between two attempts: the two values of each differing property.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The properties of two attempts. A run that has not started stands for its first attempt."""
+
+    #: Property of the first attempt, by dotted property name such as `spec.env.SEED`.
+    first: Mapping[str, object]
+    #: Property of the second attempt, by dotted property name.
+    second: Mapping[str, object]
+    #: Sentence about the runs that have not started. Empty if both runs have started.
+    note: str = ""
+
+    @property
+    def differences(self) -> dict[str, tuple[object, object]]:
+        """The two values of each property that differs. None stands for a missing property."""
+        return {
+            key: (self.first.get(key), self.second.get(key))
+            for key in dict.fromkeys((*self.first, *self.second))
+            if self.first.get(key) != self.second.get(key)
+        }
+
+    def describe(self) -> list[str]:
+        """Return the differences as lines for people.
+
+        A changed value is a line such as `progress.total 60 -> 80`. For an argument of a command,
+        the name of its option stands before the values: `lr 6e-3 -> 7e-3`. The code is compared as
+        in `diff -u`.
+        """
+        differences = self.differences
+        lines: list[str] = []
+        compared_lists: set[str] = set()
+        for key, (old, new) in differences.items():
+            parent, _, last = key.rpartition(".")
+            if key.startswith("spec.") and last.isdecimal():
+                if parent not in compared_lists:
+                    compared_lists.add(parent)
+                    old_list = _get_list(self.first, parent)
+                    lines += _describe_list(parent, old_list, _get_list(self.second, parent))
+            elif not key.startswith("code.") and key not in ("tree", "diff"):
+                lines.append(f"{key.removeprefix('spec.')} {_show(old)} -> {_show(new)}")
+        return [*lines, *_describe_code(self.first, self.second, differences)]
+
+
+def compare_attempts(first_name: str, second_name: str) -> Comparison:
+    """Compare two attempts.
+
+    If a run has not started, only the specs and the code that were submitted are compared.
 
     Args:
         first_name: Name of an attempt, such as `RUN--a02`, or of a run. A run stands for its last
             attempt.
         second_name: Name of the attempt or run to compare with.
 
-    Returns:
-        `(first value, second value)` by dotted property name, such as `spec.env.SEED`. A value is
-        None if the attempt does not have the property.
-
     Raises:
-        BadArgument: An attempt has no record on this machine or on the server.
+        BadArgument: The run has no such attempt. Or the run has not started, and the server does
+            not answer.
+        InvalidSpec: The run has not started, and its spec has faults.
     """
-    return _compare_properties(_read_properties(first_name), _read_properties(second_name))
-
-
-def describe_differences(first_name: str, second_name: str) -> list[str]:
-    """Return the differences between two attempts as lines for people.
-
-    A changed value is a line such as `progress.total 60 -> 80`. For an argument of a command, the
-    name of its option stands before the values: `lr 6e-3 -> 7e-3`. The code is compared as in
-    `diff -u`.
-
-    Args:
-        first_name: Name of an attempt or run, see `compare_attempts`.
-        second_name: Name of the attempt or run to compare with.
-
-    Raises:
-        BadArgument: An attempt has no record on this machine or on the server.
-    """
-    first = _read_properties(first_name)
-    second = _read_properties(second_name)
-    differences = _compare_properties(first, second)
-
-    lines: list[str] = []
-    compared_lists: set[str] = set()
-    for key, (old, new) in differences.items():
-        parent, _, last = key.rpartition(".")
-        if key.startswith("spec.") and last.isdecimal():
-            if parent not in compared_lists:
-                compared_lists.add(parent)
-                lines += _describe_list(parent, _get_list(first, parent), _get_list(second, parent))
-        elif not key.startswith("code.") and key not in ("tree", "diff"):
-            lines.append(f"{key.removeprefix('spec.')} {_show(old)} -> {_show(new)}")
-    return [*lines, *_describe_code(first, second, differences)]
-
-
-def _compare_properties(
-    first: Mapping[str, object], second: Mapping[str, object]
-) -> dict[str, tuple[object, object]]:
-    """Return the two values of each property that differs. None stands for a missing property."""
-    return {
-        key: (first.get(key), second.get(key))
-        for key in dict.fromkeys((*first, *second))
-        if first.get(key) != second.get(key)
-    }
+    pair = [_find_attempt(first_name), _find_attempt(second_name)]
+    waiting = [found.run for found in pair if found.attempt is None]
+    if not waiting:
+        first, second = (_read_properties(found) for found in pair)
+        return Comparison(first=first, second=second)
+    states = [f"{run.run_id} has not started: it is {run.state}." for run in waiting]
+    first, second = (_read_submitted_properties(found) for found in pair)
+    note = f"{' '.join(states)} Only the spec and the submitted code are compared."
+    return Comparison(first=first, second=second, note=note)
 
 
 def _show(value: object) -> str:
@@ -152,7 +167,10 @@ def _describe_code(
             patches = [str(properties.get("diff") or "") for properties in (first, second)]
             yield from _diff_texts("uncommitted changes", *patches)
         elif not (first.get("tree") and second.get("tree")):
-            yield "the code of at least one run was not recorded, so it cannot be compared"
+            yield (
+                "the code of at least one run was not stored on this machine, so it cannot be "
+                "compared"
+            )
         return
     for name in sorted(names):
         old_mode, old_content = old_files.get(name, (0, b""))
@@ -197,35 +215,107 @@ def _diff_texts(
     return (mask_text(line, secrets) for line in lines)
 
 
-def _read_properties(name: str) -> dict[str, object]:
-    """Return the recorded spec, code, packages and host of an attempt, by dotted property name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundAttempt:
+    """An attempt that was found by its name."""
+
+    run: Run
+    #: Content of the `run.json` of the run. None if the run has no record yet.
+    record: RunJson | None
+    #: The attempt. None if the run has not started.
+    attempt: AttemptRecord | None
+
+
+def _find_attempt(name: str) -> _FoundAttempt:
+    """Return an attempt by its name, such as `RUN--a02`, or the last attempt of a run.
+
+    Raises:
+        BadArgument: There is no such run, or the run has no such attempt.
+    """
     match = _ATTEMPT_NAME.fullmatch(name)
     run = find_run(match[1] if match else name)
-    record = require_record(run)
-    attempts = record.attempts
-    if match:
-        attempts = tuple(attempt for attempt in attempts if attempt.number == int(match[2]))
-    if not attempts:
-        wanted = f"attempt {int(match[2])}" if match else "attempt yet"
-        raise BadArgument(
-            f"{run.run_id} has no {wanted}. To see the attempts: muster explain {run.run_id}"
-        )
-    attempt = attempts[-1]
+    record = find_record(run)
+    attempts = record.attempts if record is not None else ()
+    if match is None:
+        return _FoundAttempt(run=run, record=record, attempt=attempts[-1] if attempts else None)
+    for attempt in attempts:
+        if attempt.number == int(match[2]):
+            return _FoundAttempt(run=run, record=record, attempt=attempt)
+    raise BadArgument(
+        f"{run.run_id} has no attempt {int(match[2])}. To see the attempts: muster explain "
+        f"{run.run_id}"
+    )
 
-    spec = {
-        key: value
-        for key, value in _flatten(_read_comparable_spec(run.place, attempt), "spec")
-        if key != "spec.code"
-    }
-    provenance = {**(record.provenance or {}), **attempt.provenance}
+
+def _read_properties(found: _FoundAttempt) -> dict[str, object]:
+    """Return the recorded spec, code, packages and host of an attempt, by dotted property name."""
+    assert found.record is not None and found.attempt is not None
+    spec = _read_comparable_spec(found.run.place, found.attempt)
+    provenance = {**(found.record.provenance or {}), **found.attempt.provenance}
+    return {**_flatten_spec(spec), **_flatten_provenance(provenance)}
+
+
+def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
+    """Return the submitted spec and code of a run, by dotted property name.
+
+    Raises:
+        BadArgument: The run has not started, and the server does not have its spec.
+        InvalidSpec: The spec has faults.
+    """
+    spec = read_submitted_spec(found.run)
+    recorded = _read_properties(found) if found.attempt is not None else {}
+    if spec is None and not recorded:
+        raise BadArgument(
+            f"{found.run.run_id} has not started, and the Prefect server does not answer with its "
+            "spec"
+        )
+    if recorded:
+        code = {
+            key: value
+            for key, value in recorded.items()
+            if key in _CODE_PROPERTIES or key.startswith("code.")
+        }
+    else:
+        code = _flatten_provenance(_read_submitted_code(spec.code if spec is not None else None))
+    if spec is None:
+        return {**{key: recorded[key] for key in recorded if key.startswith("spec.")}, **code}
+    # Write and read the spec as for an attempt, so that secrets are masked.
+    return {**_flatten_spec(yaml.safe_load(dump_spec(spec))), **code}
+
+
+def _read_submitted_code(name: str | None) -> dict[str, object]:
+    """Return the properties of submitted code, or an empty dict if it is not stored here.
+
+    Args:
+        name: Name of the code in the spec.
+    """
+    if name in (None, LIVE_CODE):
+        return {}
+    with suppress(NoCode, OSError):
+        return asdict(read_code(name))
+    return {}
+
+
+def _flatten_spec(spec: object) -> dict[str, object]:
+    """Return the values of a spec by dotted name, such as `spec.env.SEED`.
+
+    The name of the code and the run id are left out.
+    """
+    left_out = ("spec.code", "spec.run_id")
+    return {key: value for key, value in _flatten(spec, "spec") if key not in left_out}
+
+
+def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
+    """Return the code, packages and host of an attempt by dotted name, such as `code.train.py`."""
+    properties = dict(provenance)
     files: dict[str, str] = {}
     with suppress(NoCode, OSError):
-        files = hash_files(str(provenance.get("tree")))
+        files = hash_files(str(properties.get("tree")))
     if files:
         # Leave out the recorded diff of the project. The hashes of all files show the differences
         # of the code more exactly: a long diff was cut.
-        provenance.pop("diff", None)
-    return {**spec, **dict(_flatten({**provenance, "code": files}))}
+        properties.pop("diff", None)
+    return dict(_flatten({**properties, "code": files}))
 
 
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:

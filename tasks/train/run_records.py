@@ -14,9 +14,11 @@ from tasks.processes.registry import read_owner
 from tasks.record.final_record import describe_cleanup_after_loss
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import find_artifacts
-from tasks.server.flow_runs import ServerAway, connect_to_server
+from tasks.server.flow_runs import ServerAway, connect_to_server, find_flow_run
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
+from tasks.spec.loading import parse_spec
+from tasks.spec.run import RunSpec
 from tasks.train.finding_runs import ENDED_STATES, WAITING_STATES, Run, find_run
 from tasks.train.local_runs import list_attempts, read_local_record
 
@@ -48,6 +50,25 @@ def find_record(run: Run) -> RunJson | None:
     copies = [parse_record(content) for content in read_artifacts(run, RECORD)]
     records = [record for record in (local_record, *copies[:1]) if record is not None]
     return max(records, key=lambda record: len(record.attempts), default=None)
+
+
+def read_submitted_spec(run: Run) -> RunSpec | None:
+    """Return the spec with which a run was submitted, with its placeholders.
+
+    Returns:
+        None if no server is configured, or if the server does not answer or does not know the run.
+
+    Raises:
+        InvalidSpec: The spec has faults.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url or not run.flow_run_id:
+        return None
+    with suppress(ServerAway), connect_to_server(api_url) as client:
+        flow_run = find_flow_run(client, run.flow_run_id)
+        if flow_run is not None and "spec" in flow_run.parameters:
+            return parse_spec(flow_run.parameters["spec"], from_form=True)
+    return None
 
 
 def describe_lost_process(run: Run) -> str:

@@ -47,7 +47,7 @@ from tasks.train.run_checkpoints import (
     format_checkpoints,
     list_run_checkpoints,
 )
-from tasks.train.run_differences import compare_attempts, describe_differences
+from tasks.train.run_differences import compare_attempts
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_progress import RunProgress, read_progress
 from tasks.train.run_records import (
@@ -149,7 +149,8 @@ def show(
     Args:
         other: The run to compare with, for --diff.
         diff: Show the differences between two runs: spec, code, packages and host. RUN--a02 names
-            an attempt. RUN alone names the last attempt of the run.
+            an attempt. RUN alone names the last attempt of the run. If a run has not started, only
+            its spec and its submitted code are compared.
         json: Print run.json. With --diff: print the two values of each difference as JSON.
     """
     if diff != bool(other):
@@ -176,11 +177,16 @@ def show(
 
 def _print_differences(first_name: str, second_name: str, *, json: bool) -> None:
     """Print the differences between two attempts as JSON, or as lines for people."""
+    comparison = compare_attempts(first_name, second_name)
     if json:
-        print(dumps(compare_attempts(first_name, second_name), indent=2))
+        if comparison.note:
+            print(comparison.note, file=sys.stderr)
+        print(dumps(comparison.differences, indent=2))
         return
-    lines = describe_differences(first_name, second_name)
-    print("\n".join(lines) or "The records of the two attempts do not differ.")
+    if comparison.note:
+        print(comparison.note)
+    compared = "specs and the submitted code" if comparison.note else "records"
+    print("\n".join(comparison.describe()) or f"The {compared} of the two attempts do not differ.")
 
 
 def metrics(run: RunName = "latest", /) -> None:

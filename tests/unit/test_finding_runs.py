@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Completed, Running
+from prefect.states import Cancelled, Completed, Running, Scheduled
 
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import ProcessId, host_name
@@ -439,6 +439,120 @@ def test_diff_says_if_the_code_of_a_run_was_not_recorded(
     write_record(FAILED)
 
     assert diff_text(capsys).splitlines()[-1].startswith("the code of at least one run was not")
+
+
+def submitted_run(run_id: str, flow_run_id: str, **changes: Any) -> FlowRun:
+    """Return the flow run of a submitted run, which waits. Keyword arguments change its spec."""
+    spec = {
+        "name": "trial",
+        "workload": "sft",
+        "run_id": run_id,
+        "components": {"trainer": {"command": ["python", "t.py", "--lr", "6e-3"]}},
+        **changes,
+    }
+    return FlowRun(
+        id=UUID(flow_run_id),
+        flow_id=uuid4(),
+        name=run_id,
+        state=Scheduled(),
+        parameters={"spec": spec},
+    )
+
+
+@contextmanager
+def serving_flow_runs(*flow_runs: FlowRun) -> Iterator[None]:
+    """Serve flow runs like a Prefect server without artifacts, which the verbs then ask."""
+    by_path = {
+        f"/flow_runs/{flow_run.id}": flow_run.model_dump(mode="json") for flow_run in flow_runs
+    }
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, object]:
+        if path.endswith("/flow_runs/filter"):
+            return 200, [*by_path.values()]
+        for suffix, content in by_path.items():
+            if path.endswith(suffix):
+                return 200, content
+        return answer_as_another_server(method, path, body)
+
+    with serving(answer) as url, temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        yield
+
+
+def store_code(project: Path, text: str) -> str:
+    """Store a project with the file `train.py`, and return the name of the stored code."""
+    project.mkdir(exist_ok=True)
+    (project / "train.py").write_text(text)
+    return store_project(project)
+
+
+WAITING = "trial-sft-20260104-000000-cccc91c2"
+WAITING_ID = "44444444-0000-4000-8000-000000000000"
+
+
+@pytest.mark.parametrize("has_submitted_spec", [True, False])
+def test_diff_compares_a_waiting_run_by_its_submitted_spec_and_code(
+    muster_home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    has_submitted_spec: bool,
+) -> None:
+    old_code = store_code(tmp_path / "project", "lr = 6\n")
+    new_code = store_code(tmp_path / "project", "lr = 7\n")
+    write_record(FAILED, provenance={"tree": read_code(old_code).tree, "python": "3.11"})
+    place = RunPlace.of(FAILED).attempt(2)
+    place.directory.mkdir()
+    flow_runs = (
+        [submitted_run(FAILED, FLOW_RUNS[FAILED], code=old_code)] if has_submitted_spec else []
+    )
+    spec = submitted_run(FAILED, FLOW_RUNS[FAILED]).parameters["spec"]
+    place.spec.write_text(yaml.safe_dump(spec))
+    command = ["python", "t.py", "--lr", "7e-3"]
+    secret = {"HF_TOKEN": "secret-value"}
+    waiting = submitted_run(
+        WAITING,
+        WAITING_ID,
+        code=new_code,
+        env=secret,
+        components={"trainer": {"command": command}},
+    )
+
+    with serving_flow_runs(waiting, *flow_runs):
+        codes = [
+            run_verb(SHOW, ["--diff", FAILED, WAITING]),
+            run_verb(SHOW, ["--diff", FAILED, WAITING, "--json"]),
+        ]
+
+    output = capsys.readouterr()
+    text, _, as_json = output.out.partition("\n{\n")
+    assert codes == [0, 0], output.err
+    assert text.splitlines()[0] == (
+        f"{WAITING} has not started: it is queued. Only the spec and the submitted code are "
+        "compared."
+    )
+    assert "lr 6e-3 -> 7e-3  (components.trainer.command)" in text
+    assert "-lr = 6\n+lr = 7" in text
+    assert "python 3.11" not in text
+    assert "secret-value" not in text + as_json
+    assert json.loads("{" + as_json)["spec.components.trainer.command.3"] == ["6e-3", "7e-3"]
+    assert "has not started" in output.err
+
+
+def test_diff_of_two_waiting_runs_with_the_same_spec_says_that_they_do_not_differ(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = store_code(tmp_path / "project", "lr = 6\n")
+    other_id = "55555555-0000-4000-8000-000000000000"
+    other = WAITING.replace("cccc", "dddd")
+
+    with serving_flow_runs(
+        submitted_run(WAITING, WAITING_ID, code=code), submitted_run(other, other_id, code=code)
+    ):
+        exit_code = run_verb(SHOW, ["--diff", WAITING, other])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert exit_code == 0
+    assert lines[-1] == "The specs and the submitted code do not differ."
+    assert WAITING in lines[0] and other in lines[0]
 
 
 def test_diff_shows_the_code_as_a_unified_diff(
