@@ -7,6 +7,7 @@ about a failed attempt.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -56,9 +57,9 @@ def facts_of_run(
     if parent := describe_parent(record):
         yield Fact("started from", parent)
     if attempt is not None:
-        if earlier_count := len(record.attempts) - 1:
-            earlier = format_count(earlier_count, "failed attempt")
-            yield Fact("attempt", f"{attempt.number}, after {earlier}")
+        if earlier_attempts := record.attempts[:-1]:
+            counts = count_attempts_by_state(earlier_attempts)
+            yield Fact("attempt", f"{attempt.number}, after {counts}")
         resume_sentences = [*describe_resume(attempt.resume, attempt.number)]
         if not resume_sentences and attempt.resume_from:
             resume_sentences = [f"starts from {attempt.resume_from}"]
@@ -86,6 +87,17 @@ def facts_of_run(
     if text := " ".join(time_use):
         yield Fact("time", text)
     yield Fact("record", str(place.record), is_code=True)
+
+
+def count_attempts_by_state(attempts: Iterable[AttemptRecord]) -> str:
+    """Return the number of attempts by state: `2 failed attempts and 1 cancelled attempt`.
+
+    An attempt without a final state counts as unfinished.
+    """
+    counts = Counter(
+        attempt.state.value if attempt.state.is_final else "unfinished" for attempt in attempts
+    )
+    return join_words(format_count(count, f"{state} attempt") for state, count in counts.items())
 
 
 def describe_unanswered(attempt: AttemptRecord, now: float) -> Iterator[str]:

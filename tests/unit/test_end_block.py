@@ -131,6 +131,28 @@ def test_completed_run_shows_no_failure_of_an_earlier_attempt(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (["cancelled"], "1 cancelled attempt"),
+        (["failed", "failed", "cancelled"], "2 failed attempts and 1 cancelled attempt"),
+        (["completed", "running"], "1 completed attempt and 1 unfinished attempt"),
+    ],
+)
+def test_earlier_attempts_are_counted_by_their_state(
+    tmp_path: Path, states: list[str], text: str
+) -> None:
+    earlier = [
+        attempt(number, FAILURE if state == "failed" else None, state)
+        for number, state in enumerate(states, start=1)
+    ]
+    record = written(tmp_path, *earlier, attempt(len(earlier) + 1, None, "completed"))
+
+    shown = block(state="completed", message="step 60 of 60", record_path=record)
+
+    assert f"  attempt            {len(earlier) + 1}, after {text}" in shown
+
+
 def test_failure_kinds_of_only_the_first_five_attempts_are_shown(tmp_path: Path) -> None:
     many = [attempt(n, FAILURE | {"kind": "START_TIMEOUT"}) for n in range(1, 10)]
     record = written(tmp_path, *many, attempt(10, FAILURE))
