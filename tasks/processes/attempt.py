@@ -65,6 +65,7 @@ from tasks.record.ranks import (
     find_first_rank,
     has_error_file,
     is_consequence,
+    is_exit_report,
     is_victim,
     remove_launcher_reports,
     select_lines_of_rank,
@@ -254,6 +255,10 @@ def make_failure(
             # ended, or that another rank has lost the connection to this rank. The message already
             # names this rank.
             cause_line = ""
+        if is_exit_report(line):
+            # The message already says how this rank has ended.
+            cause_line = ""
+            line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""
         if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):

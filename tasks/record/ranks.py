@@ -62,6 +62,11 @@ _LAUNCHER_MESSAGE = re.compile(
     r"|\[\d{4}-[^\]\n]{1,40}\] \[\w+\] \[(?:launch|runner)\.py:)[^\n]*\n?",
     re.MULTILINE,
 )
+#: Matches a line in which torchrun reports the exit code or the signal of one rank.
+_EXIT_REPORT = re.compile(
+    r"\bSignal \d+ \(SIG\w+\) received by PID \d+|failed \(exitcode: -?\d+\) local_rank: \d+"
+    r"|\bexitcode +: -?\d+ \(pid: \d+\)"
+)
 #: Matches a traceback, which begins at the start of a line. The last line is in the group `error`.
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):[ \t]*\n(?P<frames>(?:[ \t][^\n]*\n)+)"
@@ -295,6 +300,11 @@ def remove_launcher_reports(text: str) -> str:
     lines_of_ranks = _TRACEBACK.sub(_remove_launcher_traceback, lines_of_ranks)
     lines_of_ranks = _LAUNCHER_MESSAGE.sub("", lines_of_ranks)
     return lines_of_ranks if lines_of_ranks.strip() else text
+
+
+def is_exit_report(line: str) -> bool:
+    """Return True if a line of a log only reports the exit code or the signal of a rank."""
+    return _EXIT_REPORT.search(line) is not None
 
 
 def _remove_launcher_traceback(match: re.Match[str]) -> str:

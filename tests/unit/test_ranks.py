@@ -355,6 +355,14 @@ def test_recorded_log_ends_with_a_line_of_the_training() -> None:
     assert "torch/distributed/elastic" not in tail
 
 
+@pytest.mark.parametrize(("code", "note"), [(-9, "(SIGKILL)"), (-11, "(SIGSEGV)")])
+def test_report_on_the_exit_of_a_rank_is_not_repeated(code: int, note: str) -> None:
+    failure = fail(STEPS + table(entry(1, code, 7, note), STOPPED))
+
+    assert failure.line == ""
+    assert failure.message.endswith(f"rank 1 (pid 7) was killed by {note[1:-1]} first")
+
+
 def test_log_that_has_only_a_launcher_report_is_shown_whole() -> None:
     report = table(entry(0, 1, 7))
 
