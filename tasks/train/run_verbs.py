@@ -185,8 +185,8 @@ def _print_differences(first_name: str, second_name: str, *, json: bool) -> None
         return
     if comparison.note:
         print(comparison.note)
-    compared = "specs and the submitted code" if comparison.note else "records"
-    print("\n".join(comparison.describe()) or f"The {compared} of the two attempts do not differ.")
+    compared = "specs and the submitted code" if comparison.note else "records of the two attempts"
+    print("\n".join(comparison.describe()) or f"The {compared} do not differ.")
 
 
 def metrics(run: RunName = "latest", /) -> None:
