@@ -801,10 +801,12 @@ class ProgressWatch:
         text += f" for {self.silence.seconds_since_progress:.0f} s"
         if self.silence.has_grown_since_progress:
             text += f", and no checkpoint has grown for {silent_s:.0f} s"
-        problems = [await self.explain_missing_step()]
+        problems = []
+        if (missing_step := await self.explain_missing_step()) is not None:
+            problems.append(str(missing_step))
         if not self.silence.is_by_step and self.log_reader.is_overdue:
             problems.append(str(self.log_reader))
-        return "; ".join([text, *filter(None, problems)])
+        return "; ".join([text, *problems])
 
     def _measure_logs(self, sizes: dict[Path, int]) -> None:
         """Store the size of each log in `sizes`. Called in the thread of the log reader."""
