@@ -1,7 +1,8 @@
 """The process of a flow run: `python -P -m flows FLOW_RUN_ID`. Muster's worker starts the process.
 
 With `--template`, the process is a fork server, which imports all modules in advance. The processes
-that are forked from it each execute a flow run or a `muster train`. See tasks/queue/fork_server.py.
+that are forked from it each execute a flow run or a `muster` command. The module
+tasks/queue/fork_server.py explains this.
 
 This module imports Muster's package `flows` before Prefect imports a flow. Prefect puts the working
 directory of the run, which is the project of a user, first on the import path. If the project has
@@ -25,11 +26,11 @@ from tasks.server.flow_process import (
 )
 
 if __name__ == "__main__":
-    retry_while_server_starts()
     share_ssl_contexts()
     keep_runs_without_lease()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
+    retry_while_server_starts()
     expect_one_run()
     # `prefect.engine` is already imported, so `run_module` below would print a warning. The second
     # execution is harmless, so hide the warning.

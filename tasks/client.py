@@ -23,12 +23,13 @@ from tasks.record.log_file import LogFile  # noqa: E402
 from tasks.spec.loading import find_project_root, load_spec, parse_spec  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
 from tasks.train.deploying import connect_to_configured_server, queue_run, wait_until_ended  # noqa: E402
-from tasks.train.finding_runs import ENDED_STATES, Run, find_run  # noqa: E402
+from tasks.train.finding_runs import find_run  # noqa: E402
 from tasks.train.run_cancellation import cancel_run  # noqa: E402
 from tasks.train.run_logs import select_logs  # noqa: E402
 from tasks.train.run_metrics import read_metrics  # noqa: E402
 from tasks.train.run_records import find_last_attempt, require_record  # noqa: E402
 from tasks.train.run_story import tell_story  # noqa: E402
+from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ class Verb:
     #: True if the command needs the Prefect server of the stack. It then first waits for a `muster
     #: up` that is still starting the stack.
     waits_for_stack: bool = False
+    #: True if the verb may run in a process that is forked from the fork server of a worker. Such a
+    #: process need not import Prefect, but has no controlling terminal, so it cannot ask for input.
+    may_be_forked: bool = False
     #: Former names of the verb. They work, but the help does not list them.
     former_names: tuple[str, ...] = ()
 
@@ -79,6 +82,7 @@ VERBS = {
             guide="your-training.md",
             checks=("tasks.spec.loading:load_spec", "tasks.train.spec_check:load_checked_spec"),
             waits_for_stack=True,
+            may_be_forked=True,
         ),
         Verb(
             name="submit",
@@ -88,6 +92,7 @@ VERBS = {
             guide="queue-runs.md",
             checks=("tasks.spec.loading:load_spec",),
             waits_for_stack=True,
+            may_be_forked=True,
         ),
         Verb(
             name="check",
@@ -96,6 +101,7 @@ VERBS = {
             example="muster check muster.yaml",
             guide="your-training.md",
             checks=("tasks.spec.pipeline:load_any_spec",),
+            may_be_forked=True,
         ),
         Verb(
             name="retry",
@@ -121,6 +127,7 @@ VERBS = {
             example="muster deployments",
             guide="schedules.md",
             waits_for_stack=True,
+            may_be_forked=True,
         ),
         Verb(
             name="undeploy",
@@ -145,6 +152,7 @@ VERBS = {
             summary="list runs, newest first",
             example="muster ls --state failed",
             guide="queue-runs.md",
+            may_be_forked=True,
         ),
         Verb(
             name="show",
@@ -152,6 +160,7 @@ VERBS = {
             summary="show the state of a run, or why it failed",
             example="muster show latest",
             guide="failed-runs.md",
+            may_be_forked=True,
         ),
         Verb(
             name="why",
@@ -159,6 +168,7 @@ VERBS = {
             summary="say why a run waits, is slow, or has failed",
             example="muster why latest",
             guide="failed-runs.md",
+            may_be_forked=True,
         ),
         Verb(
             name="explain",
@@ -166,6 +176,7 @@ VERBS = {
             summary="print the whole history of a run",
             example="muster explain latest",
             guide="failed-runs.md",
+            may_be_forked=True,
         ),
         Verb(
             name="metrics",
@@ -173,6 +184,7 @@ VERBS = {
             summary="print the metrics of a run's training",
             example="muster metrics latest",
             guide="queue-runs.md",
+            may_be_forked=True,
         ),
         Verb(
             name="logs",
@@ -187,6 +199,7 @@ VERBS = {
             summary="list the checkpoints of a run",
             example="muster checkpoints latest",
             guide="resume.md",
+            may_be_forked=True,
         ),
         Verb(
             name="lineage",
@@ -194,6 +207,7 @@ VERBS = {
             summary="show the data and the outputs of a run",
             example="muster lineage latest",
             guide="lineage.md",
+            may_be_forked=True,
         ),
         Verb(
             name="cancel",
@@ -201,6 +215,7 @@ VERBS = {
             summary="stop a run",
             example="muster cancel latest",
             guide="queue-runs.md",
+            may_be_forked=True,
         ),
     ),
     "Queue and cluster": (
@@ -211,6 +226,7 @@ VERBS = {
             example="muster queue drain NODE",
             guide="queue.md",
             waits_for_stack=True,
+            may_be_forked=True,
         ),
         Verb(
             name="plan",
@@ -290,6 +306,8 @@ VERBS = {
 }
 #: Names of all verbs (subcommands of `muster`), in the order of the help.
 NAMES = tuple(verb.name for verbs in VERBS.values() for verb in verbs)
+#: Names of the verbs that may run in a process that is forked from the fork server of a worker.
+_FORKED_VERBS = {verb.name for verbs in VERBS.values() for verb in verbs if verb.may_be_forked}
 #: Present name of each verb by its former name.
 FORMER_NAMES = {
     former: verb.name for verbs in VERBS.values() for verb in verbs for former in verb.former_names
@@ -388,7 +406,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INVALID
     warn_about_missing_init()
     find_server()
-    if words[:1] == ["train"] and (code := run_in_fork(words)) is not None:
+    is_forked = not words or words[0] in _FORKED_VERBS
+    if is_forked and (code := run_in_fork(words)) is not None:
         return code
     logging.getLogger("prefect.plugins").addFilter(_is_no_invalid_setting)
     try:

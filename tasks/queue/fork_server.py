@@ -45,11 +45,14 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.logging.configuration import setup_logging
 from prefect.settings import get_current_settings
 from prefect.utilities.processutils import run_process
+from pydantic import ValidationError
 
 import tasks
 from tasks.processes import tree
 from tasks.processes.own_modules import make_own_command
 from tasks.queue.forked_commands import Caller, open_listener
+from tasks.show.arguments import EXIT_INVALID
+from tasks.spec.service_links import describe_invalid_setting
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +115,7 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
         code_fingerprint: Result of `fingerprint` in the worker before this process was started.
 
     Returns:
-        The `muster train` command that sent the request, or None if the request came from the
+        The `muster` command that sent the request, or None if the request came from the
         worker. In the latter case `sys.argv` contains the id of the flow run.
     """
     # The kernel kills this process when the worker ends. A process that is stopped by SIGSTOP could
@@ -165,8 +168,8 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
                 caller = None
                 _become_flow_run(process_texts, channel, *outputs)
             else:
-                caller = _become_training(process_texts, channel, fork_server_pid, code_fingerprint)
-            prefect.context.refresh_global_settings_context()
+                caller = _become_command(process_texts, channel, fork_server_pid, code_fingerprint)
+            _read_settings_again(caller)
             if _read_logging_settings() != fork_server_logging:
                 for name in get_current_settings().logging.extra_loggers or ():
                     logging.getLogger(name).handlers.clear()
@@ -216,10 +219,10 @@ def _become_flow_run(process_texts: _ProcessTexts, channel: int, *outputs: int) 
             os._exit(1)
 
 
-def _become_training(
+def _become_command(
     process_texts: _ProcessTexts, channel: int, fork_server_pid: int, code_fingerprint: str
 ) -> Caller:
-    """Turn this forked process into the process that does the work of a `muster train` command.
+    """Turn this forked process into the process that does the work of a `muster` command.
 
     This function ends the process if the process is not suitable for the command, for example
     because an imported file has changed. It also ends the process if the command itself does the
@@ -251,6 +254,25 @@ def _become_training(
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     _apply_order(process_texts, caller.order)
     return caller
+
+
+def _read_settings_again(caller: Caller | None) -> None:
+    """Let Prefect read its settings from the environment and working directory of the request.
+
+    If a setting of a `muster` command is invalid, this function reports the setting and ends the
+    process.
+
+    Args:
+        caller: The command, or None if this process becomes a flow run.
+    """
+    try:
+        prefect.context.refresh_global_settings_context()
+    except ValidationError as error:
+        if caller is None:
+            raise
+        message = describe_invalid_setting(error.errors(include_url=False))
+        print(f"{message}\nNothing was done.", file=sys.stderr, flush=True)
+        os._exit(caller.send_exit_code(EXIT_INVALID))
 
 
 def _replace_standard_files(*files: int) -> None:

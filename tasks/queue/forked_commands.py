@@ -1,15 +1,15 @@
-"""Start `muster train` faster, in a process that was forked from the fork server of a worker.
+"""Start a `muster` command faster, in a process that was forked from the fork server of a worker.
 
-    muster train --- words, environment, files ---> fork server == fork ==> run
-         ^------------ pidfd / "go" / exit code -------------------------'
+    command --- words, environment, files ---> fork server == fork ==> forked process
+       ^------------ pidfd / "go" / exit code -------------------------------'
 
 The fork server is a process of the worker that has already imported Prefect and Muster, see
 `tasks.queue.fork_server`. A process that is forked from it starts faster, because it need not
-import them again. It takes over everything that a child process would inherit from the `muster
-train` command: environment, open files, limits and ignored signals.
+import them again. It takes over everything that a child process would inherit from the command:
+environment, open files, limits and ignored signals.
 
-The `muster train` command keeps the terminal and waits for the forked process. It forwards signals
-to the forked process. If the command is killed, the kernel also kills the forked process.
+The command keeps the terminal and waits for the forked process. It forwards signals to the forked
+process. If the command is killed, the kernel also kills the forked process.
 
 Without a suitable fork server, the command does the work itself. A fork server is not suitable if
 it runs in another cgroup or namespace, for example.
@@ -37,10 +37,10 @@ from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, that the `muster train` command and the fork server wait for a message
-#: from each other. If no message arrives in time, the command continues without the fork server.
+#: Longest time, in seconds, that the command and the fork server wait for a message of each other.
+#: If no message arrives in time, the command continues without the fork server.
 _ANSWERS_WITHIN_S = 5.0
-#: Signals that the `muster train` command forwards to the forked process.
+#: Signals that the command forwards to the forked process.
 _FORWARDED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -49,13 +49,13 @@ _FORWARDED_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Linux namespaces that must be the same for the `muster train` command and the fork server.
+#: Linux namespaces that must be the same for the command and the fork server.
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 #: Value of the constant F_SETSIG of linux/fcntl.h, which is missing in Python's module `fcntl`.
 _F_SETSIG = 10
 
 
-# The following functions run in the `muster train` command.
+# The following functions run in the command.
 
 
 def run_in_fork(words: Sequence[str]) -> int | None:
@@ -127,8 +127,8 @@ def _forward_signal(run_pidfd: int, signum: int) -> None:
 def _describe_code() -> list[str]:
     """Return the path of this file, and the path and the version of the Python interpreter.
 
-    These values must be equal in the `muster train` command and in the fork server. Otherwise the
-    two run different code.
+    These values must be equal in the command and in the fork server. Otherwise the two run
+    different code.
     """
     return [__file__, sys.prefix, sys.version]
 
@@ -137,7 +137,7 @@ def _describe_code() -> list[str]:
 
 
 def open_listener() -> socket.socket | None:
-    """Create the socket in MUSTER_HOME at which the fork server receives `muster train` requests.
+    """Create the socket in MUSTER_HOME at which the fork server receives requests of commands.
 
     Returns:
         The listening socket. None if another fork server listens already, or if the socket cannot
@@ -168,12 +168,12 @@ def open_listener() -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The `muster train` command that requested this process.
+    """The `muster` command that requested this process.
 
     This process was forked from the fork server, and does the work of the command.
     """
 
-    #: Connected socket to the `muster train` command.
+    #: Connected socket to the command.
     connection: socket.socket
     #: Request that the command has sent, with its arguments, command line, environment, working
     #: directory and ignored signals.
@@ -183,7 +183,7 @@ class Caller:
 
     @classmethod
     def receive(cls, connection: socket.socket) -> Caller:
-        """Receive the request of a `muster train` command, and return the command as a `Caller`.
+        """Receive the request of a `muster` command, and return the command as a `Caller`.
 
         Args:
             connection: Connected socket to the command.
@@ -198,25 +198,25 @@ class Caller:
         order = json.loads(first_byte + connection.makefile("rb").readline())
         if order["made_of"] != _describe_code() or len(files) != 3:
             raise ValueError(
-                "the code of the `muster train` command differs from the code of this process, or "
-                "the command sent too few open files"
+                "the code of the command differs from the code of this process, or the command "
+                "sent too few open files"
             )
         return cls(connection=connection, order=order, files=tuple(files))
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of the `muster train` command."""
+        """Environment variables of the command."""
         return dict(self.order["env"])
 
     def take_signals(self) -> None:
-        """Ignore exactly the signals that the `muster train` command ignores.
+        """Ignore exactly the signals that the command ignores.
 
         For example, `nohup muster train` ignores SIGHUP, so the process of the run must ignore it.
         """
         ignore_exactly(self.order["ignored"])
 
     def receive_permission(self) -> bool:
-        """Prepare this process, and wait until the `muster train` command lets it begin.
+        """Prepare this process, and wait until the command lets it begin.
 
         This process takes over the limits, priority and CPU affinity of the command. It sends the
         command a pidfd, which is a file descriptor for this process. From then on, the kernel kills
@@ -268,7 +268,7 @@ class Caller:
         os.sched_setaffinity(0, os.sched_getaffinity(pid))
 
     def send_exit_code(self, code: int) -> int:
-        """Send the exit code of this process to the `muster train` command, and return the code.
+        """Send the exit code of this process to the command, and return the code.
 
         The caller must end this process next.
         """

@@ -36,9 +36,10 @@ from tasks.show.lineage import (
     parse_lineage,
 )
 from tasks.spec.errors import MusterError
-from tasks.train.finding_runs import ENDED_STATES, Run, find_run, list_runs_with_specs
+from tasks.train.finding_runs import find_run, list_runs_with_specs
 from tasks.train.run_checkpoints import read_run_spec
 from tasks.train.run_records import find_record
+from tasks.train.runs import ENDED_STATES, Run
 
 #: Largest number of lineages that are read from the Prefect server.
 _MAX_LINEAGES = 1000

@@ -15,9 +15,9 @@ from tasks.show.facts_of_run import read_spec_of_run
 from tasks.show.page import show_components, show_summary
 from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.run import RunSpec
-from tasks.train.finding_runs import ENDED_STATES, WAITING_STATES, Run
 from tasks.train.local_runs import read_local_record
 from tasks.train.run_story import measure_time_use
+from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
 
 
 def read_local_view(run: Run) -> RunView | None:

@@ -42,10 +42,10 @@ from tasks.spec.secrets import MASK
 from tasks.spec.start_from import StartFrom, find_start_faults
 from tasks.train.command import run_in_terminal
 from tasks.train.deploying import connect_to_configured_server, follow_run
-from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import list_attempts
 from tasks.train.run_checkpoints import choose_step
 from tasks.train.run_records import describe_lost_process, find_record
+from tasks.train.runs import ENDED_STATES, Run
 
 
 def retry_run(

@@ -16,8 +16,8 @@ from tasks.record.cancellation_note import write_note
 from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import read_local_record
+from tasks.train.runs import ENDED_STATES, Run
 
 #: Seconds between two SIGINTs to the process of a run. With this pause, the process counts the
 #: second SIGINT as a second press of Ctrl-C, and skips the grace periods.

@@ -22,8 +22,9 @@ from tasks.spec.formatting import format_minutes, join_commas
 from tasks.spec.loading import load_resolved
 from tasks.spec.run import RunSpec
 from tasks.spec.start_from import StartFrom, find_start_faults
-from tasks.train.finding_runs import ENDED_STATES, Run, find_run
+from tasks.train.finding_runs import find_run
 from tasks.train.run_records import find_record
+from tasks.train.runs import ENDED_STATES, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,10 @@ from tasks.spec.errors import BadArgument
 from tasks.spec.loading import dump_spec
 from tasks.spec.run import LIVE_CODE
 from tasks.spec.secrets import find_code_secrets, mask_text
-from tasks.train.finding_runs import Run, find_run
-from tasks.train.run_records import find_record, read_submitted_spec
+from tasks.train.finding_runs import find_run
+from tasks.train.run_records import find_record
+from tasks.train.runs import Run
+from tasks.train.server_url import may_have_prefect_server
 
 #: Name of an attempt, such as `RUN--a02`. The groups are the run id and the attempt's number.
 _ATTEMPT_NAME = re.compile(r"(.+)--a(\d+)")
@@ -262,7 +264,12 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
         BadArgument: The run has not started, and the server does not have its spec.
         InvalidSpec: The spec has faults.
     """
-    spec = read_submitted_spec(found.run)
+    spec = None
+    if may_have_prefect_server():
+        # Import this module only here. It imports Prefect, which takes seconds.
+        from tasks.train.server_runs import read_submitted_spec
+
+        spec = read_submitted_spec(found.run)
     recorded = _read_properties(found) if found.attempt is not None else {}
     if spec is None and not recorded:
         raise BadArgument(

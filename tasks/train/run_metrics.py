@@ -16,9 +16,9 @@ from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import get_number
-from tasks.train.finding_runs import Run
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.run_records import explain_missing_files
+from tasks.train.runs import Run
 
 #: Time limit in seconds for an answer of the file system of a metrics file.
 _ANSWERS_WITHIN_S = 5.0

@@ -11,21 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect.client.schemas.filters import ArtifactFilter
-from prefect.settings import PREFECT_API_URL
-
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.metrics_of_run import find_metrics_file
-from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.facts_of_run import format_step
-from tasks.show.page import SUMMARY, find_step
+from tasks.show.page import find_step
 from tasks.show.pictures import list_curve_metrics
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import is_number
 from tasks.spec.watch import find_metric
-from tasks.train.finding_runs import Run
 from tasks.train.local_runs import list_attempts, read_local_record
+from tasks.train.runs import Run
+from tasks.train.server_url import may_have_prefect_server
 
 #: Number of bytes at the end of a file that are searched for the last step or metric.
 _TAIL_BYTES = 65_536
@@ -71,7 +68,15 @@ def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
             progress[run.run_id] = _read_local_progress(run)
         elif run.flow_run_id and run.started_at is not None:
             remote_runs.append(run)
-    return {**progress, **_read_remote_progress(remote_runs)}
+    if remote_runs and may_have_prefect_server():
+        # Import this module only here. It imports Prefect, which takes seconds.
+        from tasks.train.server_runs import read_summaries
+
+        for run_id, summary in read_summaries(remote_runs).items():
+            if (step_and_total := find_step(summary)) is not None:
+                step, total = step_and_total
+                progress[run_id] = RunProgress(step=step, total=total)
+    return progress
 
 
 def _read_local_progress(run: Run) -> RunProgress:
@@ -143,22 +148,3 @@ def _read_last_objects(path: Path) -> Iterator[Mapping[str, Any]]:
             content = json.loads(line)
             if isinstance(content, dict):
                 yield content
-
-
-def _read_remote_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
-    """Return the progress of runs from their artifacts on the Prefect server, by run id."""
-    api_url = PREFECT_API_URL.value()
-    if not runs or not api_url:
-        return {}
-    run_ids = {run.flow_run_id: run.run_id for run in runs}
-    criteria = {"key": {"any_": [SUMMARY]}, "flow_run_id": {"any_": list(run_ids)}}
-    progress: dict[str, RunProgress] = {}
-    with suppress(ServerAway), connect_to_server(api_url) as client:
-        artifact_filter = ArtifactFilter.model_validate(criteria)
-        for artifact in client.read_artifacts(artifact_filter=artifact_filter):
-            step_and_total = find_step(artifact.description or "")
-            if step_and_total is not None:
-                step, total = step_and_total
-                run_id = run_ids[str(artifact.flow_run_id)]
-                progress[run_id] = RunProgress(step=step, total=total)
-    return progress

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
-from uuid import UUID
-
-from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import read_owner
 from tasks.record.final_record import describe_cleanup_after_loss
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import find_artifacts
-from tasks.server.flow_runs import ServerAway, connect_to_server, find_flow_run
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
-from tasks.spec.loading import parse_spec
-from tasks.spec.run import RunSpec
-from tasks.train.finding_runs import ENDED_STATES, WAITING_STATES, Run, find_run
+from tasks.train.finding_runs import find_run
 from tasks.train.local_runs import list_attempts, read_local_record
+from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
+from tasks.train.server_url import may_have_prefect_server
 
 #: Seconds between two requests to the server for the state of a run that has not begun.
 _ASK_EVERY_S = 5.0
@@ -52,25 +46,6 @@ def find_record(run: Run) -> RunJson | None:
     return max(records, key=lambda record: len(record.attempts), default=None)
 
 
-def read_submitted_spec(run: Run) -> RunSpec | None:
-    """Return the spec with which a run was submitted, with its placeholders.
-
-    Returns:
-        None if no server is configured, or if the server does not answer or does not know the run.
-
-    Raises:
-        InvalidSpec: The spec has faults.
-    """
-    api_url = PREFECT_API_URL.value()
-    if not api_url or not run.flow_run_id:
-        return None
-    with suppress(ServerAway), connect_to_server(api_url) as client:
-        flow_run = find_flow_run(client, run.flow_run_id)
-        if flow_run is not None and "spec" in flow_run.parameters:
-            return parse_spec(flow_run.parameters["spec"], from_form=True)
-    return None
-
-
 def describe_lost_process(run: Run) -> str:
     """Return a text about the flow process of a run if the process died before the run ended.
 
@@ -99,15 +74,12 @@ def read_artifacts(run: Run, *keys: str) -> list[str]:
     Missing artifacts are omitted. The list is empty if no server is configured or the server does
     not answer.
     """
-    api_url = PREFECT_API_URL.value()
-    if not api_url or not run.flow_run_id:
+    if not run.flow_run_id or not may_have_prefect_server():
         return []
-    with suppress(ServerAway), connect_to_server(api_url) as client:
-        artifacts = find_artifacts(client, UUID(run.flow_run_id), keys)
-        # The artifacts are sorted newest first. If a key occurs twice, the newest must win.
-        content = {artifact.key: str(artifact.data) for artifact in reversed(artifacts)}
-        return [content[key] for key in keys if key in content]
-    return []
+    # Import this module only here. It imports Prefect, which takes seconds.
+    from tasks.train.server_runs import read_artifacts_of_run
+
+    return read_artifacts_of_run(run, *keys)
 
 
 def find_last_attempt(run: Run, *, wait: bool = False) -> int:

@@ -11,10 +11,10 @@ from tasks.record.events import read_events
 from tasks.show.lines import summarize_run
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument
-from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import list_attempts
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_records import find_record
+from tasks.train.runs import ENDED_STATES, Run
 
 
 def measure_time_use(run: Run) -> Slow | None:

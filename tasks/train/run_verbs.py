@@ -15,9 +15,7 @@ from json import dumps, loads
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from prefect.settings import PREFECT_API_URL
 
-from tasks.queue.command import why as explain_waiting
 from tasks.record.states import RunState
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.facts_of_run import describe_unanswered
@@ -30,18 +28,8 @@ from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import format_minutes
-from tasks.train.finding_runs import (
-    ENDED_STATES,
-    WAITING_STATES,
-    EndedState,
-    OpenState,
-    Run,
-    find_run,
-    list_runs,
-    parse_since,
-)
+from tasks.train.finding_runs import find_run, find_run_with_files, list_runs, parse_since
 from tasks.train.local_view import describe_locally
-from tasks.train.run_cancellation import cancel_run
 from tasks.train.run_checkpoints import (
     format_checkpoint_line,
     format_checkpoints,
@@ -57,6 +45,8 @@ from tasks.train.run_records import (
     require_record,
 )
 from tasks.train.run_story import measure_time_use, tell_story
+from tasks.train.runs import ENDED_STATES, WAITING_STATES, EndedState, OpenState, Run
+from tasks.train.server_url import read_server_url
 
 #: Number of runs that `muster ls` shows by default.
 _LISTED_RUNS = 20
@@ -196,7 +186,7 @@ def metrics(run: RunName = "latest", /) -> None:
 
     Exit: 0 printed; 2 there is no such run, or this machine has no metrics of the run.
     """
-    for row in read_metrics(find_run(run)):
+    for row in read_metrics(find_run_with_files(run)):
         # JSON has no NaN and no infinity. Python writes both, so replace them by null.
         finite_row = loads(dumps(row), parse_constant=lambda _: None)
         print(dumps(finite_row))
@@ -243,10 +233,13 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     if failure is None or found_run.state in WAITING_STATES:
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
-            has_flow_run = bool(PREFECT_API_URL.value() and found_run.flow_run_id)
+            has_flow_run = bool(found_run.flow_run_id and read_server_url())
             # For a cancelled run, the message of its state says who has cancelled the run. So print
             # this message.
             if has_flow_run and found_run.state != RunState.CANCELLED.value:
+                # Import this module only here. It imports Prefect, which takes seconds.
+                from tasks.queue.command import why as explain_waiting
+
                 exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
             else:
                 print(found_run)
@@ -285,6 +278,9 @@ def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
             lost.
         json: Print the run as in `ls`, with its state before the cancellation.
     """
+    # Import this module only here. It imports Prefect, which takes seconds.
+    from tasks.train.run_cancellation import cancel_run
+
     found_run = find_run(run)
     cancel_run(found_run, is_now=now)
     if json:
@@ -305,7 +301,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
     Args:
         json: Print a list of objects as JSON.
     """
-    found_run = find_run(run)
+    found_run = find_run_with_files(run)
     rows = list_run_checkpoints(found_run)
     if json:
         print(dumps([asdict(row) for row in rows], indent=2))

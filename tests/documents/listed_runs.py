@@ -7,8 +7,8 @@ import re
 from dataclasses import fields
 
 from tasks.show.markdown import markdown_table
-from tasks.train.finding_runs import Run
 from tasks.train.run_progress import RunProgress
+from tasks.train.runs import Run
 
 #: Name that the documentation uses for a Python type, by the name of the type.
 _TYPE_NAMES = {

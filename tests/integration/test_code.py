@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.train.finding_runs import ENDED_STATES
-from tasks.train.finding_runs import Run as Listed
+from tasks.train.runs import ENDED_STATES
+from tasks.train.runs import Run as Listed
 from tests.support.gang_pool import GangPool, host
 from tests.support.host_environment import ROOT, HostEnvironment, Run, Server, wait_for
 from tests.support.prefect_api import send_request

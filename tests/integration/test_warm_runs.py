@@ -130,6 +130,41 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     assert next_run.wait_for_state("COMPLETED")
 
 
+#: Program that runs `muster ls --json`, and prints on stderr if its process has imported Prefect.
+LIST_PROGRAM = """
+import sys
+from tasks.command import main
+code = main(["ls", "--json"])
+print("prefect" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.thorough
+def test_list_command_uses_the_fork_server_instead_of_importing_prefect(pool: GangPool) -> None:
+    worker = pool.start_worker()
+    wait_for_fork_server(worker.pid)
+    wait_for((pool.host_env.home / "zygote").is_socket, "the fork server accepts commands")
+    run, _ = start_run(pool, lasts_s=5.0)
+
+    def list_with(**variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", LIST_PROGRAM],
+            env={**os.environ, **pool.host_env.env, **variables},
+            capture_output=True,
+            text=True,
+        )
+
+    listed = list_with()
+    refused = list_with(PREFECT_API_REQUEST_TIMEOUT="soon")
+
+    assert (listed.returncode, listed.stderr) == (0, "False\n")
+    assert [entry["flow_run_id"] for entry in json.loads(listed.stdout)] == [run.flow_run_id]
+    assert refused.returncode == 2
+    assert "PREFECT_API_REQUEST_TIMEOUT has the value 'soon'" in refused.stderr
+    assert refused.stderr.endswith("False\n")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_train_command_forwards_its_signals_to_the_forked_process(

@@ -36,10 +36,12 @@ from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train import finding_runs, run_cancellation, run_verbs
-from tasks.train.finding_runs import Run, find_run, list_runs
+from tasks.train import run_cancellation, run_verbs, server_runs
+from tasks.train.finding_runs import find_run, list_runs
 from tasks.train.run_records import describe_lost_process
 from tasks.train.run_verbs import cancel, explain, ls, show, why
+from tasks.train.runs import Run
+from tasks.train.server_runs import make_run
 from tests.support.web import serving
 
 # A run id contains the start time of the run. The last run is the newest.
@@ -590,7 +592,7 @@ def test_local_record_is_ignored_if_another_host_resumed_the_run(
     tags = [f"process:{host}:1"] if host else []
     flow_run = FlowRun(flow_id=uuid4(), name=LIVE, tags=tags, state=Running(), parameters={})
 
-    run = Run.of_flow_run(flow_run, RunJson.read(place.record))
+    run = make_run(flow_run, RunJson.read(place.record))
 
     assert run.state == ("running" if host == "here" else "pending_resources")
 
@@ -677,7 +679,7 @@ def test_message_of_a_cancelled_run_is_that_of_its_record(muster_home: Path) -> 
     state = Cancelled(message="Flow run was cancelled successfully.")
     flow_run = FlowRun(flow_id=uuid4(), name=record.run_id, state=state)
 
-    assert Run.of_flow_run(flow_run, record).message == "cancelled by ada"
+    assert make_run(flow_run, record).message == "cancelled by ada"
 
 
 def test_why_says_who_cancelled_a_run(
@@ -813,7 +815,7 @@ def test_run_is_found_by_the_name_that_its_user_gave_it(
         name=FAILED,
         labels={TYPED_NAME_LABEL: "my first try"},
     )
-    monkeypatch.setattr(finding_runs, "_read_flow_runs", lambda at_most: iter([flow_run]))
+    monkeypatch.setattr(server_runs, "_read_flow_runs", lambda at_most: iter([flow_run]))
 
     assert find_run("my first try").run_id == FAILED
     assert find_run("first").run_id == FAILED

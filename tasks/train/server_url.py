@@ -1,0 +1,25 @@
+"""Read the address of the Prefect server, and import Prefect only if a server may be configured."""
+
+from __future__ import annotations
+
+import sys
+
+from tasks.spec.prefect_address import may_have_server
+
+
+def may_have_prefect_server() -> bool:
+    """Return True if a Prefect server may be configured, so that Prefect must be imported.
+
+    If Prefect is already imported, the answer is always True: `read_server_url` is fast then, and
+    this process may have changed the settings of Prefect.
+    """
+    return "prefect" in sys.modules or may_have_server()
+
+
+def read_server_url() -> str | None:
+    """Return the address of the Prefect server, or None if no server is configured."""
+    if not may_have_prefect_server():
+        return None
+    from prefect.settings import PREFECT_API_URL
+
+    return PREFECT_API_URL.value()
