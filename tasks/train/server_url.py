@@ -22,4 +22,5 @@ def read_server_url() -> str | None:
         return None
     from prefect.settings import PREFECT_API_URL
 
-    return PREFECT_API_URL.value()
+    url: str | None = PREFECT_API_URL.value()
+    return url
