@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cyclopts import App, Group
-from pydantic import ValidationError
 
 from tasks.queue.forked_commands import run_in_fork
 from tasks.record.places import muster_home
@@ -332,7 +330,7 @@ def _build_app(called: str = "") -> App:
         help="Run RL post-training on shared GPU machines: queue runs, watch them, clean up.",
         help_epilogue="" if called in NAMES else epilogue,
         help_flags=("--help", "-h"),
-        version=lambda: version("muster"),
+        version=_read_version,
         default_parameter=DEFAULT,
     )
     for index, (title, verbs) in enumerate(VERBS.items()):
@@ -350,10 +348,20 @@ def _build_app(called: str = "") -> App:
             else:
                 app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
-    app.register_install_completion_command(
-        help="Install command-line completion of `muster` for your shell."
-    )
+    if called not in NAMES:
+        # This call imports modules of cyclopts that a verb does not need.
+        app.register_install_completion_command(
+            help="Install command-line completion of `muster` for your shell."
+        )
     return app
+
+
+def _read_version() -> str:
+    """Return the version of Muster that is installed."""
+    # Import this module only here, because its import takes long and few commands need it.
+    from importlib.metadata import version
+
+    return version("muster")
 
 
 def _import_function(place: str) -> Any:
@@ -412,10 +420,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("prefect.plugins").addFilter(_is_no_invalid_setting)
     try:
         return do(words)
-    except ValidationError as error:
+    except ValueError as error:
+        # Import this module only here, because its import takes long. In a process with an error of
+        # pydantic, the module has been imported already.
+        from pydantic import ValidationError
+
         # Prefect reads its settings when it is imported. Its error for an invalid setting does not
         # name the environment variable or the file, so print a better message.
-        if not error.title.endswith("Settings"):
+        if not isinstance(error, ValidationError) or not error.title.endswith("Settings"):
             raise
         message = describe_invalid_setting(error.errors(include_url=False))
         print(f"{message}\nNothing was done.", file=sys.stderr)
@@ -443,6 +455,9 @@ def _is_no_invalid_setting(record: logging.LogRecord) -> bool:
     Prefect logs the error in several lines when it starts its plugins, and raises the same error
     later. The log entry is not needed, because `main` prints the raised error in one line.
     """
+    # Import this module only here, because its import takes long.
+    from pydantic import ValidationError
+
     return record.exc_info is None or not isinstance(record.exc_info[1], ValidationError)
 
 

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError
-from pydantic import ValidationError
 from rich.panel import Panel
 
 from tasks.record.places import keep_private
 from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.formatting import suggest_name
-from tasks.spec.loading import STANDARD_INPUT
 from tasks.spec.own_settings import require_valid_settings
+from tasks.spec.standard_input import STANDARD_INPUT
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -157,6 +156,10 @@ def _format_usage_error(error: CycloptsError) -> Panel:
 
     For invalid values and unknown subcommands, the message is more precise than that of cyclopts.
     """
+    # Import this module only here, because its import takes long, and `muster logs` has to print
+    # its first line soon.
+    from pydantic import ValidationError
+
     if isinstance(error.__cause__, ValidationError):
         lines = []
         for fault in error.__cause__.errors():

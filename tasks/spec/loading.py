@@ -31,6 +31,7 @@ from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_presen
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
+from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.spec.start_from import find_start_faults
 from tasks.spec.step import rename_path
 from tasks.spec.values import Document, WrittenFloat, describe_value
@@ -47,8 +48,6 @@ _TAG = "tag:yaml.org,2002:"
 #: Types that YAML derives from the spelling of a value, such as `on` or `1`. The key of a mapping
 #: is always read as text, even if it is spelled like such a value.
 _VALUE_TAGS = frozenset(f"{_TAG}{name}" for name in ("bool", "int", "float", "null", "timestamp"))
-#: Path of standard input. The command line accepts `-` instead, as in `muster train -`.
-STANDARD_INPUT = Path("/dev/stdin")
 
 
 class _Loader(yaml.SafeLoader):

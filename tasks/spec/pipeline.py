@@ -19,7 +19,6 @@ from tasks.spec.data_inputs import drop_invalid_inputs, list_paths, make_result_
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import (
-    STANDARD_INPUT,
     apply_value,
     collect_faults,
     copy_as_dict,
@@ -55,6 +54,7 @@ from tasks.spec.placeholders import (
 )
 from tasks.spec.run import Ray, RunSpec
 from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
+from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.spec.start_from import is_run_id
 from tasks.spec.step import build_run_spec, find_call_faults, is_step, rename_path
 from tasks.spec.step_resources import Resources, check_ray_secrets, check_resources

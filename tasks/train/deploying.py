@@ -54,7 +54,6 @@ from tasks.spec.draft import draft_spec, read_hook
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import join_commas
 from tasks.spec.loading import (
-    STANDARD_INPUT,
     find_project_root,
     is_project_root,
     load_spec,
@@ -63,6 +62,7 @@ from tasks.spec.loading import (
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.train.checking import explain_misfit
 from tasks.train.interpreters import print_project
 from tasks.train.run_checkpoints import with_start

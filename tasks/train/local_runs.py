@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tasks.record.places import RunPlace, muster_home
-from tasks.record.run_json import RunJson
 from tasks.spec.prefect_address import may_have_server
+
+if TYPE_CHECKING:
+    from tasks.record.run_json import RunJson
 
 #: Matches the time in a run id, and the first character of the random part behind the time. If the
 #: beginning of a run id contains this much, it is very unlikely that two runs have this beginning.
@@ -66,6 +69,10 @@ def list_attempts(place: RunPlace) -> list[int]:
 
 def read_local_record(run_id: str) -> RunJson | None:
     """Return the content of a run's `run.json` on this machine, or None if it cannot be read."""
+    # Import this module only here, because its import takes long, and `muster logs` needs no record
+    # to print the logs of a run id.
+    from tasks.record.run_json import RunJson
+
     with suppress(OSError, ValueError):
         return RunJson.read(RunPlace.of(run_id).record)
     return None

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import (
-    STANDARD_INPUT,
     dump_spec,
     find_project_root,
     load_spec,
@@ -26,6 +25,7 @@ from tasks.spec.loading import (
 )
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK
+from tasks.spec.standard_input import STANDARD_INPUT
 
 LEAST = """\
 name: least
