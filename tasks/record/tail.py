@@ -9,8 +9,9 @@ import os
 #: at the next read, it was truncated or rewritten.
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file is read in blocks, because it may be larger
-#: than the memory. Larger blocks are slower, because they do not fit into the caches of a CPU core.
-BLOCK_BYTES = 1 << 16
+#: than the memory. Larger blocks are slower, because the C library then requests new memory from the
+#: kernel for each block.
+BLOCK_BYTES = 1 << 17
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
 #: lseek(2) is called to find the end of the hole.
 _SMALLEST_HOLE_BYTES = 4096
@@ -70,7 +71,8 @@ class Tail:
     def advance(self, data: bytes) -> None:
         """Move the position past the bytes that `read` has returned."""
         self.position += len(data)
-        self._last_bytes = (self._last_bytes + data)[-_REMEMBERED_BYTES:]
+        last_bytes = self._last_bytes + data[-_REMEMBERED_BYTES:]
+        self._last_bytes = last_bytes[-_REMEMBERED_BYTES:]
 
     def restart(self, position: int = 0, last_bytes: bytes = b"") -> None:
         """Set the position from which the next `read` reads.

@@ -115,23 +115,26 @@ def _print_new_lines(
         if name in new_names and selection.last_lines is not None:
             blocks = _read_last_lines(log, selection, selection.last_lines, is_last=is_last)
         else:
-            blocks = _read_log(log, selection, prefix, is_last=is_last)
-        for block in blocks:
-            _print_block(block, prefix, color)
+            blocks = _read_log(log, selection, is_last=is_last)
+        if is_on_terminal():
+            _print_lines(blocks, prefix, color)
+        else:
+            _write_blocks(blocks, prefix)
     sys.stdout.flush()
 
 
-def _read_log(log: LogFile, selection: Selection, prefix: str, *, is_last: bool) -> Iterator[bytes]:
+def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[bytes]:
     """Yield the lines that were added to a log since the last call, in blocks.
+
+    If `is_last`, and all lines are printed into a file or a pipe, a block may begin or end within
+    a line. Otherwise the blocks consist of complete lines.
 
     Args:
         log: The log.
         selection: The lines that are printed.
-        prefix: Text that is printed before each line.
         is_last: True if the log will not grow any more.
     """
-    needs_lines = bool(prefix or selection.text) or is_on_terminal()
-    if is_last and not needs_lines:
+    if is_last and not selection.text and not is_on_terminal():
         # Pass the bytes on without a search for the ends of lines, which would take long: a log may
         # have many gigabytes.
         return log.read_rest()
@@ -177,38 +180,45 @@ def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
             yield b"".join(line + b"\n" for line in lines if searched in line)
 
 
-def _print_block(block: bytes, prefix: str, color: str) -> None:
-    """Print a block of lines, each with a prefix.
-
-    A file or a pipe gets the bytes of the log unchanged. On a terminal, control characters are
-    removed.
+def _print_lines(blocks: Iterable[bytes], prefix: str, color: str) -> None:
+    """Print lines on a terminal, each with a prefix. Control characters in the lines are removed.
 
     Args:
-        block: Complete lines. If there is no prefix and no terminal, the block may also begin or
-            end within a line.
+        blocks: Blocks of complete lines.
         prefix: Text that is printed before each line.
         color: Rich style of the prefix.
     """
-    if not block:
-        return
-    if is_on_terminal():
-        console = console_of(sys.stdout)
+    console = console_of(sys.stdout)
+    for block in filter(None, blocks):
         for line in block.removesuffix(b"\n").split(b"\n"):
             text = line.removesuffix(b"\r").decode("utf-8", errors="replace")
             console.print(line_of(prefix, color) + coloured_line(text), soft_wrap=True)
-        return
+
+
+def _write_blocks(blocks: Iterable[bytes], prefix: str) -> None:
+    """Write lines to a file or a pipe, each with a prefix. The bytes of the lines stay unchanged.
+
+    Args:
+        blocks: Blocks of bytes that together are complete lines. A block may begin or end within a
+            line.
+        prefix: Text that is written before each line.
+    """
     stream = raw_stdout()
     stream.flush()
+    output = stream.buffer
     start = prefix.encode()
     if not start:
-        stream.buffer.write(block)
+        output.writelines(blocks)
         return
-    # Write the prefix before each line: the first prefix by a separate write, and the others by
-    # `replace`. `replace` also adds a prefix behind the newline at the end of the block, which must
-    # be left out.
-    stream.buffer.write(start)
-    prefixed = memoryview(block.replace(b"\n", b"\n" + start))
-    stream.buffer.write(prefixed[: -len(start)])
+    is_line_start = True
+    for block in filter(None, blocks):
+        if is_line_start:
+            output.write(start)
+        prefixed = memoryview(block.replace(b"\n", b"\n" + start))
+        is_line_start = block.endswith(b"\n")
+        # The line after the last newline of the block is in the next block, or does not exist. So
+        # omit the prefix that `replace` has added behind this newline.
+        output.write(prefixed[: -len(start)] if is_line_start else prefixed)
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:

@@ -126,6 +126,28 @@ def test_whole_log_is_printed_unchanged_with_a_newline_at_its_end(
     assert capfdbinary.readouterr().out == content + b"\n"
 
 
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 18])
+def test_each_line_begins_with_the_name_of_its_component(
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    block_bytes: int,
+    end: bytes,
+) -> None:
+    lines = [b"step %d\tloss \xff\r" % step for step in range(20)] + [b"", b"end"]
+    log.write_bytes(b"\n".join(lines) + end)
+    log.with_name("api.log").write_bytes(b"one\ntwo" + end)
+    log.with_name("empty.log").touch()
+    monkeypatch.setattr(tail, "BLOCK_BYTES", block_bytes)
+
+    logs(RUN)
+
+    api_lines = b"api     | one\napi     | two\n"
+    trainer_lines = b"".join(b"trainer | %s\n" % line for line in lines)
+    assert capfdbinary.readouterr().out == api_lines + trainer_lines
+
+
 def test_rest_of_rotated_logs_is_read_in_order(log: Path) -> None:
     log.with_name("trainer.log.1").write_bytes(b"first\nsecond")
     log.write_bytes(b"third\nfourth")
