@@ -57,6 +57,14 @@ def strip_controls(text: str) -> str:
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", _CONTROLS.sub("", text))
 
 
+def make_encodable(text: str, encoding: str) -> str:
+    """Return the text with a question mark for each character that an encoding lacks.
+
+    Without this, a command would fail on a terminal whose encoding lacks a character.
+    """
+    return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
+
+
 def printable(text: str) -> str:
     """Return the text without control characters, and with spaces in place of tabs.
 
@@ -101,7 +109,8 @@ class SafeConsole(Console):
     """A Rich console for untrusted text, which interprets no markup, no emoji codes and no links.
 
     Everything that the console draws passes through `render`, which removes control characters.
-    This also protects tables and panels of Rich and cyclopts that contain untrusted text.
+    This also protects tables and panels of Rich and cyclopts that contain untrusted text. `render`
+    also replaces characters that the encoding of the stream lacks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -114,7 +123,8 @@ class SafeConsole(Console):
             if segment.control:
                 yield segment
             else:
-                yield Segment(strip_controls(segment.text), _without_link(segment.style))
+                text = make_encodable(strip_controls(segment.text), self.encoding)
+                yield Segment(text, _without_link(segment.style))
 
 
 def _without_link(style: Style | None) -> Style | None:
@@ -133,10 +143,7 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         encoding = self.raw_stream.encoding or "utf-8"
-        # If the encoding of the stream lacks a character, the command must not fail. A question
-        # mark is written instead, as `muster train` does.
-        shown = strip_controls(text).encode(encoding, "replace").decode(encoding)
-        self.raw_stream.write(shown)
+        self.raw_stream.write(make_encodable(strip_controls(text), encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

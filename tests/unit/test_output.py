@@ -142,6 +142,20 @@ def test_guard_replaces_characters_missing_in_the_encoding() -> None:
     assert raw.getvalue() == b"a ? b \n"
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown_text"), [("ascii", b"a ? b?"), ("latin-1", b"a ? b\xe4"), ("utf-8", None)]
+)
+def test_console_replaces_characters_missing_in_the_encoding(
+    encoding: str, shown_text: bytes | None
+) -> None:
+    raw = io.BytesIO()
+    console = SafeConsole(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+
+    console.print("a → bä")
+
+    assert raw.getvalue() == (shown_text or "a → bä".encode()) + b"\n"
+
+
 def test_guard_covers_both_streams_and_leaves_logs_raw(capsys: pytest.CaptureFixture[str]) -> None:
     original_streams = (sys.stdout, sys.stderr)
 
