@@ -1,10 +1,12 @@
 """The lease: a lock on the Prefect server that lets only one scheduler write decisions at a time.
 
-A scheduler holds the lease only while it writes, which takes a fraction of a second. The lease is a
-Prefect variable with a fixed name. Names of variables are unique, so only one scheduler can create
-the variable, and creating it takes the lease. Deleting the variable gives the lease back. The
-variable is deleted by its id. Each new variable has a new id, so a delayed request to delete an old
-lease cannot delete a newer lease.
+A scheduler holds the lease while it repeats its scheduling pass and writes the decisions. This
+takes a fraction of a second, or several seconds on busy machines.
+
+The lease is a Prefect variable with a fixed name. Names of variables are unique, so only one
+scheduler can create the variable, and creating it takes the lease. Deleting the variable gives the
+lease back. The variable is deleted by its id. Each new variable has a new id, so a delayed request
+to delete an old lease cannot delete a newer lease.
 
 If a holder does not give the lease back, another scheduler deletes the variable after some time.
 The old holder must not write after that. So a holder writes for at most `hold_s` seconds after it
@@ -50,6 +52,9 @@ _log = logging.getLogger(__name__)
 NAME = "muster_gate"
 #: Name of the Prefect variable that contains the id of the last scheduling decision.
 _LAST_DECISION = f"{NAME}_turn"
+#: Longest time, in seconds, for a request that takes or reads the scheduling lease. The time is
+#: shorter than the time for which a lease may be held.
+_REQUEST_TIMEOUT_S = 10.0
 #: Longest time, in seconds, for the request that gives the scheduling lease back.
 _RETURN_TIMEOUT_S = 2.0
 #: Delay, in seconds, before the scheduling lease of a killed process is deleted. By then, the
@@ -234,12 +239,14 @@ class SchedulingLease:
     home: Path
     #: Seconds after the request of the scheduling lease during which its holder may write. All
     #: schedulers of a server must use the same value. Otherwise, a scheduler could delete the lease
-    #: of another scheduler that may still write; see `expire_s`.
-    hold_s: float = 10.0
+    #: of another scheduler that may still write; see `expire_s`. The value is large enough for a
+    #: scheduling pass on a machine with many more busy processes than CPU cores. If the time is
+    #: over before the pass has ended, the pass must be repeated.
+    hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder has
     #: reached the server by then.
-    expire_s: float = 15.0
+    expire_s: float = 45.0
     #: Function that returns the current time in seconds.
     clock: Callable[[], float] = _read_boot_clock
     #: Function that waits for the given number of seconds.
@@ -268,7 +275,7 @@ class SchedulingLease:
 
         Args:
             within_s: Longest time, in seconds, to wait for the lease. 0 to try only once. A slow
-                answer of the server can make the wait up to 10 s longer.
+                answer of the server can make the wait up to `_REQUEST_TIMEOUT_S` seconds longer.
 
         Raises:
             httpx.HTTPError: The server did not answer. If the server does not answer while the
@@ -542,19 +549,19 @@ class SchedulingLease:
             )
 
     async def _with_timeout(self, request: Awaitable[T]) -> T:
-        """Await a request to the server for at most `hold_s` seconds, and return its result.
+        """Await a request to the server for at most `_REQUEST_TIMEOUT_S` seconds.
 
-        A longer wait would be useless. The holder of the scheduling lease may write decisions only
-        for `hold_s` seconds.
+        Returns:
+            The result of the request.
 
         Raises:
             httpx.ReadTimeout: The server did not answer in time.
         """
         try:
-            async with asyncio.timeout(self.hold_s):
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 return await request
         except TimeoutError as error:
-            reason = f"no answer about the scheduler's lease within {self.hold_s:g} s"
+            reason = f"no answer about the scheduler's lease within {_REQUEST_TIMEOUT_S:g} s"
             raise httpx.ReadTimeout(reason) from error
 
 

@@ -9,8 +9,8 @@ import os
 #: at the next read, it was truncated or rewritten.
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file is read in blocks, because it may be larger
-#: than the memory. Larger blocks are slower, because the C library then requests new memory from the
-#: kernel for each block.
+#: than the memory. Larger blocks are slower, because the C library then requests new memory from
+#: the kernel for each block.
 BLOCK_BYTES = 1 << 17
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
 #: lseek(2) is called to find the end of the hole.

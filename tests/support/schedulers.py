@@ -113,8 +113,8 @@ class Schedulers:
         self,
         host: str = "here",
         *,
-        hold_s: float = 10.0,
-        expire_s: float = 15.0,
+        hold_s: float = 30.0,
+        expire_s: float = 45.0,
         writes: int = 4,
         pause_s: float = 0.01,
     ) -> int:
