@@ -157,7 +157,10 @@ def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
 
 
 async def _sweeps(*, quick: bool) -> list[Row]:
-    """Measure health checks of all servers of a fleet: healthy servers, and silent servers."""
+    """Measure how long a check of the health of all servers takes.
+
+    The servers are first all healthy. Then all of them hang and send no answer.
+    """
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
     async with dummy_running() as url:

@@ -234,7 +234,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _answers(port: int) -> bool:
-    """Return True if the gateway on this port answers a request with a server's answer."""
+    """Return True if the gateway on this port forwards a request and returns a server's answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request(

@@ -28,7 +28,9 @@ class Load:
 async def load(
     addresses: Sequence[tuple[str, int]], body: bytes, *, connections: int, for_s: float
 ) -> Load:
-    """Send requests for some time. Each connection sends its next request after each answer.
+    """Send requests over several connections for some time, and return the measured values.
+
+    Each connection sends its next request as soon as the answer to the previous one has arrived.
 
     Args:
         addresses: Hosts and ports. The connections are distributed evenly among them.

@@ -89,9 +89,9 @@ def measure(*, quick: bool) -> Result:
 def _reaction(
     url: str, *, segments: bool = False, is_mapped: bool = False, is_disk_full: bool = False
 ) -> float:
-    """Return the time in which a run reacts to the death of its trainer under a load, in ms.
+    """Return how fast a run reacts to the death of its trainer under a load, in milliseconds.
 
-    The time ends when the first other component receives SIGTERM.
+    The time starts when the trainer is killed, and ends when another component receives SIGTERM.
 
     Args:
         url: URL of the Prefect API.

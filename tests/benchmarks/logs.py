@@ -24,7 +24,7 @@ _LOG_BYTES = 4 << 30
 _QUICK_LOG_BYTES = 1 << 26
 #: Number of bytes of output between two reads of the memory of a command.
 _READ_BYTES = 1 << 24
-#: Largest resident memory of a process, in the file `status` in /proc.
+#: Matches the line of /proc/PID/status with the largest resident memory that the process has used.
 _PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 

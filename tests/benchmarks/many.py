@@ -64,10 +64,10 @@ def measure(*, quick: bool) -> Result:
 
 
 def _start_and_stop(count: int) -> list[Row]:
-    """Measure the start and the stop of components in two ways.
+    """Measure the start and the stop of components with two ways to start their guardians.
 
-    A component is started and ended by its guardian process. Muster forks the guardians from a
-    template process. The other way starts a new Python program for each guardian.
+    A guardian is the process that starts and ends a component. Muster forks the guardians from a
+    template process. For comparison, a new Python program is started for each guardian.
     """
     rows = []
     for way, guardians in (

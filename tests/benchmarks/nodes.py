@@ -119,9 +119,9 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
 
 
 def _plain(task: str, cluster: RayCluster, shared: str) -> None:
-    """Search or check all nodes with plain Ray tasks, in a new process.
+    """Run the task, a sweep or a preflight, on all nodes without Muster: with plain Ray tasks.
 
-    The new process runs the function `plain`.
+    A new process does this, and calls the function `plain`.
     """
     subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],

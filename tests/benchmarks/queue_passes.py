@@ -124,8 +124,8 @@ def _queues(count: int) -> list[Queue]:
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
     """Return waiting runs: the first needs the whole cluster, the others have different sizes.
 
-    Most runs request different numbers of nodes or GPUs. So a scheduling pass can rarely use the
-    result of an earlier run again.
+    Most runs request different numbers of nodes or GPUs. So a scheduling pass must compute most
+    runs separately, and can rarely reuse the result of a run with an equal request.
 
     Args:
         count: Number of runs.

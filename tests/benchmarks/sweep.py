@@ -57,7 +57,7 @@ _TUNE_PACKAGES = ("pandas", "pyarrow", "tensorboardX")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The programs and files that the three ways use."""
+    """The cluster, the pool and the files that the sweep uses with Muster, Prefect and Ray Tune."""
 
     pool: GangPool
     cluster: RayCluster
@@ -78,7 +78,10 @@ _Way = Callable[[_Stage, Path], None]
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the idle time of the GPUs, and the duration of the whole sweep, in three ways."""
+    """Measure the idle time of the GPUs, and the duration of a whole sweep.
+
+    The same sweep runs with Muster, as a loop of `prefect deployment run`, and with Ray Tune.
+    """
     os.environ.update(RAY_ENV)
     points = draw_points(int(os.environ.get(_POINTS_VARIABLE, _QUICK_POINTS if quick else _POINTS)))
     ways: dict[str, _Way] = {_MUSTER: _run_muster, _PLAIN: _run_plain_loop}
@@ -170,7 +173,7 @@ def _make_ideal_row(points: Sequence[str]) -> Row:
 
 
 def _run_muster(stage: _Stage, trace: Path) -> None:
-    """Run the points as a matrix of steps, with a worker of Muster that runs meanwhile."""
+    """Run the points as a pipeline: a matrix of steps, which a worker of Muster executes."""
     project = stage.directory / "project"
     project.mkdir()
     (project / "pyproject.toml").write_text("")
@@ -205,7 +208,10 @@ def _run_muster(stage: _Stage, trace: Path) -> None:
 
 
 def _run_plain_loop(stage: _Stage, trace: Path) -> None:
-    """Run the points as flow runs of a deployment, with a process worker that runs meanwhile."""
+    """Run each point of the sweep as a flow run of one deployment.
+
+    The flow runs are executed by a Prefect worker of type "process", without Muster.
+    """
     host_env = stage.pool.host_env
     host_env.extra_env["PREFECT_WORKER_QUERY_SECONDS"] = str(_PLAIN_POLL_S)
     plain = GangPool(

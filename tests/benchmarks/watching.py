@@ -25,7 +25,7 @@ from tests.benchmarks.report import Missing, Result, Row, say
 #: of two other supervisors. The value of a model is its title in the printed table.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
-#: Seconds between the start of all components and the first time window.
+#: Seconds from the start of the last component to the first time window of the CPU measurement.
 _SETTLE_S = 1.0
 
 

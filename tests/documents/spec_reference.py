@@ -120,7 +120,7 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
 
 
 def _lower_first_letter(text: str) -> str:
-    """Return the text with a small first letter, unless its first word is an abbreviation."""
+    """Return the text with a lower-case first letter, unless it begins with an abbreviation."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 

@@ -224,7 +224,7 @@ def kill_at(
     if moment is None:
         time.sleep(storm.random.uniform(0, 2))
     else:
-        # If `moment` finds no such moment within 30 s, the worker is killed nevertheless.
+        # Wait until `moment` returns a description. After 30 s, kill the worker in any case.
         with contextlib.suppress(AssertionError):
             deadline = time.monotonic() + 30
             while not (description := moment(storm)):
@@ -403,7 +403,7 @@ def _host_of(run: Mapping[str, Any]) -> str:
     return str((grant.get("by") or {}).get("host", ""))
 
 
-#: Functions that inject the faults, by the name of the variant.
+#: Functions that inject the faults of a variant of the test, by the name of the variant.
 _VARIANTS: dict[str, Callable[[StormVariant], None]] = {
     "plain": nothing,
     "worker-killed": kill_worker,
@@ -614,7 +614,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(foreign, None)
     names = [options.only] if options.only else _NAMES
     print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
-    # With this handler, SIGTERM raises KeyboardInterrupt, so that the contexts end all processes.
+    # With this handler, SIGTERM raises KeyboardInterrupt. The context managers then exit, and end
+    # all processes of the test.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="muster-storm-"))
     is_faulty = False

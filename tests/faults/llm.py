@@ -233,12 +233,12 @@ def _write_atomically(path: Path, text: str) -> None:
 def _lose_engine(run: LlmRun, engine: int, inject: Callable[[], object]) -> str:
     """Inject a fault into an engine, and wait until the engine has recovered.
 
-    The other engine must serve alone for a training step. Then the engine must serve again, with a
-    higher epoch. The epoch of an engine rises with each of its starts.
+    Meanwhile, the other engine must serve alone for a training step. Then the faulty engine must
+    serve again, with a higher epoch. The epoch of an engine rises with each of its starts.
 
     Args:
         run: The run.
-        engine: Number of the engine, 0 or 1.
+        engine: Number of the faulty engine, 0 or 1.
         inject: Injects the fault.
 
     Returns:

@@ -270,7 +270,8 @@ def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[
                     victims.append((pid, command.strip()))
         return victims
 
-    # Wait for a victim, because there may be no step on Ray yet. The pipeline may also have ended.
+    # Wait until a process exists that may be killed, because no step may run on Ray yet. Also end
+    # the wait if the pipeline has ended.
     becomes_true(lambda: process.poll() is not None or find_victims(), _ENDS_WITHIN_S)
     victims = find_victims()
     if victims:

@@ -546,8 +546,8 @@ class WiderChange:
     holds_deployment: bool = False
     #: True if the change prevents new runs of the pool from starting.
     holds_pool: bool = False
-    #: True if the change deletes the deployment. The Prefect server then deletes the runs that have
-    #: not started yet. A requeued run waits for its next attempt, and is then cancelled.
+    #: True if the change deletes the deployment. The Prefect server then also deletes the runs of
+    #: the deployment that have not started yet. A requeued run is cancelled instead.
     deletes_deployment: bool = False
 
 

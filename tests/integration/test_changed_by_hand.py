@@ -23,7 +23,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
-#: A working run ends, or its state is corrected, within this time after a change by hand.
+#: Seconds within which a working run must end, or its state must be corrected, after a person has
+#: changed the state.
 WITHIN_S = 60.0
 #: Delays, in seconds, from the end of a run's program to a cancel of the run.
 CANCEL_DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8)

@@ -40,7 +40,7 @@ def read_deployment(pool: GangPool) -> dict[str, Any]:
 
 
 def read_active_slots(pool: GangPool) -> int:
-    """Return the number of runs that the server counts for the limit of the deployment."""
+    """Return how many runs the server counts as active for the deployment's concurrency limit."""
     return int(read_deployment(pool)["global_concurrency_limit"]["active_slots"])
 
 
@@ -122,8 +122,8 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restart of the server loses the run's lease. Prefect's own engine would then end the run
-    # 225 s after its start, when it cannot renew the lease.
+    # The restart of the server loses the run's lease. Prefect's own engine renews the lease 225 s
+    # after the start of a run, and would then end the run. So this run lasts longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=900.0))
     wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)
     [start] = [line["at"] for line in wait_for(lambda: pool.read_lines_of(run), "it starts")][:1]

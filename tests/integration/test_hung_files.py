@@ -95,7 +95,8 @@ def end_while_hanging(
     """Run an attempt with some of its files in a folder, let the folder hang, and end the attempt.
 
     Returns:
-        The verdict, which is made while the folder still hangs.
+        The verdict of the attempt: its final state, and the failure if there is one. The supervisor
+        must make the verdict while the folder still hangs.
     """
     checkpoints = data.path / "checkpoints"
     (checkpoints / "global_step_1.tmp").mkdir(parents=True)

@@ -18,8 +18,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tests.support.supervised_components import ComponentHarness, python, sh, wait_until
 
 LIMIT_BYTES = 64 << 20
-#: Python code that waits until the supervisor has probably found its process, and then uses more
-#: memory than the limit.
+#: Python code of a process that exceeds the memory limit after half a second. Until then, the
+#: supervisor has usually found the process in its search for descendants of the component.
 HOG = "import time; time.sleep(0.5); data = [bytearray(8 << 20) for _ in range(40)]; time.sleep(60)"
 
 

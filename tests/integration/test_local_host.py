@@ -110,7 +110,10 @@ async def hosts(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Host
 
 
 def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
-    """Return the plan of a server that runs the command `argv`, or sleeps for long without one."""
+    """Return the plan of a server with the command `argv`.
+
+    Without a command, the server runs `sleep 600`.
+    """
     return ServerSlot(
         ranks=(rank,),
         engine=rank,

@@ -161,8 +161,8 @@ def test_simultaneous_reconciles_finish_a_run_once(host_env: HostEnvironment) ->
     with ThreadPoolExecutor(2) as pool:
         summaries = set(pool.map(lambda _: host_env.reconcile(), range(2)))
 
-    # Only one of the two calls of `reconcile` finishes the run. The other call found the run in
-    # work or already finished.
+    # Only one of the two calls of `reconcile` finishes the run. The other call has nothing to do,
+    # because the first call was still at work or had already finished the run.
     assert summaries == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
     assert [e["event"] for e in run.events()].count("reconcile.ended") == 1
     assert run.state()[0] == "CRASHED"

@@ -90,7 +90,7 @@ def kill_after_a_checkpoint(stack: OwnStack, run_id: str) -> None:
     checkpoints = stack.home / "runs" / run_id / "checkpoints"
 
     def has_checkpoint() -> bool:
-        # The trainer writes this file last.
+        # The trainer writes this file last, so a checkpoint with this file is complete.
         return any(checkpoints.glob("checkpoint-*/trainer_state.json"))
 
     wait_for(has_checkpoint, f"{run_id} has a checkpoint", within_s=ENDS_WITHIN_S)

@@ -58,8 +58,8 @@ def make_failed_run(
 ) -> Iterator[MakeFailedRun]:
     """Yield a function that makes a run whose first attempt has failed for lack of GPUs.
 
-    The run seems to be started by a worker. The function returns the session of its flow process,
-    and the run.
+    The fixture replaces `find_worker_flow_run`, so that a worker seems to have started the run. The
+    function returns the session of the run's flow process, and the run.
     """
     sessions = []
 

@@ -280,9 +280,13 @@ def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
 async def start_process(
     fork_server: ForkServer, env: Mapping[str, str], cwd: Path
 ) -> tuple[asyncio.Task[None], Any]:
-    """Start the flow process of a run; return a task that ends with the process, and the process.
+    """Start the flow process of a run through the fork server.
 
-    The process is forked from the fork server, a process with all imports loaded, if possible.
+    The fork server is a process that has already imported all modules. If possible, it forks the
+    flow process. Otherwise an ordinary process is started.
+
+    Returns:
+        A task that ends when the flow process ends, and the flow process.
     """
     started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     ended_task = asyncio.create_task(

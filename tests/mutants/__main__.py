@@ -148,8 +148,9 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
 def environment_of(copy: Path) -> dict[str, str]:
     """Return the environment variables for tests that run in a copy of the project.
 
-    Python must not store compiled code. Otherwise it could run the stored code of the original
-    instead of a mutant: it compares only the sizes of the source files and the second of change.
+    The variables prevent Python from storing compiled code in `.pyc` files. Otherwise Python could
+    run the stored code of the original file instead of the mutant. It uses a `.pyc` file if size
+    and modification time of the source file are equal, and compares the time in whole seconds.
     """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -310,7 +311,8 @@ def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -
     )
     lines = range(mutant.first_line, mutant.last_line + 1)
     tests = {test for line in lines for test in tests_of_line.get(line, ())}
-    # The empty string, instead of the name of a test, stands for the import of the file.
+    # Coverage stores the empty string instead of a test's name for lines that run when the file is
+    # imported. Such a line affects all tests of the file.
     if "" in tests:
         tests |= {test for tests_on_line in tests_of_line.values() for test in tests_on_line}
     usable = tests - failed - {""}

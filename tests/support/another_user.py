@@ -90,8 +90,8 @@ class ForeignServer:
 
     process: subprocess.Popen[str]
     port: int
-    #: Lines of the server's output, each `received` and then the received bytes. Empty until the
-    #: server has ended.
+    #: Lines of the server's output: the word `received` and the bytes that the server received.
+    #: Empty until the server has ended.
     received: Sequence[str] = ()
 
 

@@ -79,7 +79,7 @@ class Report:
 
     @property
     def rate(self) -> float:
-        """Findings per 1,000 words."""
+        """Number of unclear phrases per 1,000 words."""
         return 1000 * len(self.findings) / max(1, self.words)
 
     @property

@@ -11,7 +11,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "events.md"
 
 
 def read_table(head: str) -> list[list[str]]:
-    """Return the rows of the table with this header line: `rows[row][column]`."""
+    """Return the cells of a table in docs/events.md, as `rows[row][column]`.
+
+    Args:
+        head: Header line of the table in the Markdown source.
+    """
     below = PAGE.read_text(encoding="utf-8").partition(f"{head}\n")[2].splitlines()[1:]
     rows = itertools.takewhile(lambda line: line.startswith("| "), below)
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows]

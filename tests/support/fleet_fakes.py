@@ -243,7 +243,8 @@ class FakeHost:
 class FakeProber:
     """Probes the servers of a `FakeHost`.
 
-    Two probes of one server at the same time are forbidden: they are added to `FakeHost.faults`.
+    The fleet must not send two probes to one server at the same time. If it does, the prober adds a
+    message to `FakeHost.faults`.
     """
 
     def __init__(self, host: FakeHost) -> None:
@@ -477,7 +478,7 @@ class FleetHarness:
         return now_s() - began_s
 
     def last_failure_cause(self, group: int = 0) -> str:
-        """Return the cause of the last failure of a lifecycle group, by the fleet's events.
+        """Return the cause of a lifecycle group's last failure, as the fleet's events name it.
 
         A lifecycle group is a set of servers that are stopped and started together.
         """

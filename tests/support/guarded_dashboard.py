@@ -32,7 +32,10 @@ class GuardedDashboard:
     sent: list[Mapping[str, str]] = field(default_factory=list)
 
     def values(self, header: str) -> set[str]:
-        """Return the values of a header in all requests; an empty string if it was missing."""
+        """Return the values of a header in all requests.
+
+        The set contains an empty string if a request had no such header.
+        """
         return {headers.get(header, "") for headers in self.sent}
 
 

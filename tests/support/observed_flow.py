@@ -33,7 +33,8 @@ class OracleResult:
 
     #: Exit code of the flow process, or the negative number of the signal that killed it.
     exit_code: int
-    #: `PID COMMAND` of each descendant of the flow process that was still alive at the deadline.
+    #: `PID COMMAND` of each descendant of the flow process that was alive at the oracle's deadline,
+    #: some seconds after the end of the flow process.
     left: tuple[str, ...]
     #: Seconds from the end of the flow process to the end of its last descendant. -1 if a process
     #: was alive at the deadline.

@@ -152,7 +152,10 @@ def create_cgroup() -> str:
 
 
 def is_populated(cgroup: str) -> bool:
-    """Return True if a cgroup, or a cgroup below it, has processes. False without a cgroup."""
+    """Return True if a cgroup, or a cgroup below it, has processes.
+
+    An empty path means that there is no cgroup. The result is then False.
+    """
     if not cgroup:
         return False
     with open(f"{cgroup}/cgroup.events", encoding="ascii") as f:

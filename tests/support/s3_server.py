@@ -104,7 +104,10 @@ class S3Server:
 
 
 def ignore_message(_: object) -> None:
-    """Ignore a value, for functions that must return None."""
+    """Return None for every argument.
+
+    This turns a call with a result into an expression for a function that must return None.
+    """
 
 
 @contextmanager

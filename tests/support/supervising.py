@@ -156,7 +156,10 @@ def supervise(part: FlowInstructions) -> int:
 
 
 def end_with_stdin() -> None:
-    """Kill this process when its stdin is closed, because the test has then ended."""
+    """Wait until stdin is closed, and then kill this process.
+
+    The test holds the other end of stdin, so stdin is closed when the test has ended.
+    """
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -283,9 +286,9 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # Number of files that the process may open after the files that `listdir` counts.
-            # `listdir` also counts the descriptor that it opens and closes itself. So -1 leaves no
-            # free descriptor.
+            # Difference between the new limit and the number of descriptors that `listdir` counts.
+            # `listdir` also counts its own descriptor, which is closed afterwards. So a difference
+            # of -1 leaves no free descriptor.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -345,8 +348,8 @@ def step_until_it_forks(pid: int) -> None:
     """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
 
     The steps are short so that this function notices the child soon after the fork, even on a busy
-    machine. It may miss a child that ends at once. The stopped process has then already sent its
-    answer to the fork request.
+    machine. It may miss a child that ends at once. Then it returns after 0.2 s, and the stopped
+    process has already answered the request to fork.
     """
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 0.2

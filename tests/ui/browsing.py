@@ -125,7 +125,12 @@ class Ui:
         return widths
 
     def shot(self, path: Path, *, whole: bool = False) -> Path:
-        """Save a screenshot of the visible part or the whole page, and return its path."""
+        """Save a screenshot of the page, and return the path of the picture.
+
+        Args:
+            path: Path of the picture.
+            whole: True for the whole page. False for the part that the window shows.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=path, full_page=whole)
         return path

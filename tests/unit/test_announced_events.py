@@ -49,7 +49,7 @@ def announcements() -> RunAnnouncements:
 
 @pytest.fixture
 def tell(announcements: RunAnnouncements) -> Tell:
-    """Return a function that passes an event of the run to its announcements.
+    """Return a function that reports an event of the run to the `RunAnnouncements` object.
 
     The function returns the Prefect events that Muster sends to the server because of this event.
     """

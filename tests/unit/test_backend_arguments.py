@@ -25,10 +25,15 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """Return the known options of a layout's backend, and the planned command of its last server.
+    """Return the options that a backend accepts, and the command of a fleet's last server.
 
-    `Facts` are the options of a backend's command line, as read from tests/peers/backends. A
-    layout is a fleet with a backend, sizes and nodes.
+    Args:
+        layout: Name of an example fleet in `check.LAYOUTS`. It names a backend, the degrees of
+            parallelism and the number of nodes.
+
+    Returns:
+        The options of the backend's command line, as read from tests/peers/backends, and the
+        command that Muster plans for the last server of the fleet.
     """
     fleet = check.LAYOUTS[layout]
     return KNOWN[fleet["backend"]], check.plan_of(fleet).servers[-1].argv

@@ -30,7 +30,8 @@ def limit(bound: float) -> Limit:
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
         # a pass takes 5 ms even without runs, which is above the bound of 1 ms
         ((10.0, 55.0, 505.0), 1, "0"),
-        # limits of two digits are not rounded
+        # n runs take 5 + 0.5 n milliseconds, so 14 runs take 12 ms. A number with two digits is not
+        # rounded
         ((10.0, 55.0, 505.0), 12, "14"),
     ],
 )

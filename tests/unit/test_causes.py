@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data"
 FAILURES = sorted((DATA / "failures").glob("*.txt"))
 SURVIVED = sorted((DATA / "survived").glob("*.txt"))
 
-#: Example line for each rule, as its program prints it.
+#: Example of a log line for each rule, by the id of the rule. A real program printed each line.
 TEXTS = {
     "verl-total-gpus": "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16",
     "verl-resource-pool": (
@@ -446,7 +446,8 @@ def test_progress_bar_counts_as_training_steps() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        # A few further steps prove nothing: an asynchronous trainer uses up its queued batches.
+        # A few further steps do not prove that the error was survived: an asynchronous trainer
+        # still trains with the batches that are already in its queue.
         pytest.param(steps(11, 13), id="few-steps"),
         # Progress bars of inference and of loading also move while the trainer does not train.
         pytest.param(

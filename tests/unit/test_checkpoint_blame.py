@@ -98,7 +98,8 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),
-        # the log does not show whether the checkpoint was loaded, so it is only suspected
+        # the log does not show whether the load of the checkpoint failed, so the checkpoint is only
+        # suspected
         (attempt_of(), Blame.SUSPECTED),
         (attempt_of(log_tail=TRAINING), Blame.SUSPECTED),
         (attempt_of(message="No CUDA GPUs are available"), Blame.SUSPECTED),

@@ -298,7 +298,8 @@ def test_checkpoints_that_evaluations_need_are_not_removed(
     before_next_look = list_superfluous(run)
     evaluator.advance()
 
-    # The evaluation of step 30 has not ended, and step 10 is the best checkpoint.
+    # The checkpoint of step 30 is kept because its evaluation has not ended. The checkpoint of step
+    # 10 is kept because it is the best.
     assert before_next_look == [20]
     assert list_superfluous(run) == [20, 40, 50]
 
@@ -316,7 +317,8 @@ def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSes
     ("training_id", "has_training_ended", "expected"),
     [
         (RUN_ID, True, "failed"),
-        # The training continues. It records the end itself, so the evaluation changes nothing.
+        # The training still runs. It will itself record the end of the evaluation, so the process
+        # of the evaluation does not change the record.
         (RUN_ID, False, "waiting"),
         # The training's id comes from a tag, which every user of the Prefect server can change. An
         # id that leads to another folder is ignored.

@@ -656,7 +656,8 @@ def test_cancelled_state_of_a_waiting_run_names_the_user(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> SimpleNamespace:
             sent_states.append(state)
-            # Prefect's server replaces Cancelling by Cancelled, because no process must be ended.
+            # A waiting run has no process that a worker must end. So Prefect's server replaces the
+            # state Cancelling by Cancelled, unless the state is forced.
             # Source: prefect/server/orchestration, BypassCancellingFlowRunsWithNoInfra.
             status = SetStateStatus.ACCEPT if force else SetStateStatus.REJECT
             return SimpleNamespace(status=status, state=Cancelled())

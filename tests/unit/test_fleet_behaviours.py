@@ -346,7 +346,8 @@ async def test_trainer_reads_one_consistent_snapshot() -> None:
     assert [engine["epoch"] for engine in snapshot["engines"]] == [1, 2, 1]
     assert snapshot["epoch"] == training["epoch"]
     assert harness.fleet.snapshot()["training"]["epoch"] > training["epoch"]
-    # Engine 0 has died since the trainer's snapshot, so a commit for its old epoch is ignored.
+    # The trainer commits the epochs that it read before engine 0 died. Engine 0 now has another
+    # epoch, so the commit does not make engine 0 serve.
     harness.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
     assert [group.index for group in harness.fleet.registry.view.serving] == [1, 2]
 

@@ -157,7 +157,8 @@ class HistoryChecker:
         epoch = self.dice.choice([1, self.harness.host[rank].epoch])
         for _ in range(self.dice.randrange(20)):
             self.harness.fleet.note_failure(rank, epoch, "reset")
-        # An engine may fail after a number of failed requests without a generated token.
+        # The fleet may restart an engine that fails more requests in a row than `health.misses`,
+        # without generating a token in between. So this engine counts as damaged.
         self.failed[rank] += 1
         if self.failed[rank] > self.harness.settings.health.misses:
             self._note_damage(rank)

@@ -22,7 +22,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
         (1, HOUR),
         (1.01, 4 * HOUR),
         (5, 12 * HOUR),
-        # 24 hours is the assumed duration of a run whose spec gives no estimate
+        # one class is exactly 24 hours long, the assumed duration of a run without an estimate
         (24, DAY),
         (25, 3 * DAY),
         (100, 7 * DAY),

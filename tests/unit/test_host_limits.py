@@ -23,7 +23,14 @@ print(os.getpid(), describe_shortage(errors[sys.argv[1]]), flush=True)
 
 
 def describe_without_descriptors(error: str) -> tuple[str, str]:
-    """Return the pid of a process without a free file descriptor, and its text about the error."""
+    """Let a process without a free file descriptor describe an error.
+
+    Args:
+        error: "files" for an error of open(2), "threads" for a thread that could not start.
+
+    Returns:
+        The pid of the process, and the description that it printed.
+    """
     program = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, error]
     result = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -174,8 +174,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # Without its complete time, the beginning of a run id may also match runs that only the
-        # server knows. So the search among local runs finds nothing.
+        # These texts are shorter than a run id with its complete time, so they may also match runs
+        # that only the server knows. The search among local runs must not return a run for them.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),
@@ -194,7 +194,8 @@ def test_local_run_is_found_by_its_id(log: Path, name: str, is_found: bool) -> N
     [
         ({}, {}, True),
         ({}, {"pyproject.toml": "[project]\ndependencies = ['prefect']", ".env": "A=b"}, True),
-        # A server may know a newer run of another machine.
+        # A server is configured, which may know a newer run of another machine. So the latest run
+        # on this machine must not be used.
         ({"PREFECT_API_URL": "http://server/api"}, {}, False),
         ({"PREFECT_PROFILES_PATH": "profiles.toml"}, {}, False),
         ({}, {"prefect.toml": '[api]\nurl = "http://server/api"'}, False),

@@ -37,9 +37,14 @@ HISTORY = ("queued", "admitted", "starting", "running", "stopping")
 
 
 def record_of(directory: Path, until: str, verdict: str = "", retried: bool = False) -> Path:
-    """Write the record of a run, and return the path of the record.
+    """Write the record of a run whose flow process was killed, and return the record's path.
 
-    The flow process of the run was killed when the run had the state `until`.
+    Args:
+        directory: Directory of the run.
+        until: State of the run when the flow process was killed, one of HISTORY.
+        verdict: Key of VERDICTS: the result of the attempt that the record contains. Empty if the
+            attempt had no result yet.
+        retried: True if the run was waiting for its next attempt.
     """
     path = directory / "run.json"
     record = RunRecord(path, run_id="a-run", flow_run_id="f", clock=lambda: 1.0)

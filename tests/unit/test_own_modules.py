@@ -16,7 +16,8 @@ from tests.support.house import ROOT
 
 #: File that the wheel installs as the program `muster`.
 PROGRAM = Path(own_modules.__file__)
-#: Python outside of a virtual environment, which uses the user's own site-packages.
+#: Python interpreter outside of a virtual environment. Such an interpreter also imports packages
+#: from the user's own site-packages directory.
 BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
 
 

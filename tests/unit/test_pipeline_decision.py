@@ -255,7 +255,8 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),
-        # the last state is final: no later state exists, so the time of the final state counts
+        # the last state is final, so no state follows that a user could have requested: the time of
+        # the final state is returned
         ([(0, False), (9, True)], 9),
     ],
 )
@@ -293,7 +294,7 @@ def test_last_completed_run_is_used_by_later_stages() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # by default, the stage gives the newest checkpoint from which its run could be resumed
+        # by default, the checkpoint of a stage is the newest one from which its run could resume
         (None, "trainer/step-9"),
         # the stage names its checkpoint with a path, or with a file name pattern
         ("${run.dir}/hf", "hf/model-3"),

@@ -89,7 +89,10 @@ class FakeRuns:
         return run
 
     def end(self, unit: str, result: object = None, ending: RunState = RunState.COMPLETED) -> None:
-        """End the active run of a unit, after it has written its result."""
+        """Write the result file of a unit's active run, and end the run.
+
+        A unit is a stage of the pipeline or a point of a stage's matrix.
+        """
         [index] = [i for i, run in enumerate(self.runs) if run.stage == unit and not run.ending]
         run = self.runs[index]
         attempt = RunPlace.of(run.name).attempt(1).directory
@@ -118,7 +121,11 @@ class FakeRuns:
                 file.write(json.dumps({"step": step, "reward": value}) + "\n")
 
     def evaluate(self, unit: str, name: str, accuracies: Mapping[int, float | None]) -> None:
-        """Record one evaluation for each step of a run. An evaluation without figure runs."""
+        """Record an evaluation of a run's checkpoint at each step.
+
+        The evaluation is completed with the accuracy. If the accuracy is None, the evaluation is
+        still running.
+        """
         run = next(run for run in self.runs if run.stage == unit)
         place = RunPlace.of(run.name)
         place.directory.mkdir(parents=True, exist_ok=True)

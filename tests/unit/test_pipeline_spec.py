@@ -317,7 +317,8 @@ def test_inserted_value_is_literal() -> None:
     [
         # The key `keep` may remove the best checkpoint, and `keep_best` does not protect it.
         ({}, {"keep": 2}, "stages.0.best"),
-        # A point cannot be stopped early by the figure of an evaluation.
+        # `stop_early` compares training metrics of the points. It cannot compare the result of an
+        # evaluation.
         ({"stop_early": {"by": "math.accuracy", "after_step": 5}}, {}, "stages.0.stop_early.by"),
     ],
 )

@@ -32,7 +32,7 @@ MUSTER_SETTINGS = {
     "MUSTER_PRUNE_DAYS",
     "MUSTER_PRUNE_OUTPUTS",
 }
-#: Environment variables in the same files that neither Muster nor Prefect reads as settings.
+#: Environment variables in the files for production that neither Muster nor Prefect reads.
 OTHER_SETTINGS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
 

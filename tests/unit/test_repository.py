@@ -53,7 +53,7 @@ def planted_program(place: Path, proof: Path) -> Path:
 
 
 def own_project(place: Path) -> Path:
-    """Create the victim's project: a folder with a spec and one file, without a repository."""
+    """Create the project of the attacked user: a folder with a spec and a script, without git."""
     project = place / "victim" / "project"
     project.mkdir(parents=True)
     (project / "train.py").write_text("print(1)\n")

@@ -1,7 +1,7 @@
 """Trainers that are killed, hang or fail, each in a whole run without a Prefect server.
 
 The programs in `tests/data/resume` log steps and write checkpoints. The comment at the top of each
-says what must happen.
+program describes the expected result of the run.
 """
 
 from __future__ import annotations
@@ -263,12 +263,12 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
 
 
 def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
-    """Return keys of a spec whose attempts run for a limited time and are retried after it.
+    """Return keys of a spec: each attempt is stopped at a time limit, and the run is then retried.
 
     Args:
-        program: File in `tests/data/resume`.
-        hours_s: Time limit of each attempt in seconds.
-        stop: Keys of `stop` of the trainer.
+        program: Training program, a file in `tests/data/resume`.
+        hours_s: Time limit of each attempt, in seconds. The spec states it as `max_hours`.
+        stop: Further keys of the section `stop` of the trainer.
     """
     trainer = {
         "command": [sys.executable, program, "${run.dir}/c", "${attempt.resume_from}"],

@@ -174,7 +174,8 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
         # the name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
-        # the gang is invalid, which is checked before the rest of the spec
+        # the gang is checked before the rest of the spec, so an invalid gang is reported first. The
+        # run id contains the valid name `trial`
         ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),
     ],
 )
@@ -534,8 +535,9 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Number of requests before each of which the run is requeued once. The scheduler reads the runs
-    # with GPUs twice. Each reading takes three requests, and one other request follows it. If
+    # Number of `read_flow_runs` requests in a pass. In each iteration below, the run is requeued
+    # just before another one of these requests. The pass reads the runs that hold GPUs twice, with
+    # three requests each time, and sends one other request after each of the two readings. If
     # another scheduler has decided in between, one more request reads the waiting runs again.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))

@@ -75,7 +75,15 @@ def requests_of_session(
     has_worker: bool,
     may_be_left: bool = False,
 ) -> ForwardedRequests:
-    """Return the object that reacts to signals and cancellations by calls of a run's session."""
+    """Return a `ForwardedRequests` object, which reports signals and cancellations to a session.
+
+    Args:
+        session: Session of the run. It records the calls of its methods.
+        monkeypatch: Replaces the search for the worker's flow run.
+        has_worker: True if a worker has started the run.
+        may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues the
+            run.
+    """
     started_by = SimpleNamespace() if has_worker else None
     monkeypatch.setattr(interruption, "find_worker_flow_run", lambda: started_by)
     return ForwardedRequests(session, uuid4(), may_be_left=may_be_left)

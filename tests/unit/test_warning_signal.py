@@ -123,8 +123,9 @@ def test_processes_of_a_run_on_a_node_are_found_by_their_variables(
     assert (tmp_path / "warned").read_text() == "trainer\n"
 
 
-#: Program that executes a function on a Ray node without Muster. The function is pickled by value,
-#: because the program cannot import it.
+#: Program that executes a function as on a Ray node without Muster: the import of `tasks` fails.
+#: The test sends the function as cloudpickle bytes with its code, because the program cannot import
+#: the module of the function.
 ON_A_NODE = """
 import json, sys
 sys.modules["tasks"] = None

@@ -43,7 +43,7 @@ class Option:
     choices: tuple[Any, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the argument as a JSON object. An empty list of choices is left out."""
+        """Return this command-line argument as a JSON object, without an empty list of choices."""
         content: dict[str, Any] = {
             "names": list(self.names),
             "takes": self.takes,

@@ -221,7 +221,8 @@ def _check_batches(start: Start) -> Iterator[str]:
             continue
         mini = start.values[f"{part}.ppo_mini_batch_size"]
         if not isinstance(mini, int):
-            # The mini-batch size of the critic is that of the actor unless the spec sets it.
+            # The value is a reference to another key. By default, the critic takes the mini-batch
+            # size of the actor, which is checked by itself.
             continue
         if mini > train:
             yield f"{part}.ppo_mini_batch_size, {mini}, is above data.train_batch_size, {train}"
