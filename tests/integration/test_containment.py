@@ -104,7 +104,7 @@ def test_unwritable_cgroup_lowers_the_level_and_the_reason_is_named(
     assert "No such file or directory" in containment.missing[Level.L3]
 
 
-def test_text_of_a_level_names_its_promise_and_why_no_higher_level_is_used() -> None:
+def test_text_of_a_containment_level_explains_the_level_and_why_no_higher_level_is_used() -> None:
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
     assert text == (

@@ -990,7 +990,7 @@ async def send_order(setup: GatewaySetup, name: str, body: Any = None) -> tuple[
         return answer.status, await answer.json()
 
 
-async def test_caller_gets_the_result_of_the_check() -> None:
+async def test_check_request_returns_the_failed_engines() -> None:
     async with gateway_setup(1) as setup:
         status, answer = await send_order(setup, "check", {})
 

@@ -55,7 +55,7 @@ def run_in(cgroup: Path, script: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("is_kernel_log_readable", [True, False])
-def test_component_that_exceeds_its_memory_limit_is_host_oom(
+def test_component_that_exceeds_its_memory_limit_fails_with_host_oom(
     harness: ComponentHarness,
     limited_cgroup: Path,
     is_kernel_log_readable: bool,
@@ -111,7 +111,7 @@ def test_kill_in_an_unknown_cgroup_gets_no_wrong_explanation(
 
 
 @pytest.mark.parametrize("exit_code", [1, 137])
-def test_launcher_whose_worker_exceeds_the_memory_limit_is_host_oom(
+def test_launcher_whose_worker_exceeds_the_memory_limit_fails_with_host_oom(
     harness: ComponentHarness, limited_cgroup: Path, exit_code: int
 ) -> None:
     script = f"{python(HOG)[0]} -I -S -c '{HOG}'; exit {exit_code}"
@@ -123,7 +123,7 @@ def test_launcher_whose_worker_exceeds_the_memory_limit_is_host_oom(
     assert f"{limited_cgroup} reached its memory limit" in verdict.failure.message
 
 
-def test_sigkill_of_a_person_in_a_limited_cgroup_is_not_host_oom(
+def test_sigkill_sent_by_a_person_in_a_limited_cgroup_is_not_host_oom(
     harness: ComponentHarness, limited_cgroup: Path
 ) -> None:
     script = "sleep 0.5; kill -KILL $$"

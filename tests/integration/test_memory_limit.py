@@ -31,7 +31,7 @@ def list_cgroups(parent: Path) -> set[str]:
     return {path.name for path in parent.iterdir() if path.name.startswith("muster-")}
 
 
-def test_component_beyond_its_limit_is_host_oom_with_limit_and_peak(
+def test_component_beyond_its_memory_limit_fails_with_host_oom_and_names_limit_and_peak(
     harness: ComponentHarness, parent: Path
 ) -> None:
     before = list_cgroups(parent)

@@ -195,7 +195,7 @@ def test_table_of_a_long_queue_is_cut_and_names_the_full_length(api: str) -> Non
         ("组", "76acfb-gang-queue"),
     ],
 )
-def test_each_pool_has_its_own_keys(api: str, pool: str, queue: str) -> None:
+def test_each_pool_has_its_own_artifact_keys(api: str, pool: str, queue: str) -> None:
     keys = artifact_keys(pool)
 
     asyncio.run(QueueArtifacts(api).show(build_view(pool)))

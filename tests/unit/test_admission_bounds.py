@@ -21,7 +21,7 @@ from tasks.rollout.admission import Bounds, compute_bounds
         (64, 60, False, 0, 1, 1, 1),
     ],
 )
-def test_strangers_never_use_the_files_that_the_fleet_needs(
+def test_connections_of_new_clients_leave_enough_open_files_for_the_fleet(
     open_files: int,
     in_use: int,
     may_be_let_in: bool,

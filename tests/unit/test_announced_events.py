@@ -257,7 +257,7 @@ def test_engines_stopped_by_the_teardown_have_not_failed(tell: Tell) -> None:
     assert group(tell, 0, "active", "inactive") == []
 
 
-def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
+def test_event_of_too_few_engines_has_the_numbers_of_engines(tell: Tell) -> None:
     begun(tell)
     for index in range(3):
         group(tell, index, "starting", "active")

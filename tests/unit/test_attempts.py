@@ -125,7 +125,7 @@ def test_decision_names_the_checkpoint() -> None:
     assert sequel.text == "retried: NODE_LOST, next try (2 of 2) in 10 s, from /ckpt/step-10"
 
 
-def test_unlisted_kind_is_final() -> None:
+def test_failure_kind_that_the_spec_does_not_list_is_final() -> None:
     sequel = decide_retry(failed(FailureKind.USER_ERROR), (), None)
 
     assert sequel == RetryDecision(text='final: "retry" in the spec does not list USER_ERROR')

@@ -167,7 +167,7 @@ def test_checkpoint_is_given_up_once() -> None:
     assert found == ["given up", "none", "none", "none"]
 
 
-def test_more_than_three_checkpoints_in_turn_are_not_to_blame() -> None:
+def test_failures_with_four_different_checkpoints_are_not_blamed_on_them() -> None:
     attempts = [attempt_of("STALLED", f"/c/step_{step}") for step in (50, 40, 30, 20)]
 
     assert blames(spec_of(), *attempts[:3]) == ["given up"] * 3

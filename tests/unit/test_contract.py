@@ -24,7 +24,7 @@ def test_every_name_is_saved() -> None:
     assert not new, f"save these with `python -m tests.support.contract`: {new}"
 
 
-def test_further_allowed_values_are_no_broken_promise() -> None:
+def test_additional_allowed_values_are_no_incompatible_change() -> None:
     saved = {"workload": {"type": "string", "enum": ["ppo", "sft"]}}
     more = {"workload": {"type": "string", "enum": ["dpo", "ppo", "sft"]}}
     fewer = {"workload": {"type": "string", "enum": ["ppo"]}}

@@ -11,17 +11,17 @@ test_all_groups_down_without_budget_is_fatal_at_once |
 | 3 | test_failed_server_leaves_the_router_first; test_gateway.py, \
 test_every_request_ends_once_whatever_the_servers_do |
 | 4 | test_stop_during_a_recovery_has_a_time_limit |
-| 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
-| 6 | test_many_hung_probes_take_one_timeout |
+| 5 | test_fleet_has_one_probe_loop_per_engine_after_a_timed_out_stop_and_a_start |
+| 6 | test_check_of_many_hung_servers_takes_only_one_timeout |
 | 7 | test_gateway.py, test_control_request_forwards_its_arguments |
 | 8, 9 | test_unknown_rank_or_group_is_an_error |
 | 10 | test_dead_engine_behind_a_live_http_server_is_detected |
-| 11 | test_backend_without_a_token_question_is_asked_for_readiness |
+| 11 | test_backend_without_a_token_probe_gets_only_health_probes_and_a_warning |
 | 12 | test_restarted_group_generates_a_token_before_it_is_active |
 | 13 | test_check_fails_a_group_at_the_first_bad_probe |
 | 14 | test_result_of_a_check_names_failed_and_active_servers |
 | 15 | test_first_probe_after_a_sync_waits_a_whole_interval |
-| 16 | test_fleet_spec.py, test_fleet_is_invalid; test_rollout_topology.py, \
+| 16 | test_fleet_spec.py, test_invalid_fleet_is_rejected_with_a_remedy; test_rollout_topology.py, \
 test_sglang_health_check_generates_a_token_within_the_fleets_timeout |
 | 17 | test_event_quotes_an_answer_that_is_not_200 |
 | 18 | test_one_failed_rank_removes_and_restores_its_whole_group |
@@ -139,7 +139,7 @@ async def test_stop_during_a_recovery_has_a_time_limit(stop_takes_s: float) -> N
 
 
 @in_virtual_time
-async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
+async def test_fleet_has_one_probe_loop_per_engine_after_a_timed_out_stop_and_a_start() -> None:
     harness = await start_fake_fleet()
     tasks_before = list_fleet_tasks()
     harness.host.die(0)
@@ -156,7 +156,7 @@ async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -
 
 @pytest.mark.parametrize("at_home", ["yes", "hang"])
 @in_virtual_time
-async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
+async def test_check_of_many_hung_servers_takes_only_one_timeout(at_home: str) -> None:
     harness = await start_fake_fleet(100, timeout_s=15.0)
     for rank in range(100):
         harness.host[rank].answers = "hang"
@@ -193,7 +193,7 @@ async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -
 
 
 @in_virtual_time
-async def test_backend_without_a_token_question_is_asked_for_readiness() -> None:
+async def test_backend_without_a_token_probe_gets_only_health_probes_and_a_warning() -> None:
     harness = await start_fake_fleet(3, token=None, interval_s=10.0)
     await asyncio.sleep(100.0)
 

@@ -84,7 +84,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("nntn", 3, "sick"),
     ],
 )
-def test_consecutive_failures_decide_the_verdict(
+def test_consecutive_failures_decide_if_a_server_is_sick_or_silent(
     history: str, threshold: int, verdict: str
 ) -> None:
     evidence = collect_evidence(history, threshold)
@@ -109,7 +109,9 @@ def judge(evidence: Evidence, threshold: int) -> str:
         (10_000, 60.0),
     ],
 )
-def test_pause_is_between_a_half_and_the_whole_of_its_bound(count: int, longest_s: float) -> None:
+def test_random_pause_is_between_half_of_its_bound_and_the_bound(
+    count: int, longest_s: float
+) -> None:
     dice = Random(3)
 
     pauses = [choose_pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]

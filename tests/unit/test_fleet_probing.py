@@ -52,7 +52,7 @@ async def ask_server(handle: Handler, timeout_s: float = 20.0) -> str | None:
         return await HttpProber().ask(url, HEALTH, timeout_s)
 
 
-def test_status_200_is_a_yes() -> None:
+def test_probe_succeeds_with_status_200() -> None:
     assert asyncio.run(ask_server(http("200 OK", "{}"))) is None
 
 
@@ -68,7 +68,9 @@ def test_status_200_is_a_yes() -> None:
         (answers("SSH-2.0-OpenSSH\r\n"), r"the answer is not HTTP"),
     ],
 )
-def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -> None:
+def test_probe_fails_with_any_other_answer_and_quotes_the_answer(
+    handle: Handler, reason: str
+) -> None:
     problem = asyncio.run(ask_server(handle))
 
     assert problem is not None and not isinstance(problem, NoReply)
@@ -83,14 +85,14 @@ def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -
         (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "the answer is not HTTP"),
     ],
 )
-def test_timeout_is_a_missing_reply(handle: Handler, reason: str) -> None:
+def test_timeout_is_distinguished_from_an_invalid_answer(handle: Handler, reason: str) -> None:
     problem = asyncio.run(ask_server(handle, timeout_s=0.05))
 
     assert problem is not None and reason in problem
     assert isinstance(problem, NoReply) is (handle is hang)
 
 
-def test_refused_connection_is_a_missing_reply() -> None:
+def test_refused_connection_counts_as_no_reply() -> None:
     async def ask_closed_port() -> str | None:
         # The socket is bound but does not listen.
         with socket.socket() as bound:

@@ -309,7 +309,9 @@ def test_engine_size_follows_from_parallelism(
         ),
     ],
 )
-def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy: str) -> None:
+def test_invalid_fleet_is_rejected_with_a_remedy(
+    fleet: dict[str, Any], path: str, problem: str, remedy: str
+) -> None:
     [fault] = faults_of(fleet)
 
     assert fault.path == f"components.rollout.{path}"
@@ -372,7 +374,7 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
         {**LMDEPLOY, "expert_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8},
     ],
 )
-def test_fleet_is_valid(fleet: dict[str, Any]) -> None:
+def test_valid_fleet_is_accepted(fleet: dict[str, Any]) -> None:
     spec_of(fleet)
 
 

@@ -122,7 +122,7 @@ def test_cpus_used_by_others_are_not_free_and_unknown_stays_unknown() -> None:
     assert [node.usable_cpus for node in shares.nodes] == [24.5, None]
 
 
-def test_run_missing_in_the_ledger_counts_as_foreign() -> None:
+def test_gpus_of_a_job_without_a_flow_run_are_not_free() -> None:
     shares = compute_shares(cluster(A, B, forgotten={"a": 3.0}), [])
 
     assert gpus_of(shares.nodes) == {"a": 5, "b": 8}

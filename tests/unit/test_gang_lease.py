@@ -406,7 +406,7 @@ async def test_holder_writes_while_safe(
     )
 
 
-async def test_time_counts_from_the_request(
+async def test_time_limit_of_a_lease_counts_from_its_request(
     make_lease: MakeLease, server: Server, clock: Clock
 ) -> None:
     server.faults["POST"].append("slow")

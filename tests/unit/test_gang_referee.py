@@ -128,7 +128,9 @@ def seeing(*devices: str | None, host: str = "n1") -> History:
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),
     ],
 )
-def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]) -> None:
+def test_histories_that_keep_the_rules_of_the_queue_have_no_fault(
+    runs: list[History], nodes: dict[str, int]
+) -> None:
     assert judge(runs, nodes).faults == ()
 
 
@@ -180,5 +182,5 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
         ([replace(ONE, nodes=2, gpus=4)], "r1 asks for 2 x 4 GPUs and was given {'n1': 8}"),
     ],
 )
-def test_broken_promise_is_detected(runs: list[History], fault: str) -> None:
+def test_each_broken_rule_of_the_queue_is_detected(runs: list[History], fault: str) -> None:
     assert fault in "\n".join(judge(runs, PAIR).faults)

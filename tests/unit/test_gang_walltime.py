@@ -34,7 +34,9 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
         (2400, 100 * DAY),
     ],
 )
-def test_hours_are_rounded_up_to_a_class(hours: float, expected_s: float) -> None:
+def test_estimated_hours_are_rounded_up_to_a_duration_class(
+    hours: float, expected_s: float
+) -> None:
     assert duration_class_s(hours * HOUR) == expected_s
 
 

@@ -9,7 +9,7 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 
 
 @pytest.mark.parametrize("question", [{"log": "ready"}, {"alive_s": 5}])
-def test_question_that_is_answered_once_for_ever_is_no_liveness(
+def test_check_that_cannot_fail_later_is_rejected_as_a_liveness_probe(
     question: dict[str, object],
 ) -> None:
     [key] = question
@@ -27,5 +27,7 @@ def test_question_that_is_answered_once_for_ever_is_no_liveness(
 @pytest.mark.parametrize(
     "question", [{"http": "http://h/"}, {"tcp": 80}, {"file": "alive"}, {"notify": True}]
 )
-def test_question_that_can_be_repeated_is_liveness(question: dict[str, object]) -> None:
+def test_check_that_can_be_repeated_is_accepted_as_a_liveness_probe(
+    question: dict[str, object],
+) -> None:
     assert LiveProbe.model_validate(question)

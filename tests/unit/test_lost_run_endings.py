@@ -186,7 +186,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
         ("failed", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waiting for"),
     ],
 )
-def test_final_state_of_a_lost_run(
+def test_state_of_a_lost_run_follows_from_its_attempt_and_the_server(
     verdict: str, retried: bool, loss: FlowLoss, state: str, message: str, tmp_path: Path
 ) -> None:
     path = record_of(tmp_path, "stopping", verdict, retried)
@@ -276,7 +276,7 @@ def test_run_without_a_record_is_ignored(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_given_record_is_not_mutated(tmp_path: Path) -> None:
+def test_original_record_is_not_changed(tmp_path: Path) -> None:
     record = RunJson.read(record_of(tmp_path, "running"))
     json_before = record.as_json()
 

@@ -21,7 +21,7 @@ def make_spec(**keys: object) -> RunSpec:
     )
 
 
-def test_limit_is_in_gib() -> None:
+def test_memory_limit_in_gib_is_converted_to_bytes() -> None:
     assert make_spec().processes["trainer"].memory_bytes == 1536 << 20
 
 

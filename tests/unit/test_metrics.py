@@ -175,7 +175,9 @@ def test_adopted_attempt_keeps_its_earlier_steps(path: Path, clock_s: float) -> 
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_replaced: bool) -> None:
+def test_all_lines_of_a_file_rewritten_during_the_attempt_count(
+    path: Path, is_replaced: bool
+) -> None:
     path.write_text('{"step": 60}\n')
     fingerprint = FileFingerprint.of(path)
 
@@ -186,7 +188,7 @@ def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_repl
     assert asyncio.run(JsonlProgress(path, "step", fingerprint).step()) == 2
 
 
-def test_new_file_counts_completely(path: Path) -> None:
+def test_all_lines_of_a_new_file_count(path: Path) -> None:
     fingerprint = FileFingerprint.of(path)
     path.write_text('{"step": 2}\n')
 

@@ -87,7 +87,7 @@ def test_explanation_of_a_missing_file_lists_similar_files(tmp_path: Path) -> No
     )
 
 
-def test_explanation_of_a_file_without_json(tmp_path: Path) -> None:
+def test_explanation_says_that_a_file_has_no_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("step 1, loss 0.5\n")
 

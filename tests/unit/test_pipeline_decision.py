@@ -260,7 +260,7 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (9, True)], 9),
     ],
 )
-def test_last_request_is_the_first_state_after_the_last_final_state(
+def test_pipeline_was_last_requested_at_the_first_state_after_the_last_final_state(
     states: list[tuple[float, bool]], requested_at: float
 ) -> None:
     assert find_last_request([(at(when), is_final) for when, is_final in states]) == at(

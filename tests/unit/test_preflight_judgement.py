@@ -85,7 +85,9 @@ def test_healthy_node_has_no_finding() -> None:
         ),
     ],
 )
-def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
+def test_faulty_node_is_reported_with_the_failed_check(
+    checked_node: NodeResult, check: str
+) -> None:
     assert checks(checked_node) and set(checks(checked_node)) == {f"10.0.0.2 {check}"}
 
 

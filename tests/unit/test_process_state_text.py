@@ -49,7 +49,7 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_process_is_shown_with_what_it_waits_for(proc: Path) -> None:
+def test_process_is_shown_with_its_state_stack_and_threads(proc: Path) -> None:
     [text] = kernel_view([PID], proc)
 
     assert text.splitlines() == [

@@ -197,7 +197,7 @@ def test_submission_file_of_an_earlier_process_is_continued(plan: JobPlan) -> No
     assert json.loads(plan.submission_file.read_text())["submission_id"] == "r--a02"
 
 
-def test_note_returns_before_the_file_is_on_the_disk(plan: JobPlan) -> None:
+def test_note_does_not_wait_until_the_file_is_written(plan: JobPlan) -> None:
     file, answers = SubmissionFile.begin(plan), threading.Event()
     file.disk = DiskThread("disk")
     file.disk.do(answers.wait)

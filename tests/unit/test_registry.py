@@ -223,7 +223,7 @@ def test_parts_are_removed_with_their_own_component_only(home: Path) -> None:
     assert registered_runs() == []
 
 
-def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
+def test_component_of_a_removed_run_cannot_be_registered(home: Path) -> None:
     register = RunRegistration.opened("a-run")
     register.close()
 

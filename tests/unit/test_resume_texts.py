@@ -24,7 +24,7 @@ def test_choice_and_refused_checkpoints_are_named() -> None:
     ]
 
 
-def test_start_from_nothing_is_said_with_its_reasons() -> None:
+def test_start_without_a_checkpoint_is_explained_although_checkpoints_exist() -> None:
     resume = record_of(None, refused=REFUSED)
 
     first, second = describe_resume(resume, attempt=2)
@@ -42,7 +42,7 @@ def test_checkpoint_that_is_not_passed_is_not_claimed() -> None:
     )
 
 
-def test_first_attempt_needs_no_sentence() -> None:
+def test_first_attempt_without_a_checkpoint_is_not_explained() -> None:
     assert [*describe_resume(record_of(None), attempt=1)] == []
 
 
@@ -80,7 +80,7 @@ def test_warnings_follow_the_choice() -> None:
     ]
 
 
-def test_record_keeps_the_key_from() -> None:
+def test_record_names_the_resumed_checkpoint_in_the_key_from() -> None:
     written = record_of("/c/step_10", refused=REFUSED).as_json()
 
     assert written == {"from": "/c/step_10", "rule": "the rule", "refused": REFUSED}

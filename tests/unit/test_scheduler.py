@@ -847,7 +847,7 @@ def test_run_that_was_set_back_gets_no_second_process(
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])
-def test_name_that_somebody_typed_stays_in_a_label(
+def test_name_that_a_user_typed_is_kept_in_a_label(
     server: ScriptedPrefect, is_scheduled: bool
 ) -> None:
     run = server.submit(spec(), auto_scheduled=is_scheduled)

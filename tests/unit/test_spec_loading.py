@@ -656,7 +656,7 @@ junk = st.recursive(
 
 @settings(deadline=None)
 @given(specs, st.dictionaries(st.sampled_from(list(RunSpec.model_fields)), junk, min_size=1), junk)
-def test_random_junk_gives_readable_faults(
+def test_random_values_cause_no_message_in_pydantics_words(
     data: dict[str, Any], keys: dict[str, Any], component: object
 ) -> None:
     data = {**data, **keys, "components": {**data["components"], "trainer": component}}

@@ -78,7 +78,7 @@ def test_no_process_gets_the_id_of_another_wandb_run() -> None:
 
 @pytest.mark.parametrize("place", ["run", "component", "environment"])
 @pytest.mark.parametrize("name", SELECTING)
-def test_variable_that_selects_a_wandb_run_stays_alone(
+def test_muster_sets_no_wandb_variable_if_the_user_selects_a_wandb_run(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {name: SELECTING[name]}
@@ -141,7 +141,9 @@ def test_run_of_mlflow_is_a_child_of_its_parent() -> None:
 
 @pytest.mark.parametrize("name", ["MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT"])
 @pytest.mark.parametrize("place", ["run", "component"])
-def test_variable_that_selects_a_run_of_mlflow_stays_alone(name: str, place: str) -> None:
+def test_muster_sets_no_mlflow_variable_if_the_user_selects_an_mlflow_run(
+    name: str, place: str
+) -> None:
     chosen = {name: "{}"}
     spec = make_spec(
         env=chosen if place == "run" else {}, trainer_env=chosen if place == "component" else {}

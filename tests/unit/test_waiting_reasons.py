@@ -208,7 +208,9 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
         ),
     ],
 )
-def test_minor_changes_keep_the_steady_part(before: Message, after: Message) -> None:
+def test_minor_changes_do_not_rewrite_the_message_of_a_waiting_run(
+    before: Message, after: Message
+) -> None:
     assert steady_part(before.text) == steady_part(after.text)
 
 
@@ -226,7 +228,9 @@ def test_minor_changes_keep_the_steady_part(before: Message, after: Message) -> 
         (paused_message(None, "gang"), paused_message(None, "gang", "low")),
     ],
 )
-def test_major_changes_change_the_steady_part(before: Message, after: Message) -> None:
+def test_major_changes_rewrite_the_message_of_a_waiting_run(
+    before: Message, after: Message
+) -> None:
     assert steady_part(before.text) != steady_part(after.text)
 
 
