@@ -31,7 +31,8 @@ os.environ.update(RAY_ENV)
 #: slash and the id of that other session.
 SESSION_VARIABLE = "MUSTER_TEST_SESSION"
 
-#: Environment variables of the tests. They prevent programs from sending data to the internet.
+#: Environment variables of the tests. The variables prevent programs from sending data to the
+#: internet.
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -42,8 +43,8 @@ _QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-#: Environment variables that are removed for the tests. They name a Prefect server, a Ray cluster
-#: or a run of the user, or slow down all tests.
+#: Environment variables that are removed for the tests. These variables name a Prefect server, a
+#: Ray cluster or a run of the user, or slow down all tests.
 _FOREIGN = (
     "PREFECT_API_URL",
     "PREFECT_API_KEY",
@@ -163,8 +164,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the test session if a process outlives the tests, even if all tests passed.
 
     The processes are reported and not killed, so that a developer can examine them. With several
-    workers (`-n 2`), only the controller process of pytest-xdist checks this. It does so after all
-    other hooks, because the workers are processes of the session until pytest-xdist has ended them.
+    workers (`-n 2`), only the controller process of pytest-xdist checks this. The check runs after
+    all other hooks, because the workers are processes of the session until pytest-xdist has ended
+    them.
     """
     if hasattr(session.config, "workerinput"):
         return
@@ -226,8 +228,8 @@ def prefect_url() -> Iterator[str]:
     """
     from tasks.server.server import prefect_server
 
-    # The server also changes the Prefect settings of this process. These changes are made in a
-    # copy of the context variables, so that they do not affect the tests.
+    # The server also changes the Prefect settings of this process. The server makes these changes
+    # in a copy of the context variables, so that the tests keep their own settings.
     context = contextvars.copy_context()
     server = prefect_server(password="")
     yield context.run(server.__enter__)

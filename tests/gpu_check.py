@@ -27,8 +27,9 @@ from tasks.processes.machine import read_gpus
 from tasks.record.states import RunState
 from tests.support.host_environment import ROOT, wait_for, with_absolute_cwd
 
-#: Code of the component. It starts a process in its own session, which prints the number of visible
-#: GPUs and holds memory of the first GPU. The argument is the size of the memory in bytes.
+#: Code of the component. The component starts a process in its own session. This process prints the
+#: number of visible GPUs and holds memory of the first GPU. The argument of the component is the
+#: size of the memory in bytes.
 PROGRAM = """
 import ctypes, os, sys, time
 size = int(sys.argv[1])

@@ -34,7 +34,7 @@ NOT_TYPED: dict[tuple[str, str], str] = {
 #: Expected exit codes of documented commands that do not exit with 0, by the beginning of the
 #: command.
 EXITS: dict[str, int] = {}
-#: Time limit of a command in seconds. It suffices on a busy machine.
+#: Time limit of a command in seconds. The limit is long enough for a busy machine.
 WITHIN_S = 400.0
 
 PAGES = [page for page in list_documents() if page.commands("console")]

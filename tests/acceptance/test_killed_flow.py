@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 #: A program that starts a command, kills it when it has printed a certain line, and waits until all
 #: descendants of the command have ended.
 #:
-#: Arguments: the longest wait in seconds, a phrase of the output line, and the command. It prints
-#: one line of JSON with the result.
+#: Arguments: the longest wait in seconds, a phrase of the output line, and the command. The program
+#: prints one line of JSON with the result.
 OBSERVER = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

@@ -190,8 +190,8 @@ def test_closed_terminal_ends_the_run_as_cancelled(
     "shell",
     [
         'exec nohup "$@" > "$OUTPUT" 2>&1',
-        # Unlike `nohup`, this command does not redirect the output. It only ignores SIGHUP, so the
-        # run continues to write to a terminal that is closed.
+        # Unlike `nohup`, this command does not redirect the output. The command only ignores
+        # SIGHUP, so the run continues to write to its terminal after the terminal was closed.
         pytest.param('trap "" HUP; exec "$@"', marks=pytest.mark.thorough),
     ],
 )

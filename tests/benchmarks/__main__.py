@@ -46,7 +46,7 @@ NAMES = (
     "fleet",
     "limits",
 )
-#: Benchmarks that run real flows. They share one Prefect server.
+#: Benchmarks that run real flows. These benchmarks share one Prefect server.
 _NEED_SERVER = frozenset({"crash", "load", "orphans", "readiness", "overhead", "nodes", "jobs"})
 
 

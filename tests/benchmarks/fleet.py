@@ -159,7 +159,8 @@ def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
 async def _sweeps(*, quick: bool) -> list[Row]:
     """Measure how long a check of the health of all servers takes.
 
-    The servers are first all healthy. Then all of them hang and send no answer.
+    The function measures this twice: while all servers are healthy, and while all servers hang and
+    send no answer.
     """
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS

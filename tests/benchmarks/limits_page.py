@@ -90,7 +90,7 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: All limits in docs/limits.md. They are valid for the measured machine. On a faster machine,
+#: All limits in docs/limits.md. The limits are valid for the measured machine. On a faster machine,
 #: limits that come from a bound on time are higher.
 LIMITS = (
     *_on_each_database(

@@ -108,8 +108,8 @@ def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
 def _guardians_started() -> Iterator[None]:
     """Let Muster start a new program for each guardian process until the context ends.
 
-    Normally, Muster forks the guardians from a template process. It starts new programs only if the
-    template process has died.
+    Normally, Muster forks the guardians from a template process. Muster starts new programs only if
+    the template process has died.
     """
     with mock.patch.object(guarded.GuardianTemplate, "fork", side_effect=OSError):
         yield
@@ -192,8 +192,8 @@ def _kill_with_listing(count: int) -> float:
 def _guardians_that_list() -> Iterator[None]:
     """Let guardian processes find their descendants in a list of all processes in /proc.
 
-    Normally, guardians ask the kernel for the child processes of a process. They read the list of
-    all processes only if the kernel does not offer this.
+    Normally, guardians ask the kernel for the child processes of a process. Guardians read the list
+    of all processes only if the kernel has no list of a process's children.
     """
     source_folder = Path(guarded.__file__).parent
     original_command = guarded._GUARDIAN

@@ -37,11 +37,11 @@ _MUSTER = "Muster: the flow `train`"
 
 #: Identity of a process: its id, and its start time in clock ticks since boot.
 _Id = tuple[int, int]
-#: Function that measures one supervisor. It runs the components in the folder, sends the signal to
-#: their supervisor, and then calls the `_Watch`.
+#: Function that measures one supervisor. The function runs the components in the folder, sends the
+#: signal to their supervisor, and then calls the `_Watch` function.
 _Way = Callable[[Path, signal.Signals, "_Watch"], None]
-#: Function that waits until all processes have ended, but only for a limited time. It receives the
-#: time of the signal, in monotonic seconds.
+#: Function that waits until all processes have ended, but only for a limited time. The argument is
+#: the time of the signal, in monotonic seconds.
 _Watch = Callable[[float], None]
 
 

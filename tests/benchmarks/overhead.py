@@ -95,8 +95,8 @@ def _once_idle(sample: Sample) -> Sample:
 def _without_heartbeats(sample: Sample) -> Sample:
     """Return a measuring function that switches Prefect's heartbeats off.
 
-    At its end, a flow run waits for the heartbeat thread, which sleeps for whole seconds. That
-    would hide the overhead.
+    With heartbeats, a flow run waits at its end for the heartbeat thread, which sleeps for whole
+    seconds. This wait would hide Muster's overhead.
     """
 
     def measure_without_heartbeats() -> float:

@@ -28,8 +28,8 @@ _STOP_WITHIN_S = 30.0
 #: Numbers of file descriptors that supervisord needs: for each component, and for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
-#: Name and suffix of a file. It contains the time at which supervisord or circus noticed the death
-#: of a component, in nanoseconds of CLOCK_MONOTONIC.
+#: Name and suffix of a file. The file contains the time at which supervisord or circus noticed the
+#: death of a component, in nanoseconds of CLOCK_MONOTONIC.
 DEATH_NOTICE = ("death", "heard")
 _NOTE = f"""\
 import os, signal, sys, time
@@ -40,8 +40,8 @@ def note():
         with open(path, "w") as f:
             f.write(str(time.monotonic_ns()))
 """
-#: Event listener of supervisord. It ends supervisord at the first event, which is the end of a
-#: component.
+#: Event listener of supervisord. The listener ends supervisord at the first event, which is the end
+#: of a component.
 _LISTENER = f"""\
 {_NOTE}
 while True:

@@ -27,7 +27,7 @@ class Replay:
     jobs: Sequence[Job]
     #: Start time of each job by its id, in seconds from the beginning of the trace.
     starts_s: Mapping[str, float]
-    #: Jobs that do not fit on the empty cluster. They were not submitted.
+    #: Jobs that do not fit on the empty cluster. The simulation did not submit these jobs.
     infeasible: Sequence[Job]
     #: Number of GPUs of the cluster.
     gpus: int

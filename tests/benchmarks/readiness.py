@@ -167,8 +167,8 @@ def _wait_for_record(place: Path, name: str, event: str) -> int:
 def _by_flow(url: str) -> float:
     """Run a flow with three components, and return the readiness lag in ms.
 
-    The lag is the duration of the start minus the time that the components themselves need. It is
-    computed from the times in `run.json`.
+    The lag is the duration of the start minus the time that the components themselves need. The lag
+    is computed from the times in `run.json`.
     """
     with folder() as place:
         spec = {

@@ -17,8 +17,8 @@ from tests.benchmarks.report import How, Machine, Missing, Result, machine_as_js
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("results")
-#: Files that the benchmarks write. They do not affect Muster. So if only these files differ from
-#: the commit, the recorded version of Muster is the commit without ", changed".
+#: Files that the benchmarks write. These files do not affect Muster. So if only these files differ
+#: from the commit, the recorded version of Muster is the commit without ", changed".
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
 #: Largest number of samples that are recorded for a row of a result. If a row has more samples,
 #: none of its samples is recorded.

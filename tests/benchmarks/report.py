@@ -84,7 +84,7 @@ class Missing:
 
 
 class NotHere(Exception):
-    """This machine lacks something that a benchmark, or one of its measured programs, needs.
+    """This machine lacks a program or package that a benchmark needs.
 
     The message names the missing thing and how to install it. Any other exception is an error of
     the benchmark.

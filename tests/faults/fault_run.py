@@ -297,8 +297,8 @@ class Case:
     levels: tuple[str, ...] = LEVELS
     #: True if the fault makes the run use a lower containment level than it requested.
     drops: bool = False
-    #: True if the fault occurs before the run reaches the phase of the test. Then `inject` is
-    #: called at once, without a wait for this phase.
+    #: True if the fault occurs before the run reaches the phase of the test. In this case, the test
+    #: calls `inject` at once and does not wait for the phase.
     is_at_once: bool = False
     #: True if the registry entry and the cgroups of the run must be gone at the end of the run,
     #: before `muster reconcile` is used.
@@ -320,8 +320,8 @@ class Outcome:
 
     #: State, failure kind, component and signal or exit code that the run reported.
     verdict: str
-    #: Seconds until the run had no process left. They count from the fault or, if the run began
-    #: its teardown after the fault, from the beginning of the teardown.
+    #: Seconds until the run had no process left. The time is measured from the fault. If the run
+    #: began its teardown after the fault, the time is measured from the beginning of the teardown.
     empty_after_s: float
     #: Kernel interfaces that confirmed that no process was left.
     #:
@@ -502,8 +502,8 @@ def missing_levels() -> dict[str, str]:
         "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"
     )
-    # The check of the levels turns its process into a subreaper. It runs in a new process, because
-    # the process of the tests must not become a subreaper.
+    # The check of the containment levels turns its process into a subreaper. The process of the
+    # tests must not become a subreaper, so the check runs in a new process.
     completed = subprocess.run(
         [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, check=True
     )

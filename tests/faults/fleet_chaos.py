@@ -310,7 +310,8 @@ class Chaos:
 
         For the kind "steal", this program then listens on the port for some seconds.
         """
-        # This program may listen on a stolen port itself. It must not send itself the signal.
+        # This program may listen on a stolen port itself. The program must not send the signal to
+        # itself.
         pids = [listener.pid for listener in listeners(port) if listener.pid != os.getpid()]
         with contextlib.suppress(ProcessLookupError):
             for pid in pids:

@@ -70,8 +70,8 @@ _CANCELLED = frozenset({"CANCELLED"})
 #: Allowed final states of a run that is cancelled while its flow runs. The flow may complete just
 #: before the cancellation.
 _IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
-#: Program that occupies its GPUs on a Ray cluster for a while. It records the nodes on which Ray
-#: has placed it, and the time that the placement took.
+#: Program that occupies its GPUs on a Ray cluster for a while. The program records the nodes on
+#: which Ray has placed the job, and the duration of the placement.
 _RAY_PART = """
 import json, os, sys, time
 began = time.time()

@@ -442,8 +442,8 @@ class Script:
     #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
     #: Offset in `raw` from which all bytes are sent in one piece, or None if all pieces are random.
-    #: It is used for answers that are followed by invalid bytes. If these bytes came later than the
-    #: end of the answer, the gateway would take them for the next answer.
+    #: The offset is set if invalid bytes follow the answer. If these bytes arrived later than the
+    #: end of the answer, the gateway would treat the bytes as the next answer.
     whole_from: int | None = None
 
 
@@ -510,8 +510,8 @@ class Fleet:
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection from the gateway to an engine.
 
-    Each request is compared with the requests that the clients have sent. Then the engine answers
-    with the `Script` for the id of the request.
+    Each request is compared with the requests that the clients have sent. The engine then sends the
+    answer that the `Script` for the id of the request contains.
     """
     data = b""
     task = asyncio.current_task()
@@ -813,8 +813,8 @@ async def _read_answers(
             async with asyncio.timeout(_UNDECIDED_S if is_refusal_due else None):
                 piece = await reader.read(1 << 20)
         except TimeoutError:
-            # The client's last bytes may be the beginning of a line. Then the gateway waits for the
-            # rest of the line, and does not refuse the request yet.
+            # The client's last bytes may be the beginning of a line. In this case, the gateway
+            # waits for the rest of the line, and does not refuse the request yet.
             return answers, data[at:], False
         is_over = not piece
         data += piece

@@ -13,8 +13,8 @@ from tests.support.supervised_components import python, sh, wait_until
 
 #: HTTP server with the command line `python(SERVER) PORT ANSWERS`. Each path cycles through the
 #: letters of ANSWERS: `y` answers 200, `n` answers 503, `-` never answers. The server logs each
-#: request as `PATH LETTER`. It answers only 503 after the file `down` was created in its working
-#: directory.
+#: request as `PATH LETTER`. The server answers only 503 after the file `down` was created in its
+#: working directory.
 SERVER = """
 import collections, os, socket, sys, time
 request_counts = collections.Counter()
@@ -68,8 +68,9 @@ for pid in map(int, sys.argv[1:]):
     os.kill(pid, signal.SIGKILL)
 """
 
-#: Program that traces a process until its own stdin is closed. It never waits for the traced
-#: process. If that process is killed, it stays a zombie, because its parent cannot reap it.
+#: Program that traces a process until its own stdin is closed. The program never waits for the
+#: traced process. If the traced process is killed, it stays a zombie: its parent cannot reap it
+#: before the tracer has waited for it.
 _TRACER = """
 import ctypes, sys
 libc = ctypes.CDLL(None)

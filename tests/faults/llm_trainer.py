@@ -25,8 +25,8 @@ from transformers import LlamaForCausalLM
 
 #: Name of the file that contains the number of the engine that receives a truncated checkpoint.
 ORDER = "break-weights"
-#: Standard deviation of the noise that is added to each weight in a step. It is too small to undo
-#: the training, but it changes the log-probabilities by more than the test's tolerance.
+#: Standard deviation of the noise that is added to each weight in a step. The noise is too small to
+#: undo the training, but changes the log-probabilities by more than the test's tolerance.
 NOISE_STD = 3e-4
 
 

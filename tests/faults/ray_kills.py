@@ -47,8 +47,9 @@ from tests.support.host_environment import (
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
-#: Program of the Ray job. It counts steps, and records its attempt in the file of its first
-#: argument. It starts a helper process that survives the job unless Muster ends the helper.
+#: Program of the Ray job. The program counts steps, and records the number of its attempt in the
+#: file that its first argument names. The program also starts a helper process that survives the
+#: job unless Muster ends the helper.
 TRAINER = """
 import os, subprocess, sys, time
 with open(sys.argv[1], "a") as attempts_file:
@@ -151,7 +152,7 @@ class Trial:
 
     @property
     def attempt(self) -> Path:
-        """Directory of the first attempt. It may not exist yet."""
+        """Directory of the first attempt. The directory may not exist yet."""
         return (self.directory or self.host_env.home / "nowhere") / "attempt-01"
 
     def record(self) -> dict[str, Any]:

@@ -49,11 +49,12 @@ SETTLED_WITHIN_S = 240.0
 SAVING_S = 45.0
 #: Code of the component of each run. Its arguments are `FILE SECONDS SAVING_S IS_READY GPUS_FILE`.
 #:
-#: The component appends one line to FILE for each of its actions. It prints `ready` if IS_READY is
-#: 1. After SIGTERM, it saves for SAVING_S seconds.
+#: The component appends one line to FILE for each of its actions. The component prints `ready` if
+#: IS_READY is 1. After SIGTERM, the component saves its state for SAVING_S seconds.
 #:
-#: The component waits until the file GPUS_FILE or the file GPUS_FILE.none exists. GPUS_FILE lets it
-#: work. GPUS_FILE.none makes it fail for lack of GPUs.
+#: The component waits until the file GPUS_FILE or the file GPUS_FILE.none exists. If GPUS_FILE
+#: exists, the component works for SECONDS seconds. If GPUS_FILE.none exists, the component fails
+#: for lack of GPUs.
 PROGRAM = """
 import json, os, signal, sys, time
 file, lasts_s, saving_s, is_ready, gpus_file = sys.argv[1:]
@@ -329,7 +330,7 @@ class Matrix:
     def read_holders(self) -> dict[str, float]:
         """Return the GPUs in use as `muster queue` shows them: their number, by holder.
 
-        A holder is a program that holds GPUs. It is a run of Muster or another program.
+        A holder is a run of Muster, or another program, that holds GPUs.
         """
         holders: dict[str, float] = {}
         for node in json.loads(self.muster("queue", "--json"))["nodes"]:
@@ -389,8 +390,8 @@ class Matrix:
         Running runs are cancelled by `muster cancel`, so that their GPUs become free and the
         waiting runs can start and end. Paused runs do not end by themselves, so they are skipped.
 
-        At last, a further run that needs all GPUs must complete. This shows that no run still holds
-        a GPU.
+        At last, a further run that needs all GPUs must complete. The completion of this run shows
+        that no other run still holds a GPU.
         """
         faults = []
         self.start_requeued_runs()

@@ -27,7 +27,7 @@ from tests.support.supervised_components import processes_with
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a-key-to-the-bucket"
-#: A training program. It ends when the file that its second argument names exists.
+#: A training program that ends when the file exists that its second argument names.
 TRAINER = """
 import os, pathlib, sys, time
 place = pathlib.Path(sys.argv[1])

@@ -95,8 +95,8 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
     limit_deployment(pool)
     pool.start_worker()
     # Prefect's own engine would renew the lease of the concurrency limit 225 s after the start of
-    # the run. It would then end the run, because the restarted server has lost the lease. So this
-    # run takes longer than 225 s.
+    # the run. The engine would then end the run, because the restarted server has lost the lease.
+    # So this run takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
     wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 #: Waits until a condition is true. The time limit is long, because each evaluation starts a process
 #: that imports Prefect.
 until = partial(until_within, within_s=240.0)
-#: Program of the training. It saves a checkpoint for each number in its arguments, and exits when
-#: the file of its second argument exists.
+#: Program of the training. The program saves a checkpoint for each number in its arguments, and
+#: exits when the file exists that its second argument names.
 TRAINER = """
 import os, pathlib, sys, time
 folder, go, *steps = sys.argv[1:]
@@ -36,8 +36,8 @@ print("up", flush=True)
 while not os.path.exists(go):
     time.sleep(0.05)
 """
-#: Program of an evaluation. It writes a line to a trace file, waits for the file of its last
-#: argument, and writes the accuracy as its result.
+#: Program of an evaluation. The program writes a line to a trace file, waits until the file exists
+#: that its last argument names, and writes the accuracy as its result.
 EVALUATION = """
 import json, os, pathlib, sys, time
 trace, checkpoint, step, end = sys.argv[1:]

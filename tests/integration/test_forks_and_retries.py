@@ -20,8 +20,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-#: Trainer that saves a checkpoint every 10 steps. It kills itself at step 35, unless the file of
-#: its argument `room` exists.
+#: Trainer that saves a checkpoint every 10 steps. The trainer kills itself at step 35, unless the
+#: file exists that its argument `room` names.
 TRAINER = """
 import json, os, pathlib, signal, sys
 
@@ -167,9 +167,9 @@ def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project
     assert missing.returncode == 2
     assert "Steps with a complete checkpoint: 10, 20, 30." in missing.stderr
     assert [project.starts(child) for child in children] == [[(parent, 10)]] * 2
-    # `keep=2` keeps the checkpoints of the steps 40 and 50. It does not count the last checkpoint,
-    # because nothing shows yet that this checkpoint is complete. The steps 30 and 10 are kept, too:
-    # the retry started from step 30, and the two other runs from step 10.
+    # `keep=2` keeps the checkpoints of the steps 40 and 50. The last checkpoint, of step 60, does
+    # not count, because nothing shows yet that this checkpoint is complete. The steps 30 and 10 are
+    # kept, too: the retry started from step 30, and the two other runs from step 10.
     kept = {"step_10", "step_30", "step_40", "step_50", "step_60"}
     assert project.saved(parent) == kept
     assert [project.saved(child) for child in children] == [{"step_40", "step_50", "step_60"}] * 2

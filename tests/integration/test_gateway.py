@@ -810,8 +810,8 @@ async def test_every_request_ends_once_whatever_the_servers_do() -> None:
             if number % 10 == 0:
                 random_source.choice(setup.servers).misbehave(kind=random_source.choice(kinds))
                 serving = [server for server in setup.servers if random_source.random() < 0.8]
-                # All servers now count as restarted: they have a new epoch. This ends all requests
-                # to the servers of the previous epoch.
+                # All servers now count as restarted, because they have a new epoch. The gateway
+                # therefore ends all requests to the servers of the previous epoch.
                 setup.fleet.serve(*serving, epoch=number)
             await asyncio.sleep(0.001)
         for server in setup.servers:

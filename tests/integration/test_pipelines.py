@@ -28,8 +28,8 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.thorough]
 
-#: Time limit of each wait, in seconds. It is long because each stage and each pipeline starts a
-#: process that imports Prefect.
+#: Time limit of each wait, in seconds. The limit is long because each stage and each pipeline
+#: starts a process that imports Prefect.
 WITHIN_S = 300.0
 until = partial(until_within, within_s=WITHIN_S)
 #: A training program.
@@ -641,8 +641,8 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
 
 #: A training program. Its reward at each step is the environment variable N.
 #:
-#: The program ends when the file that its third argument names exists, or at SIGTERM. It then
-#: appends "N completed" or "N stopped" to the file of its second argument.
+#: The program ends when the file that its third argument names exists, or at SIGTERM. The program
+#: then appends "N completed" or "N stopped" to the file of its second argument.
 REWARDS = """
 import json, os, signal, sys, time
 metrics, trace, go = sys.argv[1:4]
@@ -759,8 +759,8 @@ def test_example_with_steps_completes(pipelines: Pipelines) -> None:
     assert [(directory / "policy.npz").exists() for directory in directories] == [True]
 
 
-#: Functions of the steps of a pipeline on Ray. They append lines to the file of the argument
-#: `trace`, so the file shows when each step ran and with which GPUs.
+#: Functions of the steps of a pipeline on Ray. The functions append lines to the file of the
+#: argument `trace`, so the file shows when each step ran and with which GPUs.
 RAY_FUNCTIONS = """
 import os
 import subprocess

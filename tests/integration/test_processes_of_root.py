@@ -42,9 +42,9 @@ tree.last_pid = lambda: pid
 tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
-#: Program that starts a process which becomes root and has the mark of `tree.mark_own`. It then
-#: ends all processes with this mark. It prints the pid of the process of root, and then the pids
-#: that `ending.end_marked` returned.
+#: Program that starts a process which becomes root and has the mark of `tree.mark_own`. The program
+#: then ends all processes with this mark. The program prints the pid of root's process, and then
+#: the pids that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree
@@ -59,8 +59,8 @@ print(child.pid, flush=True)
 print(*[pid for pid, _ in ending.end_marked(mark)], flush=True)
 """
 #: Program that starts a shell with the environment variable MUSTER_RUN_ID. A child of the shell
-#: becomes root. The program ends all processes with this variable. It prints the pid of the child,
-#: and then the leftover processes as JSON.
+#: becomes root. The program ends all processes with this variable. The program prints the pid of
+#: the child, and then the leftover processes as JSON.
 _END_CARRIERS = """
 import json, os, subprocess, sys, time
 from tasks.processes import ending, tree

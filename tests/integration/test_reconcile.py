@@ -211,8 +211,8 @@ def test_run_that_waits_for_its_next_attempt_keeps_its_state(host_env: HostEnvir
     host_env.reconcile_without_flow()
 
     assert run.flow_run()["state"] == state_before
-    # `reconcile` keeps the state, but ends leftover processes of the run. They could disturb the
-    # next attempt.
+    # `reconcile` keeps the state, but ends leftover processes of the run. The leftover processes
+    # could disturb the next attempt.
     assert run.pids() == []
     assert run.record()["state"] == "pending_resources"
 
@@ -362,7 +362,8 @@ def test_run_that_moved_to_another_host_is_left_to_that_host(
 ) -> None:
     """Another host, with its own MUSTER_HOME, continues a run whose first host was down.
 
-    The first host is up again and runs `muster reconcile`. This must not change the flow run.
+    The first host is up again and runs `muster reconcile`. The command must not change the flow
+    run.
     """
     run = pending(worker=host_name())
     host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")

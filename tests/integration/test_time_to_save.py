@@ -14,8 +14,8 @@ from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import DEADLINE_S, ComponentHarness, python
 
-#: A trainer that saves a checkpoint half a second after the warning, the signal SIGUSR1. It fails
-#: if the component `environment` has ended by then. SIGTERM ends the trainer at once.
+#: A trainer that saves a checkpoint half a second after the warning, the signal SIGUSR1. The
+#: trainer fails if the component `environment` has ended by then. SIGTERM ends the trainer at once.
 TRAINER = """
 import os, signal, time
 is_warned = []

@@ -343,8 +343,8 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
 
                 # The forked process survives the death of the fork server from which it was forked.
-                # Without a fork server, the next run starts an ordinary process. Then a new fork
-                # server is made for later runs.
+                # Without a fork server, the next run starts an ordinary process. A new fork server
+                # is then made for later runs.
                 os.kill(first_fork_server, signal.SIGKILL)
                 await _until(lambda: not fork_server.is_ready)
                 cold_ended, cold = await start_process(fork_server, variables, tmp_path)

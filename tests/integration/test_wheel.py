@@ -57,8 +57,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-#: A program of a user's project. It imports Muster's Python client and the project's own package
-#: `tasks`, which has the same name as a package of Muster.
+#: A program of a user's project. The program imports Muster's Python client and the project's own
+#: package `tasks`, which has the same name as a package of Muster.
 NOTEBOOK = """
 import muster, tasks
 try:

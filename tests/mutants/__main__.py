@@ -149,8 +149,9 @@ def environment_of(copy: Path) -> dict[str, str]:
     """Return the environment variables for tests that run in a copy of the project.
 
     The variables prevent Python from storing compiled code in `.pyc` files. Otherwise Python could
-    run the stored code of the original file instead of the mutant. It uses a `.pyc` file if size
-    and modification time of the source file are equal, and compares the time in whole seconds.
+    run the stored code of the original file instead of the mutant. Python uses a `.pyc` file if
+    size and modification time of the source file are unchanged, and compares the time in whole
+    seconds.
     """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 

@@ -336,8 +336,8 @@ def _check_app(app: App, words: Sequence[str]) -> str:
     try:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        # A placeholder such as RUN cannot be converted to a number or a path. This is no error,
-        # because the reader replaces the placeholder with a valid value.
+        # A placeholder such as RUN cannot be converted to a number or a path. The failed conversion
+        # is no error, because the reader replaces the placeholder with a valid value.
         is_wrong_value = isinstance(error, CoercionError | ValidationError)
         has_placeholder = any(map(_PLACEHOLDER.search, words))
         return "" if is_wrong_value and has_placeholder else str(error)

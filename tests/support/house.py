@@ -26,7 +26,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("rollout", "queue", "upkeep", "pipeline"),
     ("train",),
 )
-#: Module of the command `muster`. It may import all folders, because they contain its subcommands.
+#: Module of the command `muster`. This module may import all folders, because the folders contain
+#: its subcommands.
 COMMAND = "tasks/command.py"
 #: Module of the Python client. Like `tasks/command.py`, it may import all folders of `tasks/`.
 CLIENT = "tasks/client.py"
@@ -40,8 +41,8 @@ PLAIN = {
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 #: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
-#: Programs that run under `python -I -S`, which ignores installed packages. They may import only
-#: the standard library and each other, by module names without a package.
+#: Programs that run under `python -I -S`, which ignores installed packages. These programs may
+#: import only the standard library and each other, by module names without a package.
 ALONE = (
     "tasks/processes/guardian.py",
     "tasks/processes/cgroup.py",

@@ -38,8 +38,9 @@ def main() -> int:
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The handler does nothing. SIG_IGN would be wrong here, because the started commands
-        # inherit it. They do not inherit a handler.
+        # The handler does nothing, so that this process survives the signal. SIG_IGN would be
+        # wrong, because started commands would inherit it. Started commands do not inherit a
+        # handler.
         signal.signal(signum, lambda *_: None)
     serve()
     is_ended = end_all()

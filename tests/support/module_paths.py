@@ -89,7 +89,7 @@ class ModulePaths:
         self._traces_wait = False
 
     def observe(self, frame: FrameType, event: str, argument: object) -> None:
-        """Record the module of a called function. This is a profile function for `sys.setprofile`.
+        """Record the module of a called function: a profile function for `sys.setprofile`.
 
         Source: documentation of `sys.setprofile`.
         """

@@ -129,8 +129,8 @@ class ObservedFlow:
     def reconcile(self) -> dict[str, Any]:
         """Clean up the runs whose flow process has died; return the result of each run by its id.
 
-        A new process does the clean-up. It runs the program `tests.support.reconciling`, whose
-        docstring describes the results.
+        A new process does the clean-up. This process runs the program `tests.support.reconciling`,
+        whose docstring describes the results.
         """
         log = self.directory / "reconciling.log"
         env = {"MUSTER_HOME": str(self.home)}

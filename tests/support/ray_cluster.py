@@ -278,8 +278,8 @@ class RayCluster:
                 f"--num-cpus={cpus}",
                 f"--num-gpus={gpus}",
                 f"--resources={json.dumps(custom_resources)}",
-                # This node needs no log monitor. That of the head node reads the logs of all nodes,
-                # because they are on the same machine.
+                # This node needs no log monitor, because all nodes are on one machine. The log
+                # monitor of the head node reads the logs of all nodes.
                 "--include-log-monitor=false",
                 *_common_options(agent),
             ),

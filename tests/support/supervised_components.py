@@ -36,8 +36,8 @@ DEADLINE_S = 60.0
 #: Grace period of a component in seconds, if a test does not set it.
 GRACE_S = 0.3
 
-#: Run id of all attempts in this process. It is random, because `pytest -n 2` runs tests in two
-#: processes, and each must find only its own processes.
+#: Run id of all attempts in this process. The id is random, because `pytest -n 2` runs tests in two
+#: pytest processes. Each pytest process must find only the processes of its own runs.
 RUN_ID = f"run-{os.urandom(4).hex()}"
 
 #: Command of a component that runs until it is stopped.
@@ -102,8 +102,8 @@ def is_alive(pid: int) -> bool:
     return not tree.is_zombie(pid)
 
 
-#: Ports that `free_port` has returned. They are not returned again: the kernel may offer the same
-#: port twice, and a fleet needs several different ports.
+#: Ports that `free_port` has returned. `free_port` does not return these ports again: the kernel
+#: may offer a port twice, and a fleet needs several different ports.
 _returned_ports: set[int] = set()
 
 

@@ -324,8 +324,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
 
         # Suspend the template process, which forks the guardians. `fork` sends the template process
         # a request, and then calls `self._channel.recv` to wait for the answer. The function `recv`
-        # below replaces `self._channel.recv`. It lets the template process run until the fork, and
-        # then kills it, or lets it continue.
+        # below replaces `self._channel.recv`. This function lets the template process run until the
+        # fork. Depending on `at`, it then kills the template process or lets the template process
+        # continue.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
@@ -348,8 +349,8 @@ def step_until_it_forks(pid: int) -> None:
     """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
 
     The steps are short so that this function notices the child soon after the fork, even on a busy
-    machine. It may miss a child that ends at once. Then it returns after 0.2 s, and the stopped
-    process has already answered the request to fork.
+    machine. The function may miss a child that ends at once. In this case, it returns after 0.2 s,
+    and the stopped process has already answered the request to fork.
     """
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 0.2

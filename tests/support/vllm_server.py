@@ -220,7 +220,7 @@ def _load_weights(folder: Path) -> float:
 
 
 class Server(ThreadingHTTPServer):
-    """The HTTP front end of the fake vLLM server. It passes requests to the fake engine core."""
+    """HTTP front end of the fake vLLM server, which passes requests to the fake engine core."""
 
     daemon_threads = True
     request_queue_size = 256

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-#: Function that answers a request. It gets the method, path and body of the request. It returns the
-#: HTTP status and the content of the answer. The content is sent as JSON; None means no body.
+#: Function that answers a request. The arguments are the method, path and body of the request. The
+#: function returns the HTTP status and the content of the answer. The content is sent as JSON; None
+#: means no body.
 Answer = Callable[[str, str, bytes], tuple[int, object]]
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Code of a program that runs `muster` once for each line of stdin, a JSON list of arguments. It
-#: imports all modules of Muster only once, and forks a process for each command. For each command,
-#: it prints a JSON list of the exit code, stdout and stderr.
+#: Code of a program that runs `muster` once for each line of stdin, a JSON list of arguments. The
+#: program imports all modules of Muster only once, and forks a process for each command. For each
+#: command, the program prints a JSON list of the exit code, stdout and stderr.
 _RUN_COMMANDS = """
 import importlib, json, os, sys, tempfile
 os.environ["DO_NOT_TRACK"] = "1"

@@ -88,7 +88,8 @@ def _show_queue(stack: UiStack, ui: Ui) -> FloatRect:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
-        # The table has a wide column with the reasons why runs wait. It needs this window width.
+        # The table has a wide column with the reasons why runs wait. The wide column needs this
+        # window width.
         ui.page.set_viewport_size({"width": 2600, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()

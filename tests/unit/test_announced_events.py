@@ -234,8 +234,8 @@ def test_degraded_and_restored_are_sent_once(tell: Tell) -> None:
     ]
     assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
     assert group(tell, 2, "inactive", "recovering") == []
-    # The engine is inactive again because its recovery failed. This is no new failure, so no event
-    # is reported.
+    # The engine is inactive again because its recovery failed. A failed recovery is no new failure,
+    # so no event is sent.
     assert group(tell, 2, "recovering", "inactive") == []
     assert group(tell, 1, "recovering", "active") == []
     assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]
@@ -273,7 +273,7 @@ def test_event_of_too_few_engines_has_the_numbers_of_engines(tell: Tell) -> None
     assert floor.name == "muster.rollout.floor"
     payload = floor.fields
     assert (payload["serving"], payload["engines"], payload["min_active"]) == (1, 3, 2)
-    # The fleet itself stops the other engines. This is no failure.
+    # The fleet itself stops the other engines. The stop of these engines is no failure.
     assert group(tell, 2, "active", "inactive") == []
 
 

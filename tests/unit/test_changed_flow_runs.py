@@ -49,7 +49,7 @@ class ScriptedServer:
 
 
 class RecordingSession:
-    """Fake session of a run. It records the reason of each interrupt of the run."""
+    """Fake session of a run. The session records the reason of each interrupt of the run."""
 
     def __init__(self) -> None:
         self.is_handing_over = False

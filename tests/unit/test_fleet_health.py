@@ -445,7 +445,7 @@ async def test_burst_of_failed_requests_does_not_end_a_server_with_good_probes()
     assert harness.states() == [ACTIVE, ACTIVE]
     assert len(harness.host.times("start", 0)) == 1
     assert harness.host.faults == []
-    # There were 5,000 failed requests. They must not cause a probe each.
+    # There were 5,000 failed requests. The fleet must not send a probe for each failed request.
     assert len(harness.prober.times(0)) < 60
 
 

@@ -168,8 +168,8 @@ async def test_second_reservation_frees_the_earlier_port() -> None:
 
 
 #: Program that cannot import Muster, so it receives the classes `PortKeeper` and `ServerActor` in
-#: pickled form. It reserves two ports, and lets the actor check a port on which only the program
-#: itself listens.
+#: pickled form. The program reserves two ports. It then lets the actor check a port on which only
+#: the program itself listens.
 _PROGRAM_ON_A_NODE = """
 import asyncio, json, socket, sys
 sys.modules["tasks"] = None

@@ -128,8 +128,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # A worker took the flow run from a work pool. It was killed before it added the label with
-        # its name to the flow run
+        # A worker took the flow run from a work pool. The worker was killed before it added the
+        # label with its name to the flow run
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         # a user has set a waiting flow run to Running, although it never had a process

@@ -34,9 +34,9 @@ resource.setrlimit(10, (mark, resource.RLIM_INFINITY))
 print("marked", flush=True)
 time.sleep(600)
 """
-#: A component in a run that root started. Like some daemons, it changes to another user. It also
-#: has the mark of the run, a number in a resource limit. Muster recognizes the run's processes by
-#: this number.
+#: A component in a run that root started. Like some daemons, it changes to another user. The
+#: component also has the mark of the run, which is a number in a resource limit. Muster recognizes
+#: the run's processes by this number.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))

@@ -135,7 +135,7 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
     [
         ("flows.train.train", [], ("flows.train.train", None)),
         ("flows/train.py:train", [{STEP: {"directory": str(ROOT)}}], ("flows.train.train", ROOT)),
-        # The fork server cannot run these flows. They are from another checkout or project, or
+        # The fork server cannot run these flows. The flows are from another checkout or project, or
         # their deployment has a pull step that does more than set the working directory.
         ("flows/train.py:train", [{STEP: {"directory": "/elsewhere"}}], (None, None)),
         ("project.flow", [], (None, None)),

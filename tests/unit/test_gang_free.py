@@ -77,7 +77,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
         # a run that uses a part of a GPU holds the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
-        # Ray reports GPU numbers with rounding errors. They are rounded to whole GPUs.
+        # Ray reports GPU numbers with rounding errors. The numbers are rounded to whole GPUs.
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
         # the run was started without a grant, so only the GPUs that it uses count
         ({}, {"c": 4}, {"c": 4}),

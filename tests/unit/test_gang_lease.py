@@ -197,7 +197,8 @@ async def test_last_decision_stays_until_another_scheduler_decides(make_lease: M
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This scheduler only has the lease. It decides nothing, so its last decision stays valid.
+        # This scheduler only takes the lease and makes no decision. So the previous decision stays
+        # the last one.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first

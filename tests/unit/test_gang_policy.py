@@ -276,7 +276,7 @@ def test_fifo_follows_its_rules(case: Case) -> None:
     check(case, "fifo")
 
 
-#: HEAD is the first waiting gang. It needs the nodes a and b. Node b is free now. Node a will be
+#: HEAD is the first waiting gang. HEAD needs the nodes a and b. Node b is free now. Node a will be
 #: free in 100 s, when the running gang OTHER ends.
 HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 

@@ -409,7 +409,7 @@ class StateProposer:
 
 
 class EventEmitter:
-    """Fake of Prefect's event emitter. It emits no events."""
+    """Fake of Prefect's event emitter. The fake emits no events."""
 
     async def get_flow_and_deployment(self, *_: object) -> tuple[None, None]:
         return None, None

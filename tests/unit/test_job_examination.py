@@ -176,8 +176,8 @@ async def test_unreachable_cluster_does_not_prevent_the_end_of_a_job(tmp_path: P
     assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
 
 
-#: Program that answers like NCCL's RAS service, which reports the state of the ranks. It never
-#: answers its first client, as if its process were stopped.
+#: Program that answers like NCCL's RAS service, which reports the state of the ranks. The program
+#: never answers its first client, as if the program were stopped.
 RAS = """
 import socket
 listening = socket.create_server(("127.0.0.1", 0))

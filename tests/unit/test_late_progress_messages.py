@@ -18,7 +18,10 @@ FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
 
 
 class Server:
-    """A fake Prefect server with the states of one flow run. It answers 503 during an outage."""
+    """A fake Prefect server with the states of one flow run.
+
+    During an outage, the server answers with status 503.
+    """
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []

@@ -78,8 +78,8 @@ def test_ready_component_shows_no_failed_probe() -> None:
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="refused"),
         event("component.ready", "api", pid=7, after_s=0.5),
-        # A failed liveness probe does not change the component's row in the table. It is printed
-        # once, above the table.
+        # A failed liveness probe does not change the component's row in the table. The failure is
+        # printed once, above the table.
         event("probe.failed", "api", reason="no answer", misses=1, probe="live"),
     )
 

@@ -354,8 +354,9 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # The first 1 MiB of the file is a hole, which the reader skips. It contained the line `first`
-    # and the long line, except its last six characters.
+    # The first 1 MiB of the file is a hole, which the reader skips. Before the hole was punched,
+    # this MiB contained the line `first` and the long line, except the last six characters of the
+    # long line.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

@@ -164,8 +164,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     blocks = [len(block) for block in LogFile(log).read_rest()]
 
     assert sum(blocks) == size + 1
-    # The first block may be twice as large as the other blocks. It also contains the bytes that
-    # were read to find rotated files.
+    # The first block may be twice as large as the other blocks. The reader also uses the first
+    # block to find rotated files.
     assert max(blocks) <= 2 * tail.BLOCK_BYTES
 
 

@@ -42,7 +42,7 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Fake Prefect server with one flow run. It records the changes of this flow run."""
+    """Fake Prefect server with one flow run. The server records the changes of this flow run."""
     server = SimpleNamespace(run=None, changes=[])
 
     @contextmanager

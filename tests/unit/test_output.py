@@ -257,7 +257,8 @@ def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
     }
 
     risky = {path: calls for path, calls in calls_by_path.items() if calls}
-    # Two other modules also make a console. It is Muster's safe console, which writes into memory.
+    # Two other modules also make a console. In these modules, it is Muster's safe console, which
+    # writes into memory.
     in_memory = {"tasks/show/markdown_output.py", "tasks/show/screen.py"}
     assert set(risky) == {"tasks/show/output.py", *in_memory}
     for path in in_memory:

@@ -153,8 +153,9 @@ def test_recovery_without_free_files_waits() -> None:
 
     harness = played(story, budget=1)
 
-    # The first 30 starts failed, because Muster had no free file descriptor. They do not count as
-    # tries to recover the engine, and the next start succeeded.
+    # The first 30 starts failed, because Muster had no free file descriptor. Failed starts for this
+    # reason do not count as tries to recover the engine. The next start succeeded, so there was one
+    # recovery.
     assert harness.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
         fields["outcome"]

@@ -250,8 +250,8 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # the pipeline failed twice, and a user retried it each time: the last retry counts
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` has scheduled the lost pipeline again. That is no request by a user, so
-        # the first request still counts
+        # `muster reconcile` has scheduled the lost pipeline again. A schedule by `reconcile` is no
+        # request by a user, so the first request still counts
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),

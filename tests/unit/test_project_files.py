@@ -81,7 +81,8 @@ def configured_registries() -> list[str]:
 def forbidden(root: Path) -> re.Pattern[str]:
     """Return a pattern that matches the hosts of registries and the path `root` of the checkout.
 
-    A path such as `/src`, directly under `/`, is left out. It may also be a common word in a text.
+    If the path is directly under `/`, such as `/src`, the path is left out of the pattern. Such a
+    path may also be a common word in a text.
     """
     names = {*REGISTRIES, *configured_registries()}
     if len(root.parts) > 2:
@@ -130,8 +131,8 @@ def test_constraints_satisfy_every_requirement() -> None:
     assert not wrong
 
 
-#: Programs that Muster runs with the Python interpreter of a component. They may import packages
-#: that only the training needs.
+#: Programs that Muster runs with the Python interpreter of a component. These programs may import
+#: packages that only the training needs.
 PROGRAMS_OF_COMPONENTS = {"tasks/train/group_mlflow_runs.py"}
 #: Extras whose packages Muster imports only after it has checked that they are installed.
 CHECKED_EXTRAS = ("sweeps",)

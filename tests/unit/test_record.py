@@ -412,7 +412,8 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
         (1, "node-7"),
         (2, "node-8"),
     ]
-    # This must not raise an error: the state in the other host's record allows the transition.
+    # The call must not raise an error, because the state in the other host's record allows the
+    # transition.
     record.move(RunState.ADMITTED)
 
 

@@ -26,7 +26,7 @@ _RANK_0 = make_entrypoint(0, 2)
 
 
 class FakeRequest(HttpRequest):
-    """A request without a body. It keeps the received response in its attribute `sent`."""
+    """A request without a body. The request keeps its response in the attribute `sent`."""
 
     sent: Answer
 

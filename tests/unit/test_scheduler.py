@@ -828,7 +828,7 @@ def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
         # A user has set the state a minute ago. The process of the run must have ended since,
         # because a living process corrects the state. So the scheduler starts the run.
         ([StateType.RUNNING, StateType.SCHEDULED], 61.0, True),
-        # A user has retried a failed run. It has no process, so the scheduler starts the run.
+        # A user has retried a failed run. The run has no process, so the scheduler starts the run.
         ([StateType.RUNNING, StateType.FAILED, StateType.SCHEDULED], 1.0, True),
     ],
 )

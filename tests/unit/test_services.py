@@ -44,7 +44,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         # the service is not ready again within 100 s after its first death, so it is not restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
         # the service was ready for 1 s before its death at 100 s, so the limit of 100 s begins
-        # again at this death. It is restarted after the death at 160 s, but not after that at 201 s
+        # again at this death. The service is restarted after the death at 160 s, but not after the
+        # death at 201 s
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready; 100 s after its first death, it is no longer restarted
         ([(0, None), (101, None)], [1, None]),

@@ -36,7 +36,7 @@ HUP = signal.SIGHUP
 
 
 class RecordingSession:
-    """Fake session of a run. It records the calls of its methods."""
+    """Fake session of a run. The session records the calls of its methods."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -309,7 +309,8 @@ def test_signal_after_the_run_changes_nothing(
         [sys.executable, "-c", PROGRAM, stage, str(int(signum))], capture_output=True, text=True
     )
 
-    # After an unhandled KeyboardInterrupt, Python ends by SIGINT. This counts as exit code 1.
+    # After an unhandled KeyboardInterrupt, Python ends by SIGINT. An end by SIGINT counts as exit
+    # code 1.
     code = 1 if done.returncode == -INT else done.returncode
     assert (code, done.stdout.strip()) == expected, done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (expected[0] == 1)

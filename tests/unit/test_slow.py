@@ -223,8 +223,8 @@ def test_gateway_reports_response_times_since_the_last_request() -> None:
     ("granted_gpus", "expected"),
     [
         ({}, {"n1": 0.45, "n2": 0.0}),
-        # The run has only some GPUs of the node. It is unknown which GPUs, so the values of the
-        # busiest GPUs are used.
+        # The run has only some GPUs of the node. Muster does not know which GPUs of the node the
+        # run has, so the values of the busiest GPUs are used.
         ({"n1": 1}, {"n1": 0.9}),
         ({"n2/abcdef01": 2}, {"n2/abcdef01": 0.0}),
         ({"elsewhere": 8}, {}),

@@ -33,7 +33,7 @@ SPEC = RunSpec.model_validate(
 
 
 class Out(io.StringIO):
-    """A fake terminal or pipe. It keeps each written text, and the text on the screen."""
+    """A fake terminal or pipe. The object keeps each written text, and the text on the screen."""
 
     def __init__(self, *, is_terminal: bool = True) -> None:
         super().__init__()

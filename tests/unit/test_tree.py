@@ -15,7 +15,7 @@ from tests.support.supervised_components import wait_until
 
 #: Program with three descendants: a child of its main thread, a child of another thread, and a
 #: grandchild, whose parent is the second child. The program is a subreaper, so it adopts the
-#: grandchild if the second child ends. It prints the three pids.
+#: grandchild if the second child ends. The program prints the three pids.
 FAMILY = """
 import subprocess, sys, threading
 from tasks.processes.tree import become_subreaper

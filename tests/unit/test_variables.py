@@ -27,7 +27,8 @@ def test_processes_are_grouped_by_the_value_of_the_variable(tmp_path: Path) -> N
     add_process(tmp_path, "1", b"A=1\0RUN=x\0")
     add_process(tmp_path, "2", b"RUN=x\0")
     add_process(tmp_path, "3", b"RUN=y=z\0B=2\0")
-    # These are not the variable RUN: longer names that contain RUN, and a value that contains RUN=.
+    # This process has no variable RUN. It only has variables whose longer names contain RUN, and a
+    # variable whose value contains RUN=.
     add_process(tmp_path, "4", b"MY_RUN=x\0RUNS=x\0C=RUN=x\0")
     # These entries of /proc are no processes.
     add_process(tmp_path, "self", b"RUN=x\0")

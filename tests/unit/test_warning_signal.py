@@ -32,8 +32,8 @@ open("up-" + name, "w").close()
 while True:
     time.sleep(0.05)
 """
-#: Program of a launcher, which has no handler for SIGUSR1. It starts two trainers, each in its own
-#: session.
+#: Program of a launcher, which has no handler for SIGUSR1. The launcher starts two trainers, each
+#: in its own session.
 LAUNCHER = """
 import subprocess, sys
 commands = [[sys.executable, "-I", "-S", "-c", sys.argv[1], f"rank-{n}", "fork"] for n in (0, 1)]

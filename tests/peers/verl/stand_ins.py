@@ -23,7 +23,7 @@ HOLLOW = ("verl", "verl.utils", "verl.workers", "verl.trainer.ppo", "verl.traine
 
 
 class _Anything(type):
-    """Metaclass of `Absent`. It supports all operations that an import of verl needs."""
+    """Metaclass of `Absent`. The metaclass supports all operations that an import of verl needs."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
