@@ -34,7 +34,12 @@ def build_spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, Any]:
-    """Return a component that runs a shell script, and is ready after the script prints "sees"."""
+    """Return the spec of a component that is ready after its shell script has printed "sees".
+
+    Args:
+        text: The shell script.
+        **further_keys: Further keys of the component.
+    """
     return {"command": ["sh", "-c", text], "ready": {"log": "sees"}, **further_keys}
 
 

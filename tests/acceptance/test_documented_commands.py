@@ -210,6 +210,10 @@ def _find_expected_output(page: Document, line: int) -> str | None:
 
     Return None if the command is in a block of another kind: only output in `console exact` blocks
     must match.
+
+    Args:
+        page: The document.
+        line: Number of the line with the command.
     """
     blocks: list[Block] = [
         block for block in page.blocks if block.info == "console exact" and block.line + 1 == line

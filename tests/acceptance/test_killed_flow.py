@@ -127,7 +127,14 @@ def test_no_process_of_a_temporary_server_remains(
 
 
 def _kill_flow(spec: dict, phrase: str, tmp_path: Path, env: dict[str, str]) -> dict:
-    """Run the spec under the program OBSERVER, kill the flow process, and return the result."""
+    """Run a spec under the program OBSERVER, which kills the flow process; return its result.
+
+    Args:
+        spec: Content of the spec file.
+        phrase: OBSERVER kills the flow process when a line of its output contains this phrase.
+        tmp_path: Directory for the spec file and MUSTER_HOME.
+        env: Further environment variables of the run.
+    """
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     command = [sys.executable, "-m", "flows.train", str(path)]

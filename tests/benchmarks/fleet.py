@@ -105,6 +105,10 @@ def _compute_polling(health: FleetHealth, count: int) -> list[float]:
 
     The server dies at a random moment of the polling interval. The launcher declares the server as
     failed after a number of failed probes in a row (`health.misses`).
+
+    Args:
+        health: Interval of the probes, and number of failed probes.
+        count: Number of times to return.
     """
     interval, misses = health.interval_s, health.misses
     return [interval * (misses - 1 + Random(number).random()) for number in range(count)]
@@ -150,7 +154,14 @@ class _Fleet:
 
 
 def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
-    """Return True if the gateway sends no requests to the server, or a new server replaced it."""
+    """Return True if the gateway no longer sends requests to a server.
+
+    Args:
+        snapshot: Status document of the gateway.
+        rank: Rank of the server.
+        epoch: Epoch of the server before it failed. A higher epoch means that a new server has
+            taken its place.
+    """
     server = snapshot["servers"][rank]
     serves = server["state"] in ("active", "suspect") and server["reachable"]
     return not serves or server["epoch"] != epoch

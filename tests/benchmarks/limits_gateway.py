@@ -67,7 +67,11 @@ def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
 
 
 async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
-    """Measure the memory of a gateway while its requests wait for answers of a server."""
+    """Measure the memory of a gateway while its requests wait for answers of a server.
+
+    Args:
+        counts: Numbers of waiting requests. Each number is measured with a new gateway.
+    """
     measured: list[Row] = []
     async with dummy_running() as url:
         _set_misbehaviour(url, kind="hang")
@@ -104,7 +108,12 @@ async def _requests(url: str, count: int) -> AsyncIterator[int]:
 
 
 async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
-    """Measure how long a check of the health of all servers takes, for each number of servers."""
+    """Measure how long one health check of all servers takes.
+
+    Args:
+        counts: Numbers of servers to measure.
+        sweeps: Number of health checks of all servers for each number of servers.
+    """
     measured: list[Row] = []
     async with dummy_running() as url:
         prober = SingleServerProber(url)

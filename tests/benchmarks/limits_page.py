@@ -80,7 +80,14 @@ class Limit:
 
 
 def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
-    """Yield a limit twice: for the measurement with SQLite, and for that with PostgreSQL."""
+    """Yield a limit twice: for the measurement with SQLite, and for the one with PostgreSQL.
+
+    Args:
+        what: Kind of load, for example "waiting runs, scheduler".
+        figure: Beginning of the name of the series in the results.
+        bound: Largest acceptable value, in the unit of the series.
+        bound_text: The bound as text.
+    """
     for database in ("SQLite", "PostgreSQL"):
         yield Limit(
             what=f"{what}, {database}",

@@ -81,6 +81,11 @@ def resource_loop(
     """Check every `every_s` seconds whether the GPUs are free, and start the run when they are.
 
     Source: Muster's first design, in which a run without its GPUs is tried again after 60 s.
+
+    Args:
+        has_room: Returns True if the GPUs are free.
+        start: Starts the run.
+        every_s: Polling period, in seconds.
     """
     while not has_room():
         time.sleep(every_s)

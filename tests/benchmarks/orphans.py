@@ -98,6 +98,11 @@ def measure(*, quick: bool) -> Result:
 def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, float]:
     """Stop or kill a supervisor with its components, and count the leftover processes.
 
+    Args:
+        way: Function that runs the supervisor and sends the signal.
+        signum: Signal to the supervisor.
+        watched_s: Seconds for which leftover processes are watched.
+
     Returns:
         The number of leftover processes. The time in milliseconds until the last process ended, or
         until the end of the watch if a process is left.

@@ -65,7 +65,12 @@ def measure(*, quick: bool) -> Result:
 
 
 def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
-    """Return a function that runs one scheduling pass and returns its duration in milliseconds."""
+    """Return a function that runs one scheduling pass and returns its duration in milliseconds.
+
+    Args:
+        algorithm: Function for a scheduling pass: Muster's `plan` or the simple slow algorithm.
+        queue: Input of the scheduling pass.
+    """
 
     def sample() -> float:
         began = time.perf_counter()

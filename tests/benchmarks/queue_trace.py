@@ -106,7 +106,14 @@ def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: f
 
 
 def _shape(cells: Mapping[str, str], at: str, gpus_per_cluster_node: int) -> tuple[int, int]:
-    """Return the number of nodes of a job and its GPUs on each node."""
+    """Return the number of nodes of a job, and the number of GPUs on each of them.
+
+    Args:
+        cells: Cells of the job's row by the name of the column.
+        at: File and line of the row, for error messages.
+        gpus_per_cluster_node: GPUs of each node of the cluster. The number of nodes follows from
+            this number if the row does not contain it.
+    """
     gpus, nodes, per_node = (_count(cells, name, at) for name in _SHAPE)
     if nodes is not None and per_node is not None:
         return nodes, per_node

@@ -88,7 +88,13 @@ WAYS = {"muster": _supervisor, "psutil": _psutil, "poll": _poll}
 
 
 def main(way: str, n: int, place: Path) -> None:
-    """Watch the components until stdin is closed."""
+    """Start the components, and watch them until stdin is closed.
+
+    Args:
+        way: Name of the method to watch the components, a key of WAYS.
+        n: Number of components.
+        place: Folder for the files of the components.
+    """
     is_over = threading.Event()
     with WAYS[way](n, place) as watch:
         print("up", flush=True)

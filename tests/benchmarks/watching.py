@@ -120,6 +120,10 @@ def _watch(
 def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
     """Start the program `watched.py` with its components.
 
+    Args:
+        way: Name of the method to watch the components, as `watched.py` knows it.
+        count: Number of components.
+
     Yields:
         The process id of the program, and the seconds until all components ran.
     """
@@ -144,6 +148,10 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
 @contextmanager
 def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
     """Start another supervisor with its components.
+
+    Args:
+        peer: The supervisor.
+        count: Number of components.
 
     Yields:
         The process id of the supervisor, and the seconds until all components ran.

@@ -91,7 +91,14 @@ def _spawn_cases(
     inject: Callable[[FaultRun], None] = lambda fault_run: None,
     kind: str | None = None,
 ) -> list[Case]:
-    """Return one case per component in which the start of the component's process fails."""
+    """Return one case per component in which the start of the component's process fails.
+
+    Args:
+        title: Short description of the fault.
+        prepare: Changes the run before it starts.
+        inject: Injects the fault.
+        kind: Expected failure kind. None if the kind is not checked.
+    """
     return [
         Case(
             number=34,

@@ -397,7 +397,12 @@ def run_case(
 
 
 def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult) -> str:
-    """Check the final state that the flow process reported, and its exit code.
+    """Check the final state that the flow process reported, and the exit code of the flow process.
+
+    Args:
+        fault_run: The run.
+        expected: The correct result of the run.
+        oracle_result: The result of the oracle, which has the exit code.
 
     Returns:
         A short description of the final state: the state, the failure kind, the component, and

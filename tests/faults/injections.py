@@ -94,6 +94,11 @@ def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> It
     """Start a process outside every run, wait until it prints `up`, and yield its process id.
 
     The process is killed when the context ends.
+
+    Args:
+        *command: Command line of the process.
+        cwd: Working directory of the process.
+        env: Environment variables of the process. None for those of this process.
     """
     with subprocess.Popen(
         command,

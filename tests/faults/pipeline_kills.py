@@ -196,7 +196,13 @@ class Stage:
 
 
 def run_trial(stage: Stage, trial: Trial, undisturbed_s: float) -> None:
-    """Run a pipeline, kill the program of the trial, and check the result."""
+    """Run a pipeline, kill the program of the trial, and check the result.
+
+    Args:
+        stage: The pool, the worker and the cluster.
+        trial: The program to kill, and the moment of the kill as a share of the duration.
+        undisturbed_s: Duration of a pipeline without a kill, in seconds.
+    """
     began = time.monotonic()
     path = stage.write_pipeline(trial)
     log = f"pipeline-{trial.number}"
@@ -334,7 +340,13 @@ def find_faults(stage: Stage, trial: Trial) -> list[str]:
 
 
 def draw_trials(targets: Sequence[str], kills: int, seed: int) -> list[Trial]:
-    """Return the trials in random order: the same number for each target."""
+    """Return trials in random order.
+
+    Args:
+        targets: Programs to kill.
+        kills: Number of trials for each program.
+        seed: Seed of the random draws.
+    """
     random = Random(seed)
     drawn = [target for target in targets for _ in range(kills)]
     random.shuffle(drawn)

@@ -322,7 +322,13 @@ def _wrong_states(kind: str, record: dict[str, Any]) -> list[str]:
 
 
 def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> list[str]:
-    """Return a message for each error in the Ray jobs of the run, for example a second job."""
+    """Return a message for each error in the Ray jobs of the run, for example a second job.
+
+    Args:
+        trial: The run.
+        record: Content of the run's `run.json`.
+        jobs: Status of each job by submission id, as Ray reports it.
+    """
     errors = [f"{job} is {status}" for job, status in jobs.items() if status not in _FINAL_AT_RAY]
     attempts = record.get("attempts", [])
     if unknown := set(jobs) - {f"{record.get('run_id')}--a{a['number']:02d}" for a in attempts}:
@@ -390,6 +396,10 @@ def _is_stopped_early(way: str, moment: str) -> bool:
     """Return True if `muster reconcile` usually stops the run's Ray job before the job's end.
 
     The test does not wait for the last step of such a job, so the job may have many steps.
+
+    Args:
+        way: Way to start and to recover the run; see `Trial.way`.
+        moment: Phase of the run in which the flow process is killed.
     """
     return way != "adopt" and moment not in ("end", "teardown")
 

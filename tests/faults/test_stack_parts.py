@@ -94,7 +94,13 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
 def start_stack_under_kills(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str]
 ) -> None:
-    """Run `muster up`, and meanwhile kill its process `deployments` each time it starts."""
+    """Run `muster up`, and kill its process `deployments` at the first `KILLS` starts.
+
+    Args:
+        stack: The stack.
+        random_draws: Source of the random moments.
+        deaths: Number of kills by the name of the process. This function adds its kills.
+    """
     up = stack.begin_up("--gpus", "1x2")
     try:
         kill_while_starting(stack, random_draws, deaths, up)
@@ -113,6 +119,12 @@ def kill_while_starting(
     """Kill the process `deployments` of `muster up` during its first `KILLS` starts.
 
     Return when `muster up` has ended.
+
+    Args:
+        stack: The stack.
+        random_draws: Source of the random moments.
+        deaths: Number of kills by the name of the process. This function adds its kills.
+        up: Process of `muster up`.
     """
     deadline = time.monotonic() + 600
     while up.poll() is None:
@@ -136,6 +148,11 @@ def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str])
     """Kill each process in `PARTS`, or its guardian process, `KILLS` times at random moments.
 
     Some kills do not wait until the previously killed process has started again.
+
+    Args:
+        stack: The stack.
+        random_draws: Source of the random moments and of the order.
+        deaths: Number of kills by the name of the process. This function adds its kills.
     """
     for name, guardian in plan_kills(PARTS, KILLS, random_draws):
         before = stack.part(name)

@@ -94,6 +94,12 @@ def end_while_hanging(
 ) -> Verdict:
     """Run an attempt with some of its files in a folder, let the folder hang, and end the attempt.
 
+    Args:
+        harness: Creates the components and the supervisor.
+        data: The folder.
+        how: Function that ends the attempt, one of ENDS.
+        places: Files in the folder: "metrics", "log" or "checkpoints".
+
     Returns:
         The verdict of the attempt: its final state, and the failure if there is one. The supervisor
         must make the verdict while the folder still hangs.

@@ -44,7 +44,12 @@ class Clock:
 def build_queued_run(
     number: int, reason: str = "waits behind earlier runs in the queue"
 ) -> QueuedRun:
-    """Return a queued run that is waiting for two nodes with 8 GPUs each."""
+    """Return a queued run that waits for two nodes with 8 GPUs each.
+
+    Args:
+        number: Position of the run in the queue. The name of the run contains this number.
+        reason: Text that explains why the run waits.
+    """
     return QueuedRun(
         number=number,
         flow_run_id=f"id-{number}",
@@ -60,9 +65,15 @@ def build_queued_run(
 def build_view(
     pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1
 ) -> QueueView:
-    """Return the view of a queue with these queued runs and one node, whose GPUs are in use.
+    """Return the view of a queue: the data of the queue's tables in the Prefect UI.
 
-    A view is the data of the queue's tables in the Prefect UI.
+    The view has one node, whose GPUs are in use.
+
+    Args:
+        pool: Name of the work pool.
+        *line: The queued runs.
+        at: Time of the view, in UTC epoch seconds.
+        running: Number of running runs.
     """
     node = ClusterNode(cluster="", name="gpu-1", gpus=8, held={"run-0": 8})
     return QueueView(

@@ -160,6 +160,10 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
     """Return the unit tests that execute each line of the code.
 
     The first call runs the tests with coverage. Later calls read the stored result.
+
+    Args:
+        state: Directory for the results.
+        copy: Root of the copied project.
     """
     data = state / "coverage"
     if not (state / "failed.json").exists():
@@ -381,6 +385,12 @@ def verdicts(
     """Yield the result of the unit tests for each mutant.
 
     Results of earlier calls are read from a file, and their tests do not run again.
+
+    Args:
+        mutants: The mutants.
+        copy: Root of the copied project.
+        state: Directory for the results.
+        data: The unit tests that execute each line.
     """
     failed = set(json.loads((state / "failed.json").read_text(encoding="utf-8")))
     path = state / "verdicts.jsonl"

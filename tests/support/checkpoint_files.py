@@ -28,7 +28,12 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def write_torch(path: Path, content: object = None) -> Path:
-    """Write a file like `torch.save`: a zip archive with a pickle and the data of a tensor."""
+    """Write a file like `torch.save`: a zip archive with a pickle and the data of a tensor.
+
+    Args:
+        path: Path of the file.
+        content: Object to pickle. None for an empty dict.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(content or {}, protocol=2))
@@ -74,7 +79,14 @@ def write_distributed(folder: Path, ranks: int = 2) -> Path:
 
 
 def _pickle_metadata(names: list[str], length: int) -> bytes:
-    """Return a pickle that refers to classes of PyTorch, without the need to install PyTorch."""
+    """Return the content of a `.metadata` file of a distributed checkpoint.
+
+    The pickle refers to classes of PyTorch, although PyTorch need not be installed.
+
+    Args:
+        names: Names of the files with the tensors.
+        length: Number of bytes of each tensor.
+    """
     module = ModuleType(_METADATA_MODULE)
     classes: dict[str, type[Any]] = {}
     for name in ("Metadata", "MetadataIndex", "_StorageInfo"):

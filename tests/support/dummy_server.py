@@ -106,7 +106,7 @@ class Request:
         return self.target.partition("?")[0]
 
     def header(self, name: str, default: str = "") -> str:
-        """Return the value of the first header with this lower-case name."""
+        """Return the value of the first header with this lower-case name, or the default."""
         return next((value for key, value in self.headers if key.lower() == name), default)
 
     def json(self) -> dict[str, Any]:
@@ -214,9 +214,12 @@ class DummyServer:
             connection.send_json(200, self._echo(request), extra_headers=_ECHO_HEADERS)
 
     def _take_fault(self, *, is_health: bool) -> Fault:
-        """Return the fault for a request, and end the fault after its last request.
+        """Return the fault that affects a request, and end the fault after its last request.
 
         If the fault affects only `times` requests, this request is counted.
+
+        Args:
+            is_health: True for a health check, which only some faults affect.
         """
         fault = self.fault
         if fault.kind == "ok" or (is_health and not fault.health):

@@ -518,7 +518,10 @@ async def start_fake_fleet(
     are_experts: bool = False,
     **settings: Any,
 ) -> FleetHarness:
-    """Start a fleet of fake servers, and return a `FleetHarness` that records its events."""
+    """Start a fleet of fake servers, and return a `FleetHarness` that records its events.
+
+    `settings` are the settings of the fleet. The other arguments are those of `make_topology`.
+    """
     harness = FleetHarness(
         make_topology(engines, servers, token=token, are_experts=are_experts), **settings
     )

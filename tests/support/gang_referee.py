@@ -258,6 +258,10 @@ def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
     """Yield a message for each second admission or second start of a run.
 
     Also report components that ran without GPUs, or that did not end before their run completed.
+
+    Args:
+        run: History of the run.
+        holds: Periods in which the run held its GPUs.
     """
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
         # After the state "Pending" of an admission, Prefect sets a state "Submitting", which also
@@ -313,7 +317,12 @@ def _find_strays(run: History) -> Iterator[str]:
 
 
 def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]) -> list[str]:
-    """Return a message for each GPU that two components saw at the same time."""
+    """Return a message for each GPU that two components saw at the same time.
+
+    Args:
+        runs: Histories of the runs.
+        holds: Periods in which the runs held their GPUs, by the name of the run.
+    """
     usages = []
     for run in runs:
         for part, usage in zip(run.parts, _usages_of_components([run], holds), strict=True):
@@ -326,7 +335,12 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
 ) -> Iterator[_Usage]:
-    """Yield, for each component of the runs, how many GPUs of each node it used and when."""
+    """Yield the used GPUs of each node and the period of the use, for each component of the runs.
+
+    Args:
+        runs: Histories of the runs.
+        holds: Periods in which the runs held their GPUs, by the name of the run.
+    """
     for run in runs:
         for part in run.parts:
             ends = (hold.until for hold in holds[run.name] if hold.until >= part.began)
@@ -437,6 +451,10 @@ def _find_overtaking(
 def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, float, float]]:
     """Yield the periods in which a run waited in the queue.
 
+    Args:
+        run: History of the run.
+        holds: Periods in which the run held its GPUs. The beginning of such a period ends a wait.
+
     Yields:
         Start of the period, end of the period, and earliest start of the run, in UTC epoch seconds.
     """
@@ -454,7 +472,13 @@ def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, fl
 
 
 def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool:
-    """Return True if enough GPUs for a run are free on the nodes, given the GPUs that are held."""
+    """Return True if enough GPUs for a run are free on the nodes.
+
+    Args:
+        run: History of the run, with the requested nodes and GPUs.
+        nodes: Number of GPUs by node.
+        holds: Periods of other runs. Their GPUs are not free.
+    """
     free = dict(nodes)
     for hold in holds:
         for node, gpus in (hold.nodes or {}).items():

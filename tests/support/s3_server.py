@@ -71,7 +71,11 @@ class S3Server:
         return self._server is not None
 
     def check_credentials(self, is_checked: bool) -> None:
-        """Refuse requests with unknown credentials, or accept all credentials again."""
+        """Set whether the server checks credentials.
+
+        Args:
+            is_checked: True to refuse requests with unknown credentials. False to accept all.
+        """
         # moto checks the credentials after this number of requests.
         count = b"0" if is_checked else b"inf"
         request = urllib.request.Request(

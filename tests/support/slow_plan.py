@@ -157,7 +157,16 @@ def choose(free: FreeNodes, run: Waiting) -> list[str]:
 
 
 def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
-    """Return the alphabetically first tag whose limit this gang would exceed, or ""."""
+    """Return the alphabetically first tag whose GPU limit a gang would exceed.
+
+    Args:
+        run: The waiting gang.
+        running: Gangs whose GPUs count for the limits of their tags.
+        limits: Largest number of GPUs by tag.
+
+    Returns:
+        The tag, or an empty string if the gang exceeds no limit.
+    """
     for tag in sorted(run.tags):
         used = sum(sum(gang.gpus.values()) for gang in running if tag in gang.tags)
         if tag in limits and used + run.demand.gpus > limits[tag]:
@@ -166,9 +175,13 @@ def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[s
 
 
 def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now: float) -> Forecast:
-    """Return the expected start of the first waiting gang.
+    """Return the expected start of the first waiting gang, from the ends of the running gangs.
 
-    It follows from the expected ends of the running gangs.
+    Args:
+        head: The first waiting gang.
+        running: The running gangs, with their expected ends.
+        free: GPUs and CPUs of each node that are free now.
+        now: Current time, in seconds.
     """
     free_then = copy_nodes(free)
     running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))

@@ -151,7 +151,11 @@ class ComponentHarness:
         grace_s: float = GRACE_S,
         memory_limit_bytes: int | None = None,
     ) -> ComponentPlan:
-        """Return the plan of a component. The arguments are fields of the plan and its command."""
+        """Return the plan of a component with this name.
+
+        The other arguments are the fields of `ComponentPlan` and of its `Command`. By default, the
+        component runs until it is stopped, in the working directory of the harness.
+        """
         return ComponentPlan(
             name=name,
             command=Command(
@@ -179,10 +183,11 @@ class ComponentHarness:
         replan: Callable[[str], AttemptPlan] | None = None,
         **fields: Any,
     ) -> Supervisor:
-        """Return the supervisor of a new attempt with these components, which it has not started.
+        """Return the supervisor of a new attempt. The supervisor has not started the components.
 
         The method `clear` of the harness ends the supervisor after the test. The keyword arguments
-        are fields of `AttemptPlan` and arguments of `Supervisor`.
+        are fields of `AttemptPlan` (`progress`, `success_step` and so on), and arguments of
+        `Supervisor` (`ports`, `register`, `replan`).
         """
         plan = AttemptPlan(
             run_id=RUN_ID,

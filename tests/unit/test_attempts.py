@@ -30,7 +30,14 @@ def failed(kind: FailureKind, **more: Any) -> Verdict:
 def decide_without_jitter(
     kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
 ) -> RetryDecision:
-    """Return the decision after an attempt, with a delay that has no random part."""
+    """Return the retry decision after a failed attempt, with a delay that has no random part.
+
+    Args:
+        kind: Failure kind of the attempt.
+        *before: Failure kinds of the earlier attempts. None for an attempt without a failure.
+        resume_from: Checkpoint from which the next attempt starts.
+        **policy: Keys of `retry` for the failure kind, in addition to EACH.
+    """
     return decide_retry(
         failed(kind),
         before,

@@ -60,7 +60,16 @@ def attempt_of(
     lifetime_s: float = 5.0,
     **failure: object,
 ) -> dict[str, Any]:
-    """Return the fields of an attempt that started from a checkpoint and failed."""
+    """Return the fields of an attempt that started from a checkpoint and failed.
+
+    Args:
+        kind: Failure kind. None for an attempt without a failure.
+        checkpoint: Path of the checkpoint. None for a start without a checkpoint.
+        log_tail: Last lines of the trainer's log.
+        step: Last step of the attempt. None if no step was reported.
+        lifetime_s: Duration of the attempt, in seconds.
+        **failure: Further fields of the failure.
+    """
     fields: dict[str, Any] = {"resume_from": checkpoint, "started_at": 0.0, "ended_at": lifetime_s}
     if step is not None:
         fields["step"] = step

@@ -65,7 +65,12 @@ class Store:
         }[kind]
 
     def write(self, write: Write, *steps: int) -> None:
-        """Write checkpoints with a function of `checkpoint_files`, and store their files."""
+        """Write checkpoints of some steps to a local folder, and upload them to the store.
+
+        Args:
+            write: Function of `checkpoint_files` that writes one checkpoint.
+            *steps: Steps of the checkpoints.
+        """
         folder = self.scratch / "written"
         for step in steps:
             write(folder, step)

@@ -212,7 +212,14 @@ def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
 def run_of(
     tmp_path: Path, checkpoints: str | None, attempts: int, keep: int | None = None
 ) -> tuple[RunSpec, RunPlace]:
-    """Write the files of a run with a number of attempts; return its spec and its paths."""
+    """Write the files of a run with a number of attempts; return its spec and its paths.
+
+    Args:
+        tmp_path: Directory for the files.
+        checkpoints: Key `checkpoints` of the trainer. None for a trainer without checkpoints.
+        attempts: Number of attempts.
+        keep: Key `keep` of the trainer.
+    """
     trainer: dict[str, object] = {"command": ["python"], "cwd": str(tmp_path), "keep": keep}
     if checkpoints is not None:
         trainer["checkpoints"] = checkpoints

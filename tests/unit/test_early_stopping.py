@@ -29,7 +29,14 @@ def history(
     last_step: int | None = None,
     has_ended: bool = False,
 ) -> PointHistory:
-    """Return the metric of one run of a matrix: one value for each step from `begin`."""
+    """Return the metric of one run of a matrix.
+
+    Args:
+        values: One value for each step.
+        begin: Step of the first value.
+        last_step: Last step that the run has reported. If None, the step of the last value.
+        has_ended: True if the run has ended.
+    """
     figures = {float(begin + index): value for index, value in enumerate(values)}
     return PointHistory(
         figures=figures,
@@ -39,7 +46,7 @@ def history(
 
 
 def constant(value: float, until: int = 20, *, has_ended: bool = False) -> PointHistory:
-    """Return a matrix point that has the same metric value at each step."""
+    """Return a matrix point with the same metric value at each step up to `until`."""
     return history([value] * until, has_ended=has_ended)
 
 
@@ -162,7 +169,7 @@ def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -
 
 
 def advance(points: dict[int, PointHistory], active: set[int], until: int) -> None:
-    """Let the active matrix points reach a step with unchanged metric values."""
+    """Let the active matrix points reach the step `until` with unchanged metric values."""
     for number in active:
         points[number] = constant(next(iter(points[number].figures.values())), until)
 

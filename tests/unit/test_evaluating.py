@@ -75,7 +75,14 @@ class FakeServer:
         return run
 
     def end(self, unit: str, ending: RunState, result: object = None, message: str = "") -> None:
-        """End an evaluation, after it has written its result to the path in its run spec."""
+        """End an evaluation.
+
+        Args:
+            unit: Name of the evaluation's task run.
+            ending: Final state of the evaluation.
+            result: Result that the evaluation writes to the path in its run spec. None for none.
+            message: Message of the final state.
+        """
         if result is not None:
             path = Path(self.specs[unit]["components"]["step"]["env"]["MUSTER_RESULT"])
             path.write_text(json.dumps(result))

@@ -31,7 +31,13 @@ ACTIVE = (EvaluationState.CHOSEN, EvaluationState.WAITING, EvaluationState.RUNNI
 
 
 def checkpoint(step: int, *, path: str = "", signature: str = "s") -> Checkpoint:
-    """Return a complete checkpoint of a step."""
+    """Return a complete checkpoint of a step.
+
+    Args:
+        step: The step.
+        path: Path of the checkpoint. If empty, a path that contains the step.
+        signature: Text that changes if the files of the checkpoint change.
+    """
     place = Path(path or f"/c/step_{step}")
     return Checkpoint(
         path=place,
@@ -56,7 +62,13 @@ def evaluations(**keys: Any) -> dict[str, Evaluation]:
 
 
 def chosen(content: EvaluationsJson, *, is_last: bool = False, **keys: Any) -> dict[int, str]:
-    """Return the states that `choose_evaluations` gives to evaluations, by checkpoint number."""
+    """Return the new states of the evaluations after `choose_evaluations`, by checkpoint number.
+
+    Args:
+        content: Record of the checkpoints and evaluations.
+        is_last: True if the training has ended, so that no further checkpoint follows.
+        **keys: Keys of the evaluation in the spec.
+    """
     notes = choose_evaluations(evaluations(**keys), content, is_last=is_last)
     return {note.checkpoint: note.state.value for note in notes}
 

@@ -44,7 +44,11 @@ ENDS = [
 
 @contextmanager
 def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
-    """Yield the pidfd, the identity and the parent of a zombie: an ended, not reaped process."""
+    """Yield the pidfd, the identity and the parent of a zombie: an ended, not reaped process.
+
+    Args:
+        code: Shell code that ends the process.
+    """
     command = [sys.executable, "-I", "-S", "-c", PARENT, f"read line; {code}"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -404,7 +404,7 @@ def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def write_specs(first: str, second: str) -> None:
-    """Write the `spec.yaml` of the last attempts of the runs OLD and FAILED."""
+    """Write texts as `spec.yaml` of the last attempts: `first` of OLD, `second` of FAILED."""
     for run_id, number, text in ((OLD, 1, first), (FAILED, 2, second)):
         place = RunPlace.of(run_id).attempt(number)
         place.directory.mkdir()

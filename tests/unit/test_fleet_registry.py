@@ -19,7 +19,12 @@ A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
 
 
 def start_all(engines: int = 2, servers: int = 1) -> Registry:
-    """Return the registry of a fleet whose engines are all in the state ACTIVE."""
+    """Return the registry of a fleet whose engines are all in the state ACTIVE.
+
+    Args:
+        engines: Number of engines.
+        servers: Number of servers of each engine.
+    """
     registry = Registry(make_topology(engines, servers))
     for group in range(engines):
         registry.mark_started(group, registry.begin(group))

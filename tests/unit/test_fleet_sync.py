@@ -27,7 +27,13 @@ WAIT, ABORT, INTERRUPT = InFlight
 
 
 async def begin(harness: FleetHarness, timeout_s: float = 100.0, in_flight: InFlight = WAIT) -> str:
-    """Begin a weight sync, and return the id of the sync."""
+    """Begin a weight sync, and return the id of the sync.
+
+    Args:
+        harness: The fleet.
+        timeout_s: Time limit of the sync, in seconds.
+        in_flight: Treatment of running requests, for example WAIT.
+    """
     return str((await harness.fleet.begin_sync(timeout_s, in_flight))["sync"])
 
 

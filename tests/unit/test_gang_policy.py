@@ -27,7 +27,10 @@ GPUS, BEHIND, WOULD_DELAY, LIMIT, RETRY = (
 
 
 def cluster(*gpus: int, cpus: float | None = None) -> tuple[ClusterNode, ...]:
-    """Return nodes with the names a, b, c, ... and the given numbers of GPUs."""
+    """Return nodes with the names a, b, c, ... and these numbers of GPUs.
+
+    Each node has `cpus` CPUs. None means that the number of CPUs is unknown.
+    """
     return tuple(ClusterNode(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
 
 
@@ -36,8 +39,13 @@ def held(
 ) -> Held:
     """Return a running gang.
 
-    The keyword arguments are its GPUs by node. The gang has `cpus` CPUs for each GPU, and is
-    expected to end in `left_s` seconds.
+    Args:
+        id: Id of the gang.
+        left_s: Seconds until the expected end of the gang.
+        place: Position that the gang had in the queue.
+        cpus: Number of CPUs for each GPU.
+        tags: Tags of the gang, separated by spaces.
+        **gpus: Number of GPUs by node.
     """
     return Held(
         id=id,
@@ -60,9 +68,17 @@ def waits(
     tags: str = "",
     avoid: str = "",
 ) -> Waiting:
-    """Return the waiting gang with the name `w<place>`, at the position `place` of the queue.
+    """Return the waiting gang with the name `w<place>`.
 
-    The gang must wait for at least `in_s` seconds, for example after a requeue.
+    Args:
+        place: Position of the gang in the queue.
+        gpus: Number of GPUs on each node.
+        nodes: Number of nodes.
+        for_s: Estimated duration, in seconds.
+        in_s: Seconds that the gang must at least wait, for example after a requeue.
+        cpus: Number of CPUs for each GPU.
+        tags: Tags of the gang, separated by spaces.
+        avoid: Letters of the nodes that the gang should avoid.
     """
     return Waiting(
         id=f"w{place}",

@@ -22,9 +22,15 @@ from tests.support.slow_plan import slow_plan
 def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     """Return random arguments of `plan` for a cluster.
 
-    Times and demands have few different values. So ties are frequent, and two implementations often
-    differ in ties. In some cases gangs hold more GPUs than a node has, or GPUs of a node that has
-    disappeared.
+    Times and demands have few different values. So ties are frequent, because two implementations
+    most often differ in ties. In some cases, gangs hold more GPUs than a node has, or GPUs of a
+    node that has disappeared.
+
+    Args:
+        seed: Seed of the random draws.
+        nodes: Number of nodes.
+        held: Number of running gangs.
+        waiting: Number of waiting gangs.
     """
     roll = random.Random(seed)
     tags = ["red", "blue"] if roll.random() < 0.3 else []

@@ -101,16 +101,24 @@ def with_state(at: float, type: str, name: str) -> History:
 
 
 def with_part(attempt: int, began: float, ended: float) -> History:
-    """Return a copy of the history `ONE`, with one more component process (pid 7)."""
+    """Return a copy of the history `ONE`, with one more component process (pid 7).
+
+    Args:
+        attempt: Number of the attempt of the process.
+        began: Start of the process, in seconds.
+        ended: End of the process, in seconds.
+    """
     return replace(
         ONE, parts=[*ONE.parts, ComponentProcess(attempt=attempt, pid=7, began=began, ended=ended)]
     )
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return a copy of the history `ONE` in which the component saw the given GPUs.
+    """Return a copy of the history `ONE` in which the component saw other GPUs.
 
-    Pass a single None for a component that reported no GPUs.
+    Args:
+        *devices: The visible GPUs. A single None for a component that reported no GPUs.
+        host: Name of the host on which the component ran.
     """
     devices_seen = None if None in devices else devices
     return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])

@@ -39,7 +39,7 @@ def make_training(*words: str, **keys: Any) -> dict[str, Any]:
 
 
 def list_uris(*words: str, **keys: Any) -> list[str]:
-    """Return the URIs of the inputs of a training."""
+    """Return the URIs of a training's inputs. `words` are further words of its command."""
     spec = make_training(*words, cwd="/project", **keys)
     return [data.uri for data in list_inputs(spec, OWN)]
 
@@ -128,7 +128,7 @@ def make_record(*attempts: AttemptRecord, workload: str = "sft") -> RunJson:
 
 
 def describe(spec: dict[str, Any], record: RunJson) -> Lineage:
-    """Return the lineage of a run, after the spec of its last attempt was written to its file."""
+    """Write the spec file of the run's last attempt, and return the lineage of the run."""
     place = RunPlace.of(OWN)
     resolved = json.loads(json.dumps(spec).replace("${run.dir}", str(place.directory)))
     attempt = place.attempt(len(record.attempts))

@@ -25,6 +25,11 @@ def find_missing_step(
     """Return the reason why no training step was found in a metrics file, with the remedy.
 
     The file is removed and written again, so that Muster reads all its lines.
+
+    Args:
+        path: Path of the metrics file.
+        is_over: True if the training has ended.
+        key: Name of the training step in the lines of the file.
     """
     lines = path.read_text() if path.exists() else None
     path.unlink(missing_ok=True)

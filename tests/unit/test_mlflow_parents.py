@@ -80,7 +80,14 @@ def make_spec(**keys: object) -> RunSpec:
 def find(
     spec: RunSpec, attempt: int = 2, *, must_end: bool = False, limit_s: float = 60
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the id of the parent run in MLflow, by name of the component, and the warnings."""
+    """Return the id of the parent run in MLflow, by name of the component, and the warnings.
+
+    Args:
+        spec: Spec of the run.
+        attempt: Number of the attempt.
+        must_end: True if the run is ending, so that the search must stop.
+        limit_s: Time limit of the search, in seconds.
+    """
     warnings: list[str] = []
     parents = find_mlflow_parents(
         spec,

@@ -105,7 +105,14 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def send_order(address: str, key: AgentKey, what: str, **arguments: Any) -> dict[str, Any]:
-    """Send a signed order to the agent at an address, and return its reply."""
+    """Send a signed order to the agent at an address, and return the reply of the agent.
+
+    Args:
+        address: Address of the agent.
+        key: Key with which the order is signed.
+        what: Name of the order.
+        **arguments: Arguments of the order.
+    """
     connection = await AgentConnection.open(NODE, address)
     assert connection is not None
     answer: dict[str, Any] = await connection.order(key, what, arguments, 30.0)

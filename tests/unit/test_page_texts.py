@@ -55,7 +55,7 @@ FAILURE = {
 def component(
     started: float, ready: float | None = None, ended: float | None = None, **fields: Any
 ):
-    """Return the record of a component."""
+    """Return the record of a component with its times, in seconds."""
     return {
         "pid": 8,
         "started_at": started,

@@ -31,7 +31,10 @@ OTHER = "http://10.0.0.2:8265"
 
 
 def known(*, may_grow: bool = False) -> KnownCluster:
-    """Return a Ray cluster whose only node has 2 GPUs, 8 CPUs, 4 GiB of memory and a label."""
+    """Return a Ray cluster whose only node has 2 GPUs, 8 CPUs, 4 GiB of memory and a label.
+
+    If `may_grow` is True, an autoscaler may add nodes to the cluster.
+    """
     node = LiveNode(
         node_id="a",
         ip="10.0.0.1",

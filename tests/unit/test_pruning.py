@@ -39,7 +39,15 @@ def make(
     state: str = "completed",
     resume_from: str = "",
 ) -> Path:
-    """Create the directory of an ended run."""
+    """Create the directory of a run, and return its path.
+
+    Args:
+        home: MUSTER_HOME.
+        run_id: Id of the run.
+        days_ago: Days since the end of the run, if `state` is "completed".
+        state: State of the run.
+        resume_from: Text that the spec of the attempt contains, for example a path in another run.
+    """
     directory = home / "runs" / run_id
     attempt = directory / "attempt-01"
     (directory / "checkpoints" / "step-10").mkdir(parents=True)

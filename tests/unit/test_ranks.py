@@ -40,7 +40,14 @@ RAISED = """\
 
 
 def entry(rank: int, code: int, pid: int, note: str = "") -> str:
-    """Return the entry of a failed rank in the error report of torchrun."""
+    """Return the entry of a failed rank in the error report of torchrun.
+
+    Args:
+        rank: The rank.
+        code: Exit code of the rank. A negative number is a signal.
+        pid: Process id of the rank.
+        note: Name of the signal, as in "(SIGKILL)".
+    """
     return f"""\
 [{rank}]:
   time      : 2026-11-26_20:07:42
@@ -229,13 +236,25 @@ def traceback_of(error: str, prefix: str = "") -> str:
 
 
 def death(code: int, rank: int | None = 1, *, others_failed: bool = True) -> RankFailure:
-    """Return the death of a process as the kernel reports it."""
+    """Return the death of the process that died first, as the kernel reports it.
+
+    Args:
+        code: Exit code of the process. A negative number is a signal.
+        rank: Rank of the process. None for a process without a rank.
+        others_failed: True if other processes failed, too.
+    """
     name = f"rank {rank}" if rank is not None else "process `python t.py`"
     return RankFailure(name=name, rank=rank, pid=7, exit_code=code, others_failed=others_failed)
 
 
 def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None:
-    """Assert that the errors of ranks that died later decide neither kind, log line nor advice."""
+    """Assert that the errors of ranks that died later decide neither kind, log line nor advice.
+
+    Args:
+        failure: Failure of the component.
+        kind: Expected failure kind: that of the rank that died first.
+        end: Text about the end of this rank, which the message must contain.
+    """
     assert failure.kind == kind
     assert end in failure.message
     assert "peer" not in failure.message + failure.line

@@ -100,14 +100,23 @@ class History:
         self.of_others.add(self.write(self.folder, self.rival_step))
 
     def killed_save(self, choice: int) -> None:
-        """Write an incomplete checkpoint, as if the run were killed while it saves."""
+        """Write an incomplete checkpoint, as if the run were killed while it saves.
+
+        Args:
+            choice: Random number that selects the missing part of the checkpoint.
+        """
         self.step += 10
         report_step(self.place, len(self.attempts), self.step)
         checkpoint = self.write(self.folder, self.step)
         self.damage(checkpoint, choice)
 
     def damage(self, checkpoint: Path, choice: int) -> None:
-        """Truncate a file of a checkpoint, or remove the files that were written last."""
+        """Truncate a file of a checkpoint, or remove the files that were written last.
+
+        Args:
+            checkpoint: Path of the checkpoint.
+            choice: Random number that selects the kind of damage and the file.
+        """
         in_order = sorted(files_of(checkpoint), key=lambda file: file.stat().st_mtime_ns)
         large = [file for file in in_order if file.stat().st_size >= 64]
         match choice % 3:

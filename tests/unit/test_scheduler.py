@@ -194,7 +194,10 @@ def test_faulty_spec_is_named_by_its_own_name(
 
 
 def add_deployment(server: ScriptedPrefect, strategy: str) -> UUID:
-    """Create a deployment that allows one active run, and return its id."""
+    """Create a deployment that allows one active run, and return its id.
+
+    `strategy` is Prefect's collision strategy for a second run: "ENQUEUE" or "CANCEL_NEW".
+    """
     deployment_id = uuid4()
     server.deployments.append(
         {

@@ -89,7 +89,12 @@ class Run:
             files.plain_torch(self.folder, step)
 
     def end_attempt(self, step: int, decision: str = "final: UNKNOWN") -> None:
-        """End the attempt as failed, after it has reported a step."""
+        """End the attempt as failed, after it has reported a step.
+
+        Args:
+            step: The step.
+            decision: Decision about the next attempt, as in `run.json`.
+        """
         failure = {"kind": FailureKind.UNKNOWN, "message": "killed", "signal": "SIGKILL"}
         ended = self.attempts[-1].as_json() | {
             "state": "failed",

@@ -37,14 +37,28 @@ def first(
     now: float = NOW,
     **there: Any,
 ) -> Message:
-    """Return the message with the reason why the first run of the queue waits."""
+    """Return the message with the reason why the first run of the queue waits.
+
+    Args:
+        *waits_for: Ids of the runs whose GPUs the first run waits for.
+        in_s: Seconds from NOW to the expected start. None if the start is unknown.
+        now: Current time, in UTC epoch seconds.
+        **there: Further arguments of `explain_wait`.
+    """
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
     return explain_wait(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
-    """Return the message with the reason why a later run of the queue waits."""
+    """Return the message with the reason why a later run of the queue waits.
+
+    Args:
+        why: Kind of the reason.
+        number: Position of the run in the queue.
+        free: Number of free GPUs by node. If None, those of THREE.
+        **more: Further arguments of `explain_wait`.
+    """
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
     return explain_wait(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 

@@ -75,7 +75,13 @@ def simulate_training(
 def find_alarms(
     lines: Lines, watch: Watch | None = None, workload: str = "grpo"
 ) -> dict[str, float]:
-    """Return the training step of each alarm, by the name of the rule."""
+    """Return the training step of each alarm about some metrics, by the name of the rule.
+
+    Args:
+        lines: Lines of the metrics file, one for each step.
+        watch: Section `watch` of the spec. If None, the preset rules apply.
+        workload: Workload of the run, which decides the preset rules.
+    """
     alarms = Alarms((watch or Watch()).choose_rules(workload))
     found = [alarm for line in lines for alarm in alarms.evaluate(float(str(line["step"])), line)]
     assert len({alarm.rule for alarm in found}) == len(found), "one was heard twice"

@@ -129,7 +129,12 @@ def _check_override(
 ) -> str:
     """Return the fault of an override, or an empty string if the override is valid.
 
-    The value of a valid override is stored in `values`.
+    Args:
+        override: The override, for example `trainer.nnodes=2`.
+        env: Environment variables of the component.
+        configuration: Name of the Hydra configuration.
+        facts: The programs and keys of one version of verl.
+        values: Value of each key by dotted name. The value of a valid override is added.
     """
     keys = facts.configurations[configuration]
     parts = _OVERRIDE.fullmatch(override)
