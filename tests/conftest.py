@@ -138,8 +138,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Group the tests for `pytest -n 2 --dist loadgroup`: one worker runs all tests of a group.
 
     The tests of a file are one group. All tests that use the shared Ray cluster are one group, too.
-    The groups with the most slow tests start first: if such a group started last, one worker would
-    still run it while the other worker has nothing to do.
+    The groups with the most slow tests start first. If such a group started last, one worker would
+    still run this group while the other worker has nothing to do.
 
     This hook must run before the same hook of pytest-xdist, which reads the groups.
     """
@@ -248,8 +248,8 @@ def ray_cluster() -> Iterator[RayCluster]:
     """Run a real Ray cluster that all tests of the session share.
 
     The cluster has two nodes with 8 logical GPUs, 32 CPUs and the custom resource {"worker_node":
-    100} each, and a head node that runs no work. A test must not change the cluster: to kill a node
-    or the head, it starts another cluster.
+    100} each, and a head node that runs no work. A test must not change this cluster. To kill a
+    node or the head, a test starts another cluster.
     """
     with RayCluster.run() as cluster:
         yield cluster

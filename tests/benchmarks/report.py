@@ -145,7 +145,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Take samples of all compared programs or methods, in a new random order in each round.
 
-    A change of the machine's speed thus affects all of them equally.
+    So a change of the machine's speed affects all programs and methods equally.
 
     Args:
         ways: Function that takes one sample, by the name of the program or method.

@@ -73,8 +73,9 @@ class Outcome:
 
     #: Request id.
     id: str
-    #: "answered", "refused" (the request may be retried), "cut" (the connection broke during the
-    #: answer), "passed on" (a server's own error), "other" or "lost" (no answer in time).
+    #: Kind of the result: "answered", "refused" (the request may be retried), "cut" (the connection
+    #: broke during the answer), "passed on" (a server's own error), "lost" (no answer in time) or
+    #: "other".
     kind: str
     #: Start of the request, in UTC epoch seconds.
     began: float
@@ -248,7 +249,8 @@ class Chaos:
             status, _ = await self._order("DELETE", sync)
             return end if status == 200 else "late"
         # The request that commits the weight update also names engines that could not load the new
-        # weights (HTTP status 500). The gateway must nevertheless send these engines no requests.
+        # weights (HTTP status 500). Although the trainer names these engines, the gateway must not
+        # send requests to them.
         answers = [answer for answer in broadcast["answers"] if answer["status"] is not None]
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if random.random() < 0.95

@@ -479,8 +479,8 @@ def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
 def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
     """Return True if a run that was stopping has saved its state, and has then ended correctly.
 
-    `run.json` and the Prefect server must show the same final state: cancelled for a run that was
-    being cancelled, failed or cancelled for a run that was failing.
+    `run.json` and the Prefect server must show the same final state. A run that was being cancelled
+    must be cancelled. A run that was failing must be failed or cancelled.
     """
     ends = {"cancelled": "CANCELLED", "failed": "FAILED"}
     is_same = facts.state in (ends.get(facts.record), "")

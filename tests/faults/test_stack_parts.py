@@ -94,7 +94,7 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
 def start_stack_under_kills(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str]
 ) -> None:
-    """Run `muster up`, and kill its process `deployments` at the first `KILLS` starts.
+    """Run `muster up`, and kill its process `deployments` at each of its first `KILLS` starts.
 
     Args:
         stack: The stack.

@@ -52,8 +52,8 @@ def segment() -> Iterator[Path]:
 def containment_at(level: Level) -> dict[str, Containment]:
     """Return the argument of a supervisor that limits the containment to a level.
 
-    The containment levels L2 to L4 are the ways in which Muster keeps hold of a component's
-    processes: guardian processes (L2), cgroups (L3) and namespaces (L4).
+    A containment level says how Muster finds and ends all processes of a component: with guardian
+    processes (L2), also with cgroups (L3), or also with namespaces (L4).
     """
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}

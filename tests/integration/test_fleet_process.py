@@ -37,8 +37,8 @@ COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "$
 #:
 #: A signal to the server's process group does not reach the daemon.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
-#: A program that stands for the flow process of a run: it registers itself as the owner of the run
-#: in Muster's registry of local processes.
+#: A program that stands for the flow process of a run. The program registers itself as the owner of
+#: the run in Muster's registry of local processes.
 OWNER = f"""
 import sys
 from tasks.processes.registry import RunRegistration

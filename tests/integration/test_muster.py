@@ -60,7 +60,7 @@ class Shell:
         """Run `muster` with the arguments, and return its exit code and output.
 
         PYTHONPATH contains the working directory, where some packages have the same names as
-        packages of Muster. `muster` must import its own packages nevertheless.
+        packages of Muster. `muster` must still import its own packages.
         """
         return subprocess.run(
             (self.program, *arguments),

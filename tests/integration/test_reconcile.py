@@ -251,8 +251,8 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     with temporary_settings({PREFECT_API_URL: host_env.api}):
         first_report = reconcile_host()
         # `reconcile` ignores a flow run whose state is younger than this limit. The test lowers the
-        # limit instead of waiting. The limit must be below zero: the server's time is rounded to
-        # whole seconds, so the age of a new state may seem to be below zero, too.
+        # limit instead of waiting. The limit must be below zero, because the age of a new state may
+        # also seem to be below zero: the server's time is rounded to whole seconds.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()

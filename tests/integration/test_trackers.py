@@ -156,6 +156,6 @@ def test_attempts_in_mlflow_are_children_of_one_run(
         "3": [*range(16, STEPS + 1)],
     }
     statuses = {number: run["status"] for number, run in children.items()}
-    # Attempt 1 ended with an error. MLflow nevertheless gives the status FINISHED to such a run.
-    # Attempt 2 was killed.
+    # Attempt 1 ended with an error. MLflow still gives the status FINISHED to a run that ends with
+    # an error. Attempt 2 was killed.
     assert statuses == {"1": "FINISHED", "2": "KILLED", "3": "FINISHED"}

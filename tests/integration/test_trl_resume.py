@@ -150,8 +150,8 @@ def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
         trained = steps_of(session.place.attempt(number).directory)
         shown = [row["train/global_step"] for row in run.history if "train/loss" in row]
         assert shown == trained[: len(shown)]
-        # An attempt counts as complete even if W&B lacks its last step: the trainer may have been
-        # interrupted between the end of this step and its report.
+        # An attempt counts as complete even if W&B lacks its last step. The trainer may have been
+        # interrupted after this step, before it reported the step to W&B.
         complete += len(shown) >= len(trained) - 1
     # W&B loses steps only after SIGKILL. At least two attempts ended in another way.
     assert complete >= 2

@@ -329,8 +329,8 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
-                # The forked process must have the same parent, command line and environment as an
-                # ordinary process, because Muster and `ps` find flow processes by these values.
+                # Muster and `ps` find flow processes by parent, command line and environment. So
+                # these must be the same for a forked process as for an ordinary process.
                 assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [

@@ -238,7 +238,7 @@ def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mu
 def sample(copy: Path, seed: int, count: int) -> list[Mutant]:
     """Draw a random sample of mutants, with one mutant of each group in turn.
 
-    If the program is stopped early, it has therefore already judged mutants of every group.
+    So even a program that is stopped early has tested mutants of every group.
 
     Args:
         copy: Root of the copied project.

@@ -100,8 +100,8 @@ _CLAUSE = (
 #: The beginning of a passage or of a sentence.
 _START = r"(?:^|(?<=[.;:!?] ))"
 
-#: Question words. A heading may begin with one, such as "Why a run waits". In other texts, a
-#: clause that begins with one is reported, because a noun is often plainer.
+#: Question words. A heading may begin with a question word, such as "Why a run waits". In other
+#: texts, a clause that begins with a question word is reported, because a noun is often plainer.
 _QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
 #: Pattern of each unclear construction, and a hint at a plainer form. The patterns have no

@@ -202,7 +202,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server, unless the server was started again as another epoch."""
+        """End the process of a server, but only if the server still has the epoch `epoch`."""
         if self[rank].epoch == epoch:
             self.die(rank)
 

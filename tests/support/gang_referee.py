@@ -289,7 +289,7 @@ def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Usage:
-    """Resources, such as the GPUs of a node, that a run used in a period."""
+    """Resources that a run used in a period, for example the GPUs of a node."""
 
     run: str
     #: Start of the period in which the run used the resources, in UTC epoch seconds.
@@ -398,9 +398,9 @@ def _find_overtaking(
     """Find runs that were overtaken: a run behind them in the queue was admitted earlier.
 
     Overtaking is a fault if the free GPUs did not suffice for both runs: the run behind then took
-    GPUs that the first run needed. If the GPUs sufficed for both, it is only a delay: the scheduler
-    admitted both runs in one scheduling pass, or it did not yet know that GPUs had become free. A
-    delay of more than `late_s` seconds is a fault, too.
+    GPUs that the first run needed. If the GPUs sufficed for both, the first run was only delayed.
+    The scheduler may have admitted both runs in one scheduling pass, or may not have known yet that
+    GPUs had become free. A delay of more than `late_s` seconds is a fault, too.
 
     Args:
         runs: Histories of all runs of the queue.

@@ -34,7 +34,7 @@ TIDY_WITHIN_S = 2.0
 def is_watched(deadline_s: float) -> bool:
     """Fork a process, and watch it from this process until it and its descendants have ended.
 
-    This process thus becomes the oracle of the forked process: it asks the kernel whether
+    So this process becomes the oracle of the forked process: this process asks the kernel whether
     descendants survive.
 
     Args:

@@ -27,8 +27,9 @@ from tests.support import keeper
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Environment variables of every process of the cluster and of every client: Ray uses no token file
-#: of another cluster, sends no usage statistics, and listens only on 127.0.0.1.
+#: Environment variables of every process of the cluster and of every client. With these variables,
+#: Ray uses no token file of another cluster, sends no usage statistics, and listens only on
+#: 127.0.0.1.
 RAY_ENV = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -87,7 +87,7 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
     ).strip()
     # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
     # that another .pth file adds. The editable install of Muster in the tests' environment is such
-    # a .pth file, so it has no effect, and Muster comes only from the wheel.
+    # a .pth file, so this install has no effect. Muster comes only from the wheel.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         sys.executable,

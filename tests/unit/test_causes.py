@@ -446,7 +446,7 @@ def test_progress_bar_counts_as_training_steps() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        # A few further steps do not prove that the error was survived: an asynchronous trainer
+        # A few further steps do not prove that the error was survived. An asynchronous trainer
         # still trains with the batches that are already in its queue.
         pytest.param(steps(11, 13), id="few-steps"),
         # Progress bars of inference and of loading also move while the trainer does not train.

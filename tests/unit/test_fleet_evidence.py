@@ -67,7 +67,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # failed requests (`r`) alone never reach the threshold
+        # failed requests (`r`) without a failed probe never reach the threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
@@ -76,8 +76,8 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("ssx", 3, "suspect"),
         # a bad answer to a probe is a failure even if a request gets tokens during the probe (`b`)
         ("bbb", 3, "sick"),
-        # a generated token (`t`) resets the count of failures if no answer was bad: each failure
-        # was a missing answer (`s`) or a failed request (`r`)
+        # a generated token (`t`) resets the count of failures if each failure was a missing answer
+        # (`s`) or a failed request (`r`)
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
         # a generated token (`t`) does not reset the count if one failure was a bad answer (`n`)

@@ -45,8 +45,8 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: State of each lifecycle group at the last commit, by the index of the group: its epoch, and
-    #: the number of the weight broadcast that it had received. None before the first commit.
+    #: Epoch of each lifecycle group at the last commit, and number of the weight broadcast that the
+    #: group had received, by the index of the group. None before the first commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Number of the last weight broadcast that an engine received, by `(engine, epoch)`. The number
     #: stands for the weight version.

@@ -187,8 +187,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
-        # the flow run's Ray jobs still run: if the flow run has a deployment, a worker starts a new
-        # process for it, which continues with these jobs
+        # the flow run's Ray jobs still run. If the flow run has a deployment, a worker can start a
+        # new process for the flow run, which continues with these jobs
         (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],

@@ -57,7 +57,7 @@ class Server:
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
-        #: The requests so far, such as `POST /variables/`.
+        #: The received requests, such as `POST /variables/`.
         self.requests: list[str] = []
         #: `faults[HTTP method]` are the faults of the next requests with that method.
         self.faults: dict[str, deque[str]] = {

@@ -155,8 +155,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": GPUS},
             free={"a": 4, "b": 4},
         ),
-        # the run needs two CPUs per GPU: a node without enough free CPUs is not used, and a node
-        # whose number of CPUs is unknown is used
+        # the run needs two CPUs per GPU. Nodes a and b have fewer than 8 free CPUs, so they are not
+        # used. Node c, whose number of CPUs is unknown, is used
         Case(
             [waits(1, 4, cpus=2)],
             [held("h", b=1, cpus=1)],

@@ -331,9 +331,9 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
     results = asyncio.run(scenario())
 
-    # There are three passes: at the start, at 20 s because a run was offered, and at 55 s because
-    # the last pass was more than 30 s ago. The last pass starts a run whose event from the leader
-    # was lost.
+    # There are three scheduling passes: at the start, at 20 s because Prefect offered a run to the
+    # worker, and at 55 s because the last pass was more than 30 s ago. The last pass starts a run
+    # whose event from the leader was lost.
     assert results == [
         (1, False),
         (1, False),

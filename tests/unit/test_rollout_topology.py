@@ -334,7 +334,7 @@ def test_no_visible_devices_are_set_on_ray_or_without_gpus(written: dict[str, st
 def test_needed_ports_are_listed_with_their_nodes() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, nodes_per_engine=2, engines=2)
 
-    # A headless server has no API and thus no port.
+    # A headless server, which is a server without an HTTP API, needs no port.
     assert ports_needed(fleet) == {"engine.0": 0, "server.0": 0, "engine.1": 2, "server.2": 2}
     assert nodes_needed(fleet) == 4
 

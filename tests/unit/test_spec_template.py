@@ -286,7 +286,8 @@ def test_used_and_listed_ports_are_reserved() -> None:
             "command": ["b"],
             "env": {"PEER": "${trainer.port}"},
         },
-        # the component `judge` uses the port of this component, which also has two named ports
+        # the component `judge` uses the default port of `trainer`. `trainer` also has two named
+        # ports
         "trainer": {
             "command": ["c"],
             "ports": ["metrics", "dash"],
