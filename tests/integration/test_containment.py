@@ -1,6 +1,6 @@
-"""Tests of the containment levels, by which Muster keeps hold of a component's processes.
+"""Tests of the containment levels, with which Muster finds and ends a component's processes.
 
-They check which levels this machine offers, and which processes each level ends.
+The tests check which levels this machine offers, and which processes each level ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What other programs rely on: spec keys, record keys, event names, exit codes, file names, verbs.
+"""Public interface of Muster: spec keys, record keys, event names, exit codes, file names, verbs.
 
-`python -m tests.support.contract` adds the keys that are new to `tests/data/contract.json`. It
-refuses to remove or change a key: users' files and scripts would break without a word.
+`python -m tests.support.contract` adds new keys to `tests/data/contract.json`. It refuses to
+remove or change a key, because users' files and scripts would break without a warning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that a gang queue kept its rules, from evidence that does not come from the queue.
 
 The evidence has two sources. The Prefect server has the history of states of each flow run. The
-components of the runs wrote the hosts and the times of their processes. `gang_pool` collects the
-evidence; this module only computes.
+components of the runs wrote the hosts and the times of their processes. `gang_evidence` collects
+the evidence; this module only computes.
 """
 
 from __future__ import annotations

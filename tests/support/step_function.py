@@ -1,4 +1,4 @@
-"""A source of the training step for unit tests."""
+"""Fake source of the current training step, for unit tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the files that Weights & Biases writes in offline mode.
+"""Read the files that Weights & Biases writes in offline mode.
 
 The framing of a `.wandb` file is that of LevelDB's log: blocks of 32768 bytes, with records that
 have a header of checksum, length and type. Source: `core/pkg/leveldb/record.go` of wandb. The

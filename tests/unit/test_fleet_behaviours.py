@@ -1,4 +1,4 @@
-r"""Behaviours that a fleet of inference servers must have, with the tests that show each.
+r"""Behaviours that a fleet of inference servers must have, with the tests that show each behaviour.
 
 The table numbers the known faults of XTuner's fleet of inference servers, which Muster's fleet must
 not have:

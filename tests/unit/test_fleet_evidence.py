@@ -67,7 +67,8 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # failed requests (`r`) without a failed probe never reach the threshold
+        # failed requests (`r`) never reach the threshold unless a probe fails too: with a threshold
+        # of 1, no failed request is counted
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),

@@ -1,4 +1,4 @@
-"""Health checks find servers whose process runs and whose engine does not work."""
+"""Health checks find servers whose process runs, but whose engine does not work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the referee of the gang queue: it detects each broken promise in a written history."""
+"""Tests of the referee of the gang queue: it finds each broken rule in a constructed history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of how long a gang runs: coarse classes that never end a run."""
+"""Duration classes: the estimated duration of a run is rounded up to one of a few values."""
 
 from __future__ import annotations
 

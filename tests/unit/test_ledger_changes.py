@@ -1,4 +1,4 @@
-"""The ledger reads runs that events name, and no flow runs of other work pools."""
+"""Events that name flow runs of other work pools add nothing to the ledger of a queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only a known and silent other host can be given up."""
+"""Tests of `muster reconcile --lost-host`: only a known and silent other host can be given up."""
 
 from __future__ import annotations
 

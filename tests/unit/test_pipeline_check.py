@@ -1,4 +1,4 @@
-"""Resources of pipeline stages are compared with the nodes of the queue, and `--matrix`."""
+"""Checks of a pipeline: resources of its stages against the nodes of the queue, and `--matrix`."""
 
 from __future__ import annotations
 

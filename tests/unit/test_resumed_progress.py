@@ -1,4 +1,4 @@
-"""Tests of what counts as progress in an attempt that resumes from a checkpoint."""
+"""Tests of the detection of progress in an attempt that resumes from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reaches its last step and saves nothing; the interpreter crashes at its exit."""
+"""A trainer that reaches its last step without a save, and crashes at the interpreter's exit."""
 
 import os
 import signal

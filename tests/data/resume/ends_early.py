@@ -1,4 +1,4 @@
-"""Ends with exit code 0 at step 12, long before its last step."""
+"""A trainer that ends with exit code 0 at step 12, long before its last step."""
 
 from trainer import train
 

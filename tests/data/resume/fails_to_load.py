@@ -1,4 +1,7 @@
-"""Fail to load step_20 with an error message. The next attempt then starts from step_10."""
+"""A trainer that fails to load step_20, with an error message.
+
+The next attempt must start from step_10.
+"""
 
 from trainer import ATTEMPT, START, die, save, train
 

@@ -1,4 +1,7 @@
-"""Is killed after its last checkpoint: the run is completed, and nothing is trained again."""
+"""A trainer that is killed after its last checkpoint.
+
+The run must be completed, and no step is trained again.
+"""
 
 from trainer import ATTEMPT, START, die, save, train
 

@@ -1,4 +1,7 @@
-"""Hangs while it resumes from step_20: the next attempt must step back to step_10."""
+"""A trainer that hangs while it resumes from step_20.
+
+The next attempt must start from step_10.
+"""
 
 from trainer import ATTEMPT, START, die, hang, save, train
 

@@ -1,4 +1,4 @@
-"""Is stopped at its time limit while it saves, for longer than its grace period."""
+"""A trainer that is stopped at its time limit, during a save longer than its grace period."""
 
 import time
 

@@ -1,6 +1,6 @@
-"""Is killed during its second save, when the pointer names that checkpoint already.
+"""A trainer that is killed during its second save, when the pointer already names step_20.
 
-step_20 has shards but no `.metadata`: step_10 must stay and be used.
+step_20 has shards but no `.metadata`. Muster must keep step_10 and resume from step_10.
 """
 
 import time

@@ -1,4 +1,7 @@
-"""Is killed between its last step and its last checkpoint: it trains again from step_20."""
+"""A trainer that is killed between its last step and its last checkpoint.
+
+The next attempt must resume from step_20.
+"""
 
 from trainer import ATTEMPT, START, die, save, train
 

@@ -1,4 +1,7 @@
-"""Saves for longer than `stall_after_s`, with a file that grows: that is no stall."""
+"""A trainer whose save takes longer than `stall_after_s`.
+
+This is no stall, because a file of the checkpoint grows during the save.
+"""
 
 import time
 

@@ -1,4 +1,7 @@
-"""Reaches its last step and hangs: completed, not STALLED, and not trained again."""
+"""A trainer that reaches its last step and then hangs.
+
+The run must be completed, not STALLED, and no step is trained again.
+"""
 
 from trainer import START, hang, train
 

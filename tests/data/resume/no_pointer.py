@@ -1,4 +1,7 @@
-"""Writes folders of verl without a pointer file: they are used, or refused with a reason."""
+"""A trainer that writes checkpoint folders of verl, but no pointer file.
+
+Muster must use each folder, or refuse the folder with a reason.
+"""
 
 from trainer import ATTEMPT, FOLDER, START, die, train
 

@@ -1,4 +1,7 @@
-"""Fails in attempts 2 and 3 before its first step, because of a port: each keeps step_20."""
+"""A trainer that fails in attempts 2 and 3 before its first step, because its port is in use.
+
+The checkpoint cannot cause this failure, so each next attempt must start from step_20 again.
+"""
 
 from trainer import ATTEMPT, START, die, save, train
 

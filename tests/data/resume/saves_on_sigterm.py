@@ -1,4 +1,7 @@
-"""Saves for longer than its grace period after SIGTERM, with a file that grows, and then ends."""
+"""A trainer that saves after SIGTERM and then ends.
+
+The save takes longer than the grace period, and a file of the checkpoint grows during the save.
+"""
 
 import signal
 import sys

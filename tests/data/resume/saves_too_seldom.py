@@ -1,4 +1,4 @@
-"""Hangs in each attempt before its first checkpoint."""
+"""A trainer that hangs in each attempt before its first checkpoint."""
 
 from trainer import hang, train
 

@@ -1,4 +1,7 @@
-"""Trains slowly in attempt 1. SIGUSR1 makes it save after its current step, and train on."""
+"""A trainer that trains slowly in attempt 1, and saves a checkpoint when it gets SIGUSR1.
+
+The trainer first completes its current step, and continues after the save.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Ignores the checkpoint that it gets, and starts from the beginning."""
+"""A trainer that ignores the checkpoint that it gets, and starts from the beginning."""
 
 from trainer import ATTEMPT, die, save, train
 

@@ -1,4 +1,7 @@
-"""Fails in attempt 2 for a reason that no checkpoint can cause: attempt 3 starts from step_20."""
+"""A trainer that fails in attempt 2 for a reason that no checkpoint can cause.
+
+Attempt 3 must start from step_20.
+"""
 
 from trainer import ATTEMPT, START, die, save, train
 

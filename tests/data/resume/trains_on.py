@@ -1,4 +1,4 @@
-"""Trains 100 steps, more than the spec says."""
+"""A trainer that trains 100 steps, which are more steps than the spec says."""
 
 from trainer import train
 

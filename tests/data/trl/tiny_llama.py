@@ -1,4 +1,4 @@
-"""Makes a Llama with random weights and a tokenizer of six words, without a download."""
+"""Make a Llama with random weights and a tokenizer of six words, without a download."""
 
 from __future__ import annotations
 

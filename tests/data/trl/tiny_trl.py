@@ -1,7 +1,7 @@
-"""Trains a tiny Llama on the CPU with TRL, by SFT or GRPO, and resumes from a checkpoint.
+"""Train a tiny Llama on the CPU with TRL, by SFT or GRPO, and resume from a checkpoint.
 
 Usage: tiny_trl.py METHOD FOLDER RESUME_FROM STEPS. The program needs `torch`, `transformers`,
-`datasets`, `trl`, and the module that `muster init` writes. It downloads nothing.
+`datasets`, `trl`, and the module that `muster init` writes. The program downloads nothing.
 """
 
 from __future__ import annotations

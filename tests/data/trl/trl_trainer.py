@@ -1,7 +1,7 @@
-"""Fine-tunes a tiny model with TRL, and resumes from the checkpoint that it gets.
+"""Fine-tune a tiny model with TRL, and resume from the checkpoint in the arguments.
 
-Usage: trl_trainer.py FOLDER RESUME_FROM. It needs `torch`, `transformers`, `datasets`, `trl`
-and `wandb`. It downloads nothing.
+Usage: trl_trainer.py FOLDER RESUME_FROM. The program needs `torch`, `transformers`, `datasets`,
+`trl` and `wandb`. The program downloads nothing.
 """
 
 from __future__ import annotations
