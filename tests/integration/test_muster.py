@@ -152,7 +152,7 @@ VERBS = [
     (("cleanup", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
     (("sweep", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
     (("status",), 1, "muster up"),
-    (("down",), 0, "No stack"),
+    (("down",), 0, "No Muster stack"),
     (("reconcile",), 0, "nothing to do"),
     (("prune",), 0, ""),
     (("--version",), 0, "0."),

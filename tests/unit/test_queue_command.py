@@ -411,7 +411,7 @@ def test_pool_of_another_type_is_pointed_out(command: Command, server: Server) -
 
     _, output = command("set", "policy=backfill")
 
-    assert "the pool is of type process" in output
+    assert "the work pool is of type process" in output
 
 
 @pytest.mark.parametrize(
