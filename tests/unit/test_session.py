@@ -11,6 +11,8 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelling, Running
 
+from deployments.stack import command
+from deployments.stack.state import Stack
 from tasks.processes.component import AttemptPlan
 from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 from tasks.processes.supervisor import Supervisor
@@ -306,6 +308,26 @@ def test_run_that_a_stopped_stack_ends_names_the_stop(
 
     assert written == [run.place.directory]
     assert run.record.content.message == "cancelled, because ada stopped the stack"
+
+
+@pytest.mark.parametrize(("worker", "has_reason"), [("own", True), ("another", False)])
+def test_muster_down_tells_the_runs_of_its_worker_who_stopped_the_stack(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch, worker: str, has_reason: bool
+) -> None:
+    component = {"command": ["sleep", "600"]}
+    spec = parse_spec({"name": "x", "workload": "sft", "components": {"trainer": component}})
+    api_url = "http://127.0.0.1:4377/api"
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4(), api_url=api_url, worker=worker)
+    stack = Stack.model_construct(worker="own", port=4377)
+    reasons = []
+    monkeypatch.setattr("tasks.processes.identity.getpass.getuser", lambda: "ada")
+    monkeypatch.setattr(command, "stop", lambda _: reasons.append(take_note(run.place.directory)))
+
+    command._stop_with_reason(stack)
+
+    beginning = "cancelled, because ada stopped the stack with `muster down` on "
+    assert reasons[0].startswith(beginning) is has_reason
+    run.close()
 
 
 def test_reason_of_a_stop_is_written_only_for_the_stopped_runs(muster_home: Path) -> None:
