@@ -19,7 +19,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, WorkPool
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Running
 
 from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, format_devices
@@ -100,6 +100,19 @@ def wait_for_gang(
     return asyncio.run(admission.wait())
 
 
+def _explain_failed_pass(error: httpx.HTTPError | PrefectException | LeaseLost) -> str:
+    """Return the message of a waiting run whose scheduling pass failed and will be repeated."""
+    match error:
+        case httpx.TransportError():
+            return f"waits for the Prefect server, which does not answer: {error!r}"
+        case ObjectNotFound():
+            return (
+                "waits, because the flow run, or its work pool or deployment, was deleted from the "
+                "Prefect server"
+            )
+    return f"waits, because the last scheduling pass failed and will be repeated: {error}"
+
+
 @dataclass(slots=True)
 class _Admission:
     """State of a process that waits for the GPUs of its run.
@@ -134,9 +147,7 @@ class _Admission:
                     async with get_client() as client:
                         return await self._wait_in_queue(client)
                 except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                    self._report_once(
-                        f"waits for the Prefect server, which does not answer: {error!r}"
-                    )
+                    self._report_once(_explain_failed_pass(error))
                 if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                     return None
         finally:

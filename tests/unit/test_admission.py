@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
+from prefect.exceptions import ObjectNotFound
 
 from tasks.queue import admission
 from tasks.queue.admission import _Admission
 from tasks.queue.grants import Grant
+from tasks.queue.lease import LeaseLost
 from tasks.queue.settings import MissingFromServer, PoolSettings, with_settings
 from tasks.ray.dashboard import ListedCluster
 
@@ -107,6 +110,40 @@ def test_run_that_waits_in_its_process_returns_to_the_queue(
     asyncio.run(waiting._return_to_queue(server, flow_run))
 
     assert server.messages == messages
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            httpx.ConnectError("refused"),
+            "waits for the Prefect server, which does not answer: ConnectError('refused')",
+        ),
+        (
+            ObjectNotFound(Exception()),
+            "waits, because the flow run, or its work pool or deployment, was deleted from the "
+            "Prefect server",
+        ),
+        (
+            LeaseLost("the lease is over"),
+            "waits, because the last scheduling pass failed and will be repeated: the lease is "
+            "over",
+        ),
+    ],
+)
+def test_failed_scheduling_pass_is_reported_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail_to_connect() -> Any:
+        raise error
+
+    monkeypatch.setattr(admission, "get_client", fail_to_connect)
+    reports: list[str] = []
+    waiting = _Admission(uuid4(), True, False, reports.append, lambda _seconds: False)
+
+    admitted = asyncio.run(waiting.wait())
+
+    assert (admitted, reports) == (None, [message])
 
 
 @pytest.mark.parametrize(
