@@ -490,7 +490,7 @@ def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     # flow run may still have a random name from Prefect. So search for its name and its run id.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
-        f"{node.name} ({node.held[name]} GPUs)"
+        f"{node.name} ({format_count(node.held[name], 'GPU')})"
         for node in view.nodes
         for name in sorted(names & node.held.keys())
     )

@@ -239,6 +239,8 @@ def test_why_describes_a_run_that_does_not_wait(
 
 
 def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None:
+    other_node = ClusterNode(cluster="", name="gpu-3", gpus=8, held={"running-run": 1})
+    server.view = replace(server.view, nodes=(*server.view.nodes, other_node))
     server.add_flow_run(
         RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more"
     )
@@ -246,7 +248,7 @@ def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None
     _, output = command("why", str(RUNNING))
 
     assert output.splitlines()[1:] == [
-        "  holds          gpu-1 (8 GPUs)",
+        "  holds          gpu-1 (8 GPUs), gpu-3 (1 GPU)",
         "  message        running: trainer",
         "                 and more",
     ]
