@@ -68,7 +68,7 @@ def stop(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build_spec(stop: Path) -> Callable[..., dict[str, Any]]:
-    """Return a function that makes a spec of an api and of the trainer."""
+    """Return a function that makes a spec with two components: an api, and the program TRAINER."""
 
     def make_spec(exit_code: int = 0) -> dict[str, Any]:
         metrics = "${attempt.dir}/metrics.jsonl"

@@ -6,8 +6,8 @@ further answers. The ways are:
 - Muster;
 - a connected Ray driver that calls `ray.nodes()` and reads the free resources of each node;
 - Ray's state API, which lists nodes, actors and placement groups;
-- `GcsClient`, Ray's client of its control store. It returns the free resources, but not the users
-  of the others.
+- `GcsClient`, Ray's client of its control store. It returns the free resources, but not who uses
+  the occupied resources.
 """
 
 from __future__ import annotations

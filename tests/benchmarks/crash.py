@@ -1,4 +1,4 @@
-"""Benchmark of the reaction to a crash: from SIGKILL of a component to SIGTERM at the others.
+"""Benchmark of the reaction to a crash: from SIGKILL of a component to SIGTERM at all others.
 
 The benchmark reads the clock right before the kill. Each component reads the same clock in its
 SIGTERM handler.

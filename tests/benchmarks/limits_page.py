@@ -80,7 +80,7 @@ class Limit:
 
 
 def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
-    """Yield a limit twice: for the measurement with SQLite, and for the one with PostgreSQL.
+    """Yield a limit twice: for the measurements with SQLite and with PostgreSQL.
 
     Args:
         what: Kind of load, for example "waiting runs, scheduler".

@@ -20,7 +20,7 @@ from tasks.processes.shared_memory import find_used_files
 def is_alive_loop(
     processes: Sequence[multiprocessing.process.BaseProcess], every_s: float = 1.0
 ) -> None:
-    """Check all processes every `every_s` seconds until one has failed, and then stop the others.
+    """Check all processes every `every_s` seconds until a process has failed. Then stop the rest.
 
     This model sends SIGTERM. The original sends SIGQUIT to itself and then kills the whole tree.
 
@@ -36,7 +36,7 @@ def is_alive_loop(
 
 
 def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 1.0) -> None:
-    """Wait until a process fails, and then stop the others.
+    """Wait until a process fails, and then stop the other processes.
 
     One thread per process waits for the process, and puts a failure into a list. This function
     checks the list every `every_s` seconds.
@@ -60,7 +60,7 @@ def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: floa
 
 
 def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> None:
-    """Check all processes every `every_s` seconds. If one has ended, stop the others.
+    """Check all processes every `every_s` seconds. If a process has ended, stop the rest.
 
     The processes are stopped in the reverse order of their start.
 
@@ -78,7 +78,7 @@ def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> N
 def resource_loop(
     has_room: Callable[[], bool], start: Callable[[], object], every_s: float = 60.0
 ) -> None:
-    """Check every `every_s` seconds whether the GPUs are free, and start the run when they are.
+    """Check every `every_s` seconds whether the GPUs are free, and then start the run.
 
     Source: Muster's first design, in which a run without its GPUs is tried again after 60 s.
 

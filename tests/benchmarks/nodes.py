@@ -121,7 +121,7 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
 def _plain(task: str, cluster: RayCluster, shared: str) -> None:
     """Run the task, a sweep or a preflight, on all nodes without Muster: with plain Ray tasks.
 
-    A new process does this, and calls the function `plain`.
+    A new process runs the task, through the function `plain`.
     """
     subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],

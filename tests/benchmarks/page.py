@@ -101,7 +101,7 @@ def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
 def _machine(record: Record) -> tuple[str, ...]:
     """Return the CPU model, number of CPUs, memory, kernel and Python version of a machine.
 
-    The machine is the one on which the benchmark was measured.
+    The benchmark was measured on this machine.
     """
     machine = record.machine
     memory = f"{machine['memory_gb']:g} GB"

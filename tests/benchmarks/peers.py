@@ -1,8 +1,8 @@
 """Other process supervisors, which run as real processes with ordinary configurations.
 
 The extra `bench` installs supervisord, circus and honcho. If a component dies, only honcho ends the
-other components by itself. The others are configured to do it: supervisord by an event listener,
-circus by a hook.
+other components by itself. The other supervisors are configured to end the components, too:
+supervisord by an event listener, circus by a hook.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def list_idle_ns(works: Sequence[Work], gpu_count: int) -> list[int]:
 
     Raises:
         ValueError: Two points used the same GPU at the same time, or the points used more GPUs than
-            there are.
+            `gpu_count`.
     """
     first_ns = works[0].began_ns
     last_ns = works[-1].began_ns

@@ -236,7 +236,8 @@ class FaultRun:
         """Return the process ids of all guardians whose command line names the component.
 
         A guardian is the process that starts a component and ends it. At containment level L4, a
-        component has two guardians: one in the PID namespace, and the parent of this one outside.
+        component has two guardians: a guardian in the PID namespace, and the parent of this
+        guardian outside of the namespace.
         """
         pids = []
         for pid in tree.descendants(self.observed_flow.pid):

@@ -81,7 +81,7 @@ class Outcome:
     began: float
     #: Duration of the request, in seconds.
     took_s: float
-    #: Rank of the server that answered. -1 if no server did.
+    #: Rank of the server that answered. -1 if no server answered.
     rank: int = -1
     #: Weight versions that the server reports in the pieces of the answer.
     versions: frozenset[int] = frozenset()
@@ -139,8 +139,8 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        Half of the requests ask for a stream. Half of the requests belong to a session. Both are
-        drawn at random.
+        Half of the requests ask for a stream. Half of the requests belong to a session. Random
+        numbers decide which requests these are.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0

@@ -546,8 +546,8 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
                     await asyncio.sleep(world.dice.random() * 0.003)
             if script.closes:
                 return
-        # The gateway has sent only a part of the request's body. While it did so, the client closed
-        # its connection, or the gateway refused the rest of the body.
+        # The gateway has sent only a part of the request's body. Meanwhile, the client closed its
+        # connection, or the gateway refused the rest of the body.
         if data:
             world.ends["cut at an engine"] += 1
     except ConnectionError:

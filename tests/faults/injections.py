@@ -98,7 +98,7 @@ def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> It
     Args:
         *command: Command line of the process.
         cwd: Working directory of the process.
-        env: Environment variables of the process. None for those of this process.
+        env: Environment variables of the process. None for the variables of this process.
     """
     with subprocess.Popen(
         command,
@@ -136,7 +136,7 @@ def traced(pid: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
 def why_no_pid_to_choose() -> str:
     """Return the reason why this machine cannot start a process with a chosen process id.
 
-    The result is an empty string if the machine can.
+    The result is an empty string if the machine can start such a process.
     """
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -367,7 +367,7 @@ class Matrix:
         return not pids.isdisjoint(processes_with("MUSTER_RUN_ID", row.name))
 
     def wait_until_settled(self, expected: Callable[[Row, Fact], bool]) -> list[str]:
-        """Wait until all runs are as expected, and return a description of each run that is not.
+        """Wait until all runs are as expected, and return a description of each unexpected run.
 
         The result also describes living runs that `muster queue` does not list.
 

@@ -250,7 +250,7 @@ def reconciled(host_env: HostEnvironment) -> tuple[int, str]:
 
 
 def living(pids: list[int]) -> list[int]:
-    """Return those of the process ids whose processes run. Zombies do not count as running."""
+    """Return the process ids whose processes still run. Zombies do not count as running."""
     return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
 
 

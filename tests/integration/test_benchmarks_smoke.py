@@ -52,5 +52,5 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
             assert row["samples"] == len(row["values"]) > 0
             assert min(row["values"]) >= 0 and row["median"] <= row["p99"] <= row["max"]
     # This short run must not change BENCHMARKS.md. Only a full run of the benchmarks, or the option
-    # --record, may do so.
+    # --record, may change this file.
     assert (ROOT / "BENCHMARKS.md").read_bytes() == page

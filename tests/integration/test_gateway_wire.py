@@ -138,7 +138,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def start_answering_server(
     raw: bytes, answer: Answer | None = None
 ) -> AsyncIterator[GatewaySetup]:
-    """Yield a gateway in front of a server that sends these bytes and closes the connection.
+    """Yield a gateway in front of a server that sends the bytes `raw` and closes the connection.
 
     If `answer` is given, this function handles the connections of the server instead.
     """

@@ -31,7 +31,8 @@ from tests.support.supervised_components import (
 ROOT = Path(__file__).resolve().parents[2]
 #: Hierarchy of cgroups with the controller `pids`, in version 1 of cgroups.
 PIDS = Path("/sys/fs/cgroup/pids")
-#: A program that starts threads until the kernel refuses another, and continues for a second.
+#: A program that starts threads until the kernel refuses another thread, and continues for a
+#: second.
 GREEDY = """
 import pathlib, sys, threading, time
 stop = threading.Event()
@@ -44,7 +45,7 @@ except RuntimeError as error:
     pathlib.Path("refused").write_text(f"{count} threads, then {error}")
 time.sleep(float(sys.argv[1]))
 """
-#: A program that starts threads until the kernel refuses another, and dies.
+#: A program that starts threads until the kernel refuses another thread, and dies.
 DYING = """
 import threading
 while True:

@@ -118,7 +118,7 @@ def test_process_with_a_reused_pid_is_not_ended(
 def test_entries_from_before_a_reboot_end_no_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
-    """The entries differ from those of running processes only in the boot id.
+    """The entries differ from the entries of running processes only in the boot id.
 
     Pid, start time and mark are the same. A mark is a number that Muster sets as a resource limit
     of a process, to find the descendants of the process.

@@ -222,7 +222,7 @@ async def build_empty_view(_client: object, pool: str) -> QueueView:
 
 @pytest.fixture
 def pool(api: str) -> Iterator[str]:
-    """Yield a work pool with a job template like that of a real pool, and a second work queue."""
+    """Yield a work pool with two work queues and a realistic job template."""
     template = {
         "job_configuration": {"env": "{{ env }}"},
         "variables": {"type": "object", "properties": {"env": {"type": "object"}}},

@@ -1,4 +1,4 @@
-"""Muster finds complete checkpoints of the real libraries, and never uses damaged ones.
+"""Muster finds complete checkpoints of the real libraries, and never uses damaged checkpoints.
 
 The libraries are installed from the package registry into a separate environment. Set
 `MUSTER_TEST_TORCH_PYTHON` to use a Python interpreter that has these libraries.

@@ -338,7 +338,7 @@ def test_component_whose_end_raises_an_error_leaves_no_process(
     assert verdict.left == {name: ("RuntimeError('a bug')",)}
 
 
-def test_components_end_if_the_examination_of_one_raises_an_error(
+def test_components_end_if_the_examination_of_a_component_raises_an_error(
     harness: ComponentHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = harness.start_all(harness.component("api"), harness.component("trainer"))

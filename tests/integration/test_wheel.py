@@ -76,7 +76,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
         *PACKAGES,
         "muster",
     }
-    # The wheel contains this one source file under another path: as `muster/__init__.py`.
+    # The wheel contains this one source file under another path, `muster/__init__.py`.
     assert list_sources(ROOT) - names == {"deployments/muster_package.py"}
     assert "muster/__init__.py" in names
     assert "deployments/prefect.yaml" in names

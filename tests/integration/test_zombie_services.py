@@ -136,7 +136,7 @@ def test_worker_that_exits_at_once_is_a_failure(harness: ComponentHarness) -> No
     assert verdict.failure.rule in ("process-died", "process-missing")
 
 
-def test_worker_may_crash_if_no_process_is_watched(harness: ComponentHarness) -> None:
+def test_death_of_an_unwatched_worker_process_is_no_failure(harness: ComponentHarness) -> None:
     rollout = build_service(f"echo worker $$; {wait_for_file('die', 42)}")
     supervisor = harness.start_all(harness.component("rollout", rollout, ready=UP))
     wait_until(lambda: "worker " in harness.read_log("rollout"), "the worker runs")

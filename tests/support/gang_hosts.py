@@ -57,7 +57,7 @@ class OtherHost:
         )
         if cable is not None:
             # Only the child process of the program `unshare` is in the new namespaces. The process
-            # of `unshare` itself is not.
+            # of `unshare` itself stays outside.
             cable.move_into_namespace(
                 wait_for(lambda: _children(self._keeper.pid), f"host {name}")[0]
             )

@@ -50,7 +50,7 @@ class NetworkLink:
 def explain_missing_networks() -> str:
     """Return the reason why simulated hosts cannot have their own networks on this machine.
 
-    An empty string means that they can.
+    An empty string means that the hosts can have their own networks.
     """
     if os.geteuid() != 0:
         return "only root can create a network for each simulated host"

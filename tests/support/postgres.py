@@ -181,6 +181,6 @@ def _find_programs() -> Path | None:
 
 
 def _other_user() -> str | None:
-    """Return the first name in `_USERS` that is a user of this machine, or None if none is."""
+    """Return the first name in `_USERS` that is a user of this machine, or None."""
     existing = {entry.pw_name for entry in pwd.getpwall()}
     return next((name for name in _USERS if name in existing), None)

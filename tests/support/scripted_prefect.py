@@ -60,11 +60,11 @@ class ScriptedPrefect:
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
         self.requests = 0
-        #: Functions that the test has set, by the number of a request. Each is called before the
-        #: request with this number. The first request has the number 1.
+        #: Functions that the test has set, by the number of a request. Each function is called
+        #: before the request with this number. The first request has the number 1.
         self.before: dict[int, Callable[[], None]] = {}
-        #: Functions that the test has set, by the name of a request. Each is called before every
-        #: request of this name.
+        #: Functions that the test has set, by the name of a request. Each function is called before
+        #: every request of this name.
         self.ahead: dict[str, Callable[[], None]] = {}
         #: Names of the requests up to now, for example `read_flow_run`.
         self.asked: list[str] = []

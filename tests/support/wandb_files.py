@@ -1,8 +1,8 @@
 """Read the files that Weights & Biases writes in offline mode.
 
-The framing of a `.wandb` file is that of LevelDB's log: blocks of 32768 bytes, with records that
-have a header of checksum, length and type. Source: `core/pkg/leveldb/record.go` of wandb. The
-content of each record is decoded by wandb's own classes.
+A `.wandb` file has the framing of LevelDB's log: blocks of 32768 bytes, with records that have a
+header of checksum, length and type. Source: `core/pkg/leveldb/record.go` of wandb. The content of
+each record is decoded by wandb's own classes.
 """
 
 from __future__ import annotations

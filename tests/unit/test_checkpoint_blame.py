@@ -164,7 +164,7 @@ def test_second_death_for_a_known_other_reason_keeps_the_checkpoint() -> None:
     assert blames(spec_of(), no_gpu, no_gpu, no_gpu) == ["suspected", "none", "none"]
 
 
-def test_hang_in_a_collective_operation_gives_a_checkpoint_up_the_second_time() -> None:
+def test_checkpoint_is_given_up_after_two_hangs_in_a_collective_operation() -> None:
     hung = attempt_of("STALLED", message="no step for 20 s; it hangs in all_reduce (d.py:5)")
 
     assert blames(spec_of(), hung, hung) == ["suspected", "given up"]

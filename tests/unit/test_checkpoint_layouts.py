@@ -1,4 +1,4 @@
-"""Tests of the layouts of checkpoints: which checkpoints count as complete, and which do not."""
+"""Tests of the layouts of checkpoints: which checkpoints count as complete or incomplete."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert find_latest_checkpoint("checkpoints/*", tmp_path) is None
 
 
-def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> None:
+def test_folder_name_with_pattern_characters_is_not_read_as_a_pattern(tmp_path: Path) -> None:
     create_files(tmp_path, "runs [old]/step-1.pt")
 
     assert find_latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"

@@ -80,7 +80,9 @@ def test_other_expressions_are_refused(text: str, problem: str) -> None:
         ("1 in ${stage.eval.result.name}", "1 cannot be searched in the text 'math'"),
     ],
 )
-def test_values_that_do_not_fit_are_reported(text: str, problem: str) -> None:
+def test_values_with_which_a_condition_cannot_be_computed_are_reported(
+    text: str, problem: str
+) -> None:
     condition = parse_condition(text)
 
     with pytest.raises(InvalidCondition) as caught:

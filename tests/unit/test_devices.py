@@ -23,7 +23,7 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """Install a fake driver with four GPUs, and separate their leases from those of real GPUs."""
+    """Install a fake driver with four GPUs, whose leases are separate from leases of real GPUs."""
     monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeNvml.install(monkeypatch, [Gpu() for _ in range(4)])

@@ -1,4 +1,4 @@
-"""Points of a matrix are stopped early if their metrics are worse than those of other points."""
+"""Points of a matrix are stopped early if other points have better metrics."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_points_are_not_compared_too_early(
 
 
 def test_point_is_compared_at_the_last_common_step() -> None:
-    """A matrix point that is ahead of the others is compared at the last step that all reached."""
+    """A matrix point that is ahead of the others is compared at the last common step."""
     others = [history([step / 100 for step in range(1, 13)]) for _ in range(3)]
 
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
@@ -203,7 +203,7 @@ def test_halving_keeps_the_better_half_at_each_doubled_step(mode: str) -> None:
     assert active == {14, 15}
 
 
-def test_point_in_the_middle_is_not_stopped_by_a_rounding_error() -> None:
+def test_point_at_the_median_is_not_stopped_by_a_rounding_error() -> None:
     others = [constant(value) for value in (0.1, 0.2, 0.4, 0.5)]
 
     assert find_reason_to_stop(rule(), constant(0.3), others) == ""

@@ -146,8 +146,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29.9), host(waiting=("a-run",)), None),
         # the next process of the requeued flow run was killed, so the flow run has crashed
         (flow_run(RUNNING, 60, infrastructure_pid="7"), host(waiting=("a-run",)), "Crashed"),
-        # flow runs of a worker of type gang are processes of this host, those of type kubernetes
-        # are not
+        # flow runs of a worker of type gang are processes of this host, but flow runs of a worker
+        # of type kubernetes are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
         # a flow run of `reconcile` has no worker: its deployment shows whether it belongs to this

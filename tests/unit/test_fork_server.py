@@ -103,7 +103,7 @@ def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
         ({"PYTHONPATH": "/elsewhere"}, False),
         ({"LD_PRELOAD": "/libjemalloc.so"}, False),
         ({"LANG": "C"}, False),
-        # The forked process has only 4096 bytes for its environment, so this one does not fit.
+        # The forked process has only 4096 bytes for its environment, so this variable does not fit.
         ({"HUGE": "x" * 5000}, False),
     ],
 )

@@ -197,8 +197,8 @@ async def test_last_decision_stays_until_another_scheduler_decides(make_lease: M
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This scheduler only takes the lease and makes no decision. So the previous decision stays
-        # the last one.
+        # This scheduler only takes the lease and makes no decision. So the last decision on the
+        # server stays the same.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first
@@ -333,7 +333,9 @@ async def test_each_holder_has_its_full_time(
     assert (before, after) == (False, True)
 
 
-async def test_foreign_variable_expires_like_a_lease(make_lease: MakeLease, server: Server) -> None:
+async def test_variable_that_no_scheduler_wrote_expires_like_a_lease(
+    make_lease: MakeLease, server: Server
+) -> None:
     server.put("made by hand")
 
     assert await can_take(make_lease(), within_s=46.0)

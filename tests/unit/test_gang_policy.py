@@ -1,4 +1,4 @@
-"""The scheduling policy: the waiting gangs that start, their nodes, and the reasons of the others.
+"""The scheduling policy: the waiting gangs that start, their nodes, and why other gangs wait.
 
 Each case is checked with the policy and with `slow_plan`, a slow and simple function that computes
 the same plan. Other tests compare the two on random clusters.

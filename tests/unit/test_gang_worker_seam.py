@@ -177,7 +177,7 @@ def test_gang_worker_overrides_only_checked_methods() -> None:
     ],
     ids=["no answer", "503", "401"],
 )
-def test_worker_survives_a_server_that_is_away(
+def test_worker_survives_an_unreachable_server_but_not_http_401(
     monkeypatch: pytest.MonkeyPatch, error: httpx.HTTPError, is_raised: bool
 ) -> None:
     async def fail(_self: object) -> None:
@@ -478,7 +478,7 @@ def test_cancelled_flow_run_that_exceeds_its_grace_periods_is_killed(
     assert process.actions == ["SIGTERM", "SIGKILL", "Cancelled"]
 
 
-def test_prefect_cancels_by_the_process_manager_that_the_gang_worker_changes() -> None:
+def test_prefect_cancels_through_the_process_manager_that_the_gang_worker_changes() -> None:
     source = inspect.getsource(FlowRunExecutorContext)
 
     assert source.count("ProcessManager(") == 1

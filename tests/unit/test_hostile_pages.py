@@ -1,8 +1,8 @@
 """Tests that foreign text in artifacts becomes no link, image, HTML or formatting in Prefect's UI.
 
 Pages and descriptions are Markdown. The older UI also renders each cell of a table as Markdown.
-Both UIs turn bare web addresses into links, but MarkdownIt does not. The tests therefore search
-the rendered HTML, outside of code, for bare addresses.
+Both UIs turn bare web addresses into links, but the library MarkdownIt does not. The tests
+therefore search the rendered HTML, outside of code, for bare addresses.
 """
 
 from __future__ import annotations

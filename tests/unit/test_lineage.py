@@ -65,7 +65,7 @@ def test_options_for_data_are_inputs(words: list[str], uris: list[str] | None) -
     assert list_uris(*words) == expected
 
 
-def test_declared_inputs_start_at_the_working_directory() -> None:
+def test_relative_paths_of_declared_inputs_start_at_the_working_directory() -> None:
     declared = ["train.jsonl", "../shared/b", "/c", "hf://datasets/d"]
 
     assert list_uris(inputs=declared) == [

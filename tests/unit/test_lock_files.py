@@ -24,7 +24,7 @@ from tasks.queue.lease import HostLock
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Return a function that prepares the replacement of a file.
 
-    The file is replaced by a new one just before a program locks it for the first time.
+    The file is replaced by a new file just before a program locks it for the first time.
     """
 
     def arrange(path: Path) -> None:

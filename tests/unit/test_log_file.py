@@ -257,8 +257,9 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
                 operations = [("write", text), READ, ("rename",)]
                 is_renamed = True
             case "copy":
-                # Write the line twice, and read only the first one. Then copy the log file and
-                # truncate it, as logrotate does. The reader must find the second line in the copy.
+                # Write the line twice, and read only the first of the two lines. Then copy the log
+                # file and truncate it, as logrotate does. The reader must find the second line in
+                # the copy.
                 operations = [("write", text), READ, ("write", text), ("copy",)]
                 text += text
             case "on":

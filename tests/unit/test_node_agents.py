@@ -153,8 +153,8 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # the order would end the processes of all attempts of the run, including those of this
-        # active job
+        # the order would end the processes of all attempts of the run, including the processes of
+        # this active job
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )

@@ -35,7 +35,7 @@ HOSTILE = {
     "emoji code": ":smile: :warning:",
     "link markup": "[link=http://evil]here[/link]",
 }
-#: Texts with control characters that terminals execute. Each has the text that must be shown
+#: Texts with control characters that terminals execute. Each text has the text that must be shown
 #: instead.
 OBEYED = {
     "clear the screen": ("a\x1b[2Jb", "ab"),

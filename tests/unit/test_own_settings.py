@@ -104,7 +104,7 @@ def test_valid_value_is_no_error(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["l2", "2", "L0"])
-def test_containment_is_not_chosen_beyond_an_unknown_limit(
+def test_unknown_limit_of_containment_is_an_error(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("MUSTER_MAX_CONTAINMENT", value)

@@ -1,4 +1,4 @@
-"""The next step of a pipeline, derived from the runs that its stages have had."""
+"""The next step of a pipeline, derived from the earlier runs of its stages."""
 
 from __future__ import annotations
 
@@ -294,7 +294,8 @@ def test_last_completed_run_is_used_by_later_stages() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # by default, the checkpoint of a stage is the newest one from which its run could resume
+        # by default, the checkpoint of a stage is the newest checkpoint from which its run could
+        # resume
         (None, "trainer/step-9"),
         # the stage names its checkpoint with a path, or with a file name pattern
         ("${run.dir}/hf", "hf/model-3"),

@@ -44,7 +44,7 @@ class Server:
         self.requests = 0
 
     def create_again(self, template: dict[str, Any] = TEMPLATE) -> None:
-        """Delete the work pool, and create an empty one with the same name, as a worker does."""
+        """Delete the work pool, and create an empty pool with the same name, as a worker does."""
         self.pool = WorkPool(id=uuid4(), name="gang", type="gang", base_job_template=template)
 
     async def read_work_pool(self, name: str) -> WorkPool:

@@ -167,7 +167,7 @@ def test_targets_of_links_in_a_home_keep_their_modes(home: Path) -> None:
     assert modes(shared) == {".": "755", "rows": "644"}
 
 
-def test_umask_of_the_caller_is_known_after_it_was_changed(
+def test_umask_of_the_caller_is_remembered_after_muster_has_changed_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CALLERS_UMASK, raising=False)

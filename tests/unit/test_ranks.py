@@ -252,7 +252,7 @@ def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None
 
     Args:
         failure: Failure of the component.
-        kind: Expected failure kind: that of the rank that died first.
+        kind: Expected failure kind, which is the kind of the rank that died first.
         end: Text about the end of this rank, which the message must contain.
     """
     assert failure.kind == kind

@@ -173,7 +173,8 @@ def gone_on_with_after_its_host(path: Path) -> None:
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 
-#: Functions that write a record. Each is compared with the saved file of the same name.
+#: Functions that write a record. The result of each function is compared with the saved file of the
+#: same name.
 HISTORIES: tuple[Callable[[Path], None], ...] = (
     local_run,
     jobs_of_ray,

@@ -45,7 +45,7 @@ SPEC = RunSpec.model_validate(
 def refusing() -> Iterator[str]:
     """Yield the API URL of a fake Prefect server that answers each request with HTTP 401.
 
-    During the tests, it is also the PREFECT_API_URL of this process.
+    During the tests, this URL is also the PREFECT_API_URL of this process.
     """
     with (
         serving(lambda *_: (401, None)) as url,

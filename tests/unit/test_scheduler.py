@@ -825,7 +825,7 @@ def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
     ("states", "age_s", "starts"),
     [
         # A user has set the state to Scheduled a second ago, while the process of the run worked.
-        # This process may still run, so the scheduler does not start another.
+        # This process may still run, so the scheduler does not start another process.
         ([StateType.RUNNING, StateType.SCHEDULED], 1.0, False),
         ([StateType.RUNNING, StateType.SCHEDULED, StateType.SCHEDULED], 1.0, False),
         # A user has set the state a minute ago. The process of the run must have ended since,

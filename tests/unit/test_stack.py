@@ -178,7 +178,7 @@ def test_deploy_of_an_invalid_run_spec_fails(tmp_path: Path) -> None:
         ("http://127.0.0.1:many/api", 4200),
     ],
 )
-def test_default_port_is_that_of_a_server_on_this_machine(
+def test_default_port_is_the_port_of_a_local_server_or_4200(
     url: str | None, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if url is not None:

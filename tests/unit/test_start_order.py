@@ -25,7 +25,7 @@ NAMES = ["environment", "sandbox", "judge", "trainer"]
 
 
 def spec(*names: str, **fields: Any) -> dict[str, Any]:
-    """Return a spec with components of these names, or of the names in NAMES."""
+    """Return a spec with components of these names. Without arguments, the names are NAMES."""
     components = {name: {"command": ["true"]} for name in names or NAMES}
     return {"name": "x", "workload": "grpo", **fields, "components": components}
 

@@ -115,7 +115,7 @@ class Run:
         }
 
     def remove_superfluous(self) -> set[str]:
-        """Remove the checkpoints that the run need not keep; return the names of the others."""
+        """Remove the checkpoints that the run need not keep; return the remaining names."""
         for path in find_superfluous_checkpoints(
             self.spec, self.place, self.attempts, self.foreign
         ):

@@ -108,7 +108,8 @@ def test_calling_process_and_its_ancestors_are_not_killed(run_id: str) -> None:
     )
 
     done = subprocess.run(
-        # The Python process calls `end_carriers`. The shell is its parent. Both have the run id.
+        # The Python process calls `end_carriers`. The shell is its parent. Both processes have the
+        # run id.
         ["bash", "-c", '"$0" -c "$1"; echo alive', sys.executable, code],
         env={**os.environ, "MUSTER_RUN_ID": run_id},
         capture_output=True,
@@ -144,7 +145,7 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process in the first two calls, and then an empty one.
+        """Return the environment of a process in two calls, and an empty environment later.
 
         A process has an empty environment after an `execve` without variables.
         """

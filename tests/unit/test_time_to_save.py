@@ -339,7 +339,7 @@ async def test_sigkill_is_delayed_no_longer_than_the_time_for_a_save(tmp_path: P
     assert max(at + seconds for at, seconds in scene.trainer.delays) == pytest.approx(1060)
 
 
-async def test_sigkill_is_not_delayed_without_time_for_a_save(tmp_path: Path) -> None:
+async def test_sigkill_is_not_delayed_if_the_spec_gives_no_time_for_a_save(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, is_saving=lambda now: True)
     await scene.seconds_until_saved()
 

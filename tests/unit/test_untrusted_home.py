@@ -341,7 +341,7 @@ def test_fork_server_of_another_user_receives_nothing_even_if_the_victim_owns_it
 
     assert code is None
     assert received == b""
-    # Muster replaces the attacker's socket with its own.
+    # Muster replaces the attacker's socket with its own socket.
     assert taken_over is not None
     taken_over.close()
 

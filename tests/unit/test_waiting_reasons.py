@@ -56,7 +56,7 @@ def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more:
     Args:
         why: Kind of the reason.
         number: Position of the run in the queue.
-        free: Number of free GPUs by node. If None, those of THREE.
+        free: Number of free GPUs by node. If None, the numbers in THREE.
         **more: Further arguments of `explain_wait`.
     """
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")

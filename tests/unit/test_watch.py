@@ -284,7 +284,7 @@ def test_bounds_apply_to_infinite_values() -> None:
     assert find_alarms([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
 
 
-def test_resumed_attempt_starts_fresh_and_adopted_attempt_repeats_no_alarm(
+def test_resumed_attempt_skips_reward_constant_and_adopted_attempt_repeats_no_alarm(
     tmp_path: Path,
 ) -> None:
     component = {"command": ["true"]}

@@ -1,8 +1,8 @@
 """A trainer that logs each step to W&B or MLflow.
 
 Usage: tracked.py FOLDER RESUME_FROM. The first attempt raises an error after step 13, and the
-second one is killed after step 17. A second program of the same component logs another value
-to W&B.
+second attempt is killed after step 17. A second program of the same component logs another value to
+W&B.
 """
 
 from __future__ import annotations
