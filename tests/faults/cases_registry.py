@@ -131,7 +131,7 @@ REBOOT = Case(
 
 
 def _segment_paths(fault_run: FaultRun) -> tuple[Path, Path]:
-    """Return two paths of shared memory segments: the run's, and an unrelated process's."""
+    """Return the paths of two shared-memory segments: of the run, and of an unrelated process."""
     return tuple(  # type: ignore[return-value]
         Path(f"/dev/shm/muster-fault-{name}-{fault_run.tag}") for name in ("ours", "others")
     )

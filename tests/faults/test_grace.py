@@ -343,7 +343,7 @@ def test_component_saves_its_state_when_the_stack_is_stopped(
     assert saved == times
 
 
-def test_cancel_under_a_worker_waits_for_a_grace_period_longer_than_that_of_prefect(
+def test_cancel_under_a_worker_waits_for_a_grace_period_that_exceeds_prefects_limit(
     tmp_path: Path,
 ) -> None:
     with gang_pool(tmp_path) as pool:

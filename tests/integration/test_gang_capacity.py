@@ -101,7 +101,7 @@ def sum_gpus(cluster: Cluster) -> dict[str, float]:
 
 
 @pytest.mark.thorough
-async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
+async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_other_users(
     jobs: Jobs, ray_cluster: RayCluster, capacity: Capacity
 ) -> None:
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"

@@ -671,7 +671,7 @@ async def test_http_1_0_connection_is_reset_if_the_response_is_incomplete() -> N
 # Tests of servers that are removed from the router.
 
 
-async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> None:
+async def test_requests_to_a_removed_engine_are_retried_on_another_engine_at_once() -> None:
     async with gateway_setup(2) as setup:
         first, second = setup.servers
         first.misbehave(kind="hang")

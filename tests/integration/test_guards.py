@@ -141,7 +141,7 @@ async def test_close_waits_for_a_process_whose_context_was_cancelled_twice(home:
     assert home.entries() == []
 
 
-async def test_entry_of_a_later_process_is_kept_when_an_earlier_one_ends(home: Home) -> None:
+async def test_entry_of_a_later_process_is_kept_when_an_earlier_process_ends(home: Home) -> None:
     early = home.guards.prepare("worker")
     async with home.guards.running("worker", "", home.command()):
         home.guards.prepare("worker")

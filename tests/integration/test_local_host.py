@@ -277,7 +277,7 @@ async def test_server_is_registered_until_its_last_process_has_ended(hosts: Host
     await until(lambda: not entry.exists(), "the server's entry in the registry is gone")
 
 
-async def test_stop_ends_all_servers_and_kills_those_that_ignore_sigterm(hosts: Hosts) -> None:
+async def test_stop_ends_all_servers_and_kills_servers_that_ignore_sigterm(hosts: Hosts) -> None:
     host = hosts(grace_s=60.0)
     slots = [build_slot(rank, "sh", "-c", STUBBORN) for rank in range(3)]
     for slot in slots:

@@ -65,7 +65,7 @@ def test_memory_of_all_processes_counts_together(harness: ComponentHarness, pare
     assert "trainer reached its limit `memory_gib`" in verdict.failure.message
 
 
-def test_kernel_has_the_limit_for_the_component_and_not_for_others(
+def test_kernel_has_the_limit_for_the_component_and_for_no_other_component(
     harness: ComponentHarness, parent: Path, tmp_path: Path
 ) -> None:
     commands = {

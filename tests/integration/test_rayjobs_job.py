@@ -258,7 +258,7 @@ async def test_job_that_saves_after_its_stop_signal_is_killed_later(jobs: Jobs) 
 
 
 @pytest.mark.thorough
-async def test_stop_by_another_program_is_reported_as_such(
+async def test_stop_of_a_job_by_another_program_is_reported(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
     plan, job = await jobs.launch("sleep", "3600")

@@ -41,7 +41,7 @@ def pool(tmp_path: Path) -> Iterator[GangPool]:
 
 
 def read_auxiliary_vector(pid: int) -> bytes:
-    """Return the kernel's auxiliary vector of a process, which shows whether two are related.
+    """Return the kernel's auxiliary vector of a process, which related processes have in common.
 
     The kernel loads each program at random addresses, which forked processes inherit. So only
     processes that were forked from one program have the same vector.

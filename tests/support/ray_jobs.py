@@ -206,7 +206,7 @@ async def wait_until(condition: Callable[[], object], within_s: float = WITHIN_S
 
 
 class BreakableProxy:
-    """A TCP proxy before a Ray dashboard, which a test can stop and start again."""
+    """A TCP proxy in front of a Ray dashboard, which a test can stop and start again."""
 
     def __init__(self, target: str) -> None:
         """

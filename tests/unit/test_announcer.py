@@ -163,7 +163,7 @@ def test_rejected_event_does_not_block_later_events(
     assert server.names() == ["muster.node.undrained"]
 
 
-def test_close_does_not_wait_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_an_unreachable_server(caplog: pytest.LogCaptureFixture) -> None:
     announcer = Announcer("http://127.0.0.1:9/api")
 
     with announcer:
@@ -188,7 +188,7 @@ def test_close_waits_for_a_slow_server_only_until_the_timeout(
     assert "1 events were not sent" in caplog.text
 
 
-def test_oldest_events_are_dropped_first_while_the_server_is_away(
+def test_oldest_events_are_dropped_first_while_the_server_is_unreachable(
     server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.server.events._MAX_PENDING", 2)

@@ -113,7 +113,7 @@ def test_state_of_a_flow_run_gives_the_change(state: State[Any] | None, expected
     "state_type",
     [StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED],
 )
-def test_run_with_a_final_state_ends_and_counts_as_cancelling_until_then(
+def test_run_with_a_final_state_set_by_a_person_becomes_cancelling_and_ends(
     server: ScriptedServer, state_type: StateType
 ) -> None:
     session = RecordingSession()

@@ -210,7 +210,7 @@ def test_rolling_folder_is_a_checkpoint(tmp_path: Path) -> None:
     assert newest_of(tmp_path / "state") == tmp_path / "state"
 
 
-def test_last_file_of_lightning_competes_with_the_others(tmp_path: Path) -> None:
+def test_last_ckpt_of_lightning_is_used_if_its_step_is_the_newest(tmp_path: Path) -> None:
     files.lightning(tmp_path, 20)
     files.write_torch(tmp_path / "last.ckpt", {"global_step": 25})
 
@@ -248,7 +248,9 @@ def test_folder_of_zeros_after_a_full_disk_is_not_complete(tmp_path: Path) -> No
     assert newest_of(tmp_path) == older
 
 
-def test_file_with_a_size_far_below_the_others_is_not_complete(tmp_path: Path) -> None:
+def test_checkpoint_that_is_far_smaller_than_earlier_checkpoints_is_not_complete(
+    tmp_path: Path,
+) -> None:
     for step, size in ((10, 1000), (20, 1000), (30, 20)):
         files.write_text(tmp_path / f"step_{step}" / "weights.bin", "w" * size)
 

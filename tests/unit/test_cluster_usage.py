@@ -156,7 +156,7 @@ def test_nodes_with_equal_names_get_a_suffix() -> None:
         (({},), "GPU"),
     ],
 )
-def test_accelerator_is_that_of_the_nodes(
+def test_accelerator_of_a_cluster_is_the_accelerator_of_its_nodes(
     has: tuple[dict[str, float], ...], accelerator: str
 ) -> None:
     nodes = [

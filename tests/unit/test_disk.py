@@ -72,7 +72,7 @@ def test_appended_lines_keep_their_order(disk: DiskThread, tmp_path: Path) -> No
     assert path.read_text().split() == [str(number) for number in range(1000)]
 
 
-def test_last_replacement_wins(disk: DiskThread, tmp_path: Path) -> None:
+def test_only_the_last_of_many_replacements_is_written(disk: DiskThread, tmp_path: Path) -> None:
     path = tmp_path / "file"
     may_continue = block(disk)
     built: list[int] = []

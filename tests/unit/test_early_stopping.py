@@ -130,7 +130,7 @@ def test_diverged_point_is_compared_though_it_has_no_new_figure() -> None:
     assert reason.startswith("the best loss until step 20 is 4.8, which is above 3.1, the median")
 
 
-def test_figure_that_is_reported_rarely_counts_until_the_next_one() -> None:
+def test_figure_that_is_reported_rarely_counts_until_the_next_figure() -> None:
     rare = [
         PointHistory(figures={5.0: 0.1, 15.0: value}, last_step=20) for value in (0.3, 0.4, 0.5)
     ]

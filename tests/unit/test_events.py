@@ -41,7 +41,7 @@ def test_secrets_are_masked_for_the_file_and_the_listeners(tmp_path: Path) -> No
     assert heard[0].fields == {"argv": ["run", "--key", "***"], "why": "got ***", "pid": 7}
 
 
-def test_failing_listener_does_not_affect_others(
+def test_failing_listener_does_not_affect_other_listeners(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[Event] = []

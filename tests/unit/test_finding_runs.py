@@ -674,7 +674,7 @@ def test_cancelled_state_of_a_waiting_run_names_the_user(
     assert message.startswith("cancelled by ada with `muster cancel` on ")
 
 
-def test_message_of_a_cancelled_run_is_that_of_its_record(muster_home: Path) -> None:
+def test_message_of_a_cancelled_run_is_the_message_of_its_record(muster_home: Path) -> None:
     write_record(FAILED, state="cancelled", message="cancelled by ada")
     record = RunJson.read(RunPlace.of(FAILED).record)
     state = Cancelled(message="Flow run was cancelled successfully.")

@@ -29,7 +29,7 @@ test_sglang_health_check_generates_a_token_within_the_fleets_timeout |
 | 20 | test_restart_reuses_addresses_and_bundles, test_port_conflict_gets_new_ports |
 | 21 | test_fleet_registry.py |
 | 22 | test_rollout_router.py, \
-test_session_moves_to_another_entrypoint_if_its_own_leaves; \
+test_session_moves_to_another_entrypoint_if_its_entrypoint_leaves; \
 test_gateway.py, test_without_an_active_server_a_request_is_refused_at_once_with_the_reason |
 | 23 | test_rollout_topology.py |
 | 24 | test_trainer_reads_one_consistent_snapshot |

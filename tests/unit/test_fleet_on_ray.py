@@ -266,7 +266,7 @@ class FakeActor:
     stop = remove_files = FakeCall()
 
 
-async def test_every_server_ends_if_the_log_of_one_cannot_be_written(
+async def test_every_server_ends_if_the_log_of_a_server_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[object] = []

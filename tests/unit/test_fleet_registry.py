@@ -178,7 +178,9 @@ def test_all_listeners_receive_a_change_before_the_next_change() -> None:
     assert received == [("first", A, X), ("second", A, X), ("first", X, R), ("second", X, R)]
 
 
-def test_error_in_a_listener_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_in_a_listener_does_not_stop_other_listeners(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registry = start_all()
     received: list[GroupState] = []
 

@@ -106,7 +106,7 @@ def test_other_exits_of_the_engine_are_kept() -> None:
     assert server.states == []
 
 
-def test_flow_without_parameters_says_so() -> None:
+def test_message_for_a_flow_without_parameters_says_that_the_flow_accepts_none() -> None:
     message = describe_wrong_names("tidy", ["force"], accepted=[], required=[])
 
     assert message.startswith("unknown parameter force: the flow tidy accepts no parameters.")

@@ -152,7 +152,9 @@ def test_files_that_were_overwritten_in_a_circle_end_the_tree(
     assert tree.count(f"made by {EVALUATION}") == 1
 
 
-def test_run_without_known_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lineage_of_a_run_without_data_names_no_input_and_no_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_record(NEXT)
 
     tree = print_lineage(capsys, NEXT)

@@ -288,7 +288,7 @@ def test_last_update_contains_all_changes(server: Server, run: SimpleNamespace) 
     assert "stopping: it is done" in server.shown("summary")["data"]
 
 
-def test_update_is_retried_after_a_pause_if_the_server_is_away(
+def test_update_is_retried_after_a_pause_if_the_server_is_unreachable(
     server: Server, run: SimpleNamespace
 ) -> None:
     clock = Clock()

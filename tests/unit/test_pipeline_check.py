@@ -101,7 +101,7 @@ def test_resources_of_evaluations_are_compared_with_the_nodes(
     assert [found[: len(fault)] for found in renamed] == ([fault] if fault else [])
 
 
-def test_growing_or_silent_clusters_refuse_nothing() -> None:
+def test_clusters_that_may_grow_or_do_not_answer_cause_no_fault() -> None:
     resources = {"gpus": 64}
 
     assert compare({RAY: known(may_grow=True)}, resources=resources) == []

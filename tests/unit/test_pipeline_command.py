@@ -96,7 +96,7 @@ def test_arguments_are_checked(
         (Cancelled(), 130),
     ],
 )
-def test_exit_codes_equal_those_of_a_run(state: State[Any], code: int) -> None:
+def test_exit_codes_equal_the_exit_codes_of_a_run(state: State[Any], code: int) -> None:
     assert get_exit_code(state) == code
 
 

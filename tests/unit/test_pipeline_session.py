@@ -279,7 +279,7 @@ def test_new_process_continues_with_the_active_runs(server: FakeRuns) -> None:
     assert server.active == ["c"]
 
 
-def test_false_condition_skips_a_stage_and_those_that_use_it(server: FakeRuns) -> None:
+def test_false_condition_skips_a_stage_and_the_stages_that_use_it(server: FakeRuns) -> None:
     stages = [
         step("eval"),
         step("train", when="${stage.eval.result.score} > 0.6"),

@@ -89,7 +89,7 @@ def test_another_user_can_read_nothing(home: Path) -> None:
     assert read_by_another(home) == []
 
 
-def test_new_files_are_private_also_those_of_child_processes(home: Path) -> None:
+def test_new_files_are_private_and_so_are_files_of_child_processes(home: Path) -> None:
     keep_private()
 
     write_json(home / "runs" / "run-1" / "run.json", {})

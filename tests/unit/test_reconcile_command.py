@@ -19,7 +19,7 @@ OPEN = RunReport(name="b-run", found="the flow process (pid 8) was gone", open="
         ((DONE, OPEN), 1, "here: 1 of 2 lost runs reconciled, 1 still open"),
     ],
 )
-def test_runs_are_printed_and_exit_code_shows_open_ones(
+def test_runs_are_printed_and_exit_code_shows_open_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     runs: tuple[RunReport, ...],

@@ -77,7 +77,7 @@ async def test_later_request_does_not_overtake_a_waiting_request() -> None:
     await wait_for(late)
 
 
-async def test_request_that_excludes_a_server_does_not_block_others() -> None:
+async def test_request_that_excludes_a_server_does_not_block_other_requests() -> None:
     router = router_of(0, 1)
     taken_0 = await router.take(None)
     taken_1 = await router.take(None)

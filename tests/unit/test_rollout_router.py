@@ -77,7 +77,9 @@ def test_session_keeps_its_entrypoint_even_if_others_have_fewer_requests() -> No
         [entrypoint(0, is_preferred=False), entrypoint(1)],
     ],
 )
-def test_session_moves_to_another_entrypoint_if_its_own_leaves(left: list[Entrypoint]) -> None:
+def test_session_moves_to_another_entrypoint_if_its_entrypoint_leaves(
+    left: list[Entrypoint],
+) -> None:
     router = router_of(0, 1)
     router.done(router.pick("a"))
     router.pick(None)

@@ -345,7 +345,7 @@ def test_services_end_in_the_reverse_order_of_their_start(stages: list[ServiceHa
     assert (harness.services.stopped_by, harness.services.failure) == ("asked to", None)
 
 
-def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
+def test_service_whose_end_raises_an_error_keeps_no_other_service_alive(
     stages: list[ServiceHarness],
 ) -> None:
     stages.append(harness := ServiceHarness(plan("server"), plan("worker")))

@@ -142,7 +142,7 @@ def fork(parent: Run, step: int, *, keep: int | None = None, number: int = 1) ->
     return Run(f"{OWN[:-1]}{number}", keep=keep, start_from=start)
 
 
-def test_fork_starts_from_the_checkpoint_until_it_has_its_own(parent: Run) -> None:
+def test_fork_starts_from_the_checkpoint_until_it_has_saved_a_checkpoint(parent: Run) -> None:
     run = fork(parent, 20)
     first = run.begin_attempt()
     run.end_attempt(25)
@@ -301,7 +301,7 @@ def test_reasons_to_keep_each_checkpoint_are_listed(parent: Run) -> None:
         ({"run": "../../x"}, "start_from.run: "),
     ],
 )
-def test_faulty_start_is_rejected(parent: Run, change: dict[str, str], fault: str) -> None:
+def test_invalid_start_from_is_rejected(parent: Run, change: dict[str, str], fault: str) -> None:
     run = fork(parent, 20)
     run.data["start_from"] |= change
 
@@ -309,7 +309,7 @@ def test_faulty_start_is_rejected(parent: Run, change: dict[str, str], fault: st
         _ = run.spec
 
 
-def test_start_that_no_program_gets_is_rejected(parent: Run) -> None:
+def test_start_checkpoint_that_no_program_gets_is_rejected(parent: Run) -> None:
     run = fork(parent, 20)
     run.data["components"]["trainer"]["command"] = ["python", "train.py"]
 

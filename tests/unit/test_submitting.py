@@ -325,7 +325,9 @@ def test_new_cron_line_changes_only_the_schedule_from_the_command_line(
     assert others == before.schedules[1:]
 
 
-def test_cron_line_is_added_to_a_deployment_without_one(server: SubmitServer, spec: Path) -> None:
+def test_cron_line_is_added_to_a_deployment_without_a_schedule(
+    server: SubmitServer, spec: Path
+) -> None:
     assert deploy(spec) == 0
     assert server.deployments["trial"].schedules == []
 

@@ -370,7 +370,7 @@ async def test_shutdown_that_is_scheduled_later_is_warned_of(tmp_path: Path) -> 
     assert (event["reason"], event["deadline"]) == (shutdown.reason, shutdown.at)
 
 
-async def test_warning_is_repeated_before_the_next_end_if_one_was_called_off(
+async def test_warning_is_repeated_if_the_planned_end_is_moved_to_a_later_time(
     tmp_path: Path,
 ) -> None:
     scene = make_scene(tmp_path, warn_s=600.0)

@@ -138,7 +138,7 @@ def test_pause_between_rounds_of_sigkill_grows_up_to_five_seconds(
         (5.5, set(), True),
     ],
 )
-def test_processes_that_may_not_be_signalled_are_reported_before_stuck_ones(
+def test_processes_that_may_not_be_signalled_are_reported_before_stuck_processes(
     lasts_s: float, refusing: set[int], are_stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
