@@ -243,7 +243,7 @@ class FakeHost:
 class FakeProber:
     """Probes the servers of a `FakeHost`.
 
-    The fleet must not send two probes to one server at the same time. If it does, the prober adds a
+    The fleet must not send two probes to one server at the same time. Otherwise, the prober adds a
     message to `FakeHost.faults`.
     """
 

@@ -32,7 +32,7 @@ def shared_folder(mode: int = 0o1777) -> Iterator[Path]:
     In these tests, the other user is the attacker.
 
     Args:
-        mode: Permissions of the folder. The default is that of `/tmp`.
+        mode: Permissions of the folder. The default is the mode of `/tmp`.
     """
     old_umask = os.umask(0o022)
     try:

@@ -106,7 +106,7 @@ def test_refused_connection_counts_as_no_reply() -> None:
     assert "Connect call failed" in problem
 
 
-def test_question_is_sent_with_its_body_and_a_quoted_path() -> None:
+def test_request_of_a_probe_is_sent_with_its_body_and_a_quoted_path() -> None:
     requests: list[bytes] = []
 
     async def record_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

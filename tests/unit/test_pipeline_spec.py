@@ -277,7 +277,7 @@ def test_each_unreadable_stage_file_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_spec_of_a_deployment_is_checked_when_known() -> None:
+def test_spec_of_a_deployment_is_checked_if_the_deployment_is_known() -> None:
     named = {"name": "b", "deployment": "train/b", "set": {"tags": ["x"]}}
     loaded = parse_pipeline(pipeline(A, named))
 

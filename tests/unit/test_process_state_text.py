@@ -82,7 +82,7 @@ def test_process_with_unreadable_files_is_shown_with_its_readable_status(tmp_pat
     assert "not readable" in text
 
 
-def test_own_process_is_described_by_the_real_kernel() -> None:
+def test_own_process_is_described_from_the_real_proc_files() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         [text] = kernel_view([os.getpid()])
         at = f"fd {server.fileno()} 127.0.0.1:{server.getsockname()[1]} LISTEN"

@@ -60,7 +60,7 @@ def test_entrypoint_with_the_fewest_outstanding_requests_is_chosen() -> None:
     assert router.outstanding == len(taken)
 
 
-def test_session_keeps_its_entrypoint_even_if_others_have_fewer_requests() -> None:
+def test_session_keeps_its_entrypoint_even_if_other_entrypoints_have_fewer_requests() -> None:
     router = router_of(0, 1, 2)
 
     ranks = pick_ranks(router, ["a", "b", "a", "a", "b"])
