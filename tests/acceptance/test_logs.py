@@ -44,7 +44,7 @@ sys.exit(attempt == "1")
 def build_spec(gate: Path) -> dict[str, Any]:
     """Return a spec with four components that run the program WRITER.
 
-    They wait for files that the test creates in the folder `gate`.
+    The components wait for files that the test creates in the folder `gate`.
     """
     return {
         "name": "logs",

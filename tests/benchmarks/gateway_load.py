@@ -30,7 +30,8 @@ async def load(
 ) -> Load:
     """Send requests over several connections for some time, and return the measured values.
 
-    Each connection sends its next request as soon as the answer to the previous one has arrived.
+    Each connection sends its next request as soon as the answer to the previous request has
+    arrived.
 
     Args:
         addresses: Hosts and ports. The connections are distributed evenly among them.

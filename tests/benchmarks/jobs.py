@@ -39,7 +39,7 @@ _ASK_EACH_S = 1.0
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
 #: Shortest and longest duration of the short job, in seconds.
 _LASTS_S = (1.0, 2.0)
-#: Program of a job with two actors. Each has a GPU and a child process in its own session.
+#: Program of a job with two actors. Each actor has a GPU and a child process in its own session.
 _LONG = """
 import subprocess, time
 import ray

@@ -167,7 +167,7 @@ def _idle(count: int, windows: int, window_s: float) -> list[Row]:
 
 
 def _kill(count: int) -> float:
-    """Kill a run with `count` components; return the milliseconds until all have ended."""
+    """Kill a run with `count` components; return the milliseconds until all components ended."""
     with folder() as place:
         commands = sleepers(place, count)
         with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
@@ -180,7 +180,7 @@ def _kill(count: int) -> float:
 
 
 def _kill_with_listing(count: int) -> float:
-    """Kill a run with `count` components; return the milliseconds until all have ended.
+    """Kill a run with `count` components; return the milliseconds until all components ended.
 
     The guardian processes find their descendants in a list of all processes.
     """

@@ -102,7 +102,9 @@ class Peer:
 
 
 def find_installed() -> tuple[list[Peer], list[Missing]]:
-    """Return the installed supervisors of other projects, and why the others cannot be measured."""
+    """Return the installed supervisors of other projects, and why other supervisors cannot be
+    measured.
+    """
     installed: list[Peer] = []
     missing: list[Missing] = []
     for peer in PEERS:

@@ -43,7 +43,7 @@ Started = subprocess.Popen[bytes]
 def measure(*, quick: bool) -> Result:
     """Measure the readiness lag of Muster for each kind of readiness probe.
 
-    Also measure small models of other launchers, for example of one that only sleeps.
+    Also measure small models of other launchers, for example of a launcher that only sleeps.
 
     The readiness lag is the duration of the start minus the time that the components themselves
     need to become ready.

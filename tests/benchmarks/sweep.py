@@ -125,7 +125,7 @@ def draw_points(count: int) -> list[str]:
 
 
 def _list_rows(name: str, works: Sequence[Work], began_ns: int, stage: _Stage) -> list[Row]:
-    """Return the rows of one way.
+    """Return the result rows of one way to run the sweep.
 
     Args:
         name: Name of the way.

@@ -327,7 +327,8 @@ ODD = [
 def _prepare_second_run(fault_run: FaultRun) -> None:
     """Start a second run with the same commands.
 
-    Only the environment variables with the run id distinguish its processes from the first run's.
+    Only the environment variables with the run id distinguish its processes from processes of the
+    first run.
     """
     _prepare_daemons(fault_run)
     directory = fault_run.directory / "neighbour"

@@ -16,7 +16,8 @@ from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import DEADLINE_S, free_port, python, sh, wait_until
 
 #: Program that ignores SIGTERM, and forks until the kernel refuses a further process. The program
-#: then tries again all the time, so that a process or thread that ends makes no room for others.
+#: then tries again all the time, so that a process or thread that ends makes no room for other
+#: processes.
 _FORKS_UP_TO_LIMIT = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -110,7 +110,9 @@ class Message:
         return int(self.first.split(b" ")[1])
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that a proxy must pass on, without those for a single connection."""
+        """Return the headers that a proxy must pass on, without the headers for a single
+        connection.
+        """
         connection_options = _joined(self, b"connection")
         dropped = _HOP | {option.strip().lower() for option in connection_options.split(b",")}
         return [(key, value) for key, value in self.headers if key.lower() not in dropped]

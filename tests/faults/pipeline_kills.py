@@ -300,7 +300,7 @@ _KILLERS: dict[str, Callable[[Stage, Trial, Popen[bytes]], Popen[bytes]]] = {
 def find_faults(stage: Stage, trial: Trial) -> list[str]:
     """Return the errors of a pipeline that has ended.
 
-    They are steps that ran never or too often, wrong states on the Prefect server, and processes
+    Errors are steps that ran never or too often, wrong states on the Prefect server, and processes
     that still run.
     """
     faults = []

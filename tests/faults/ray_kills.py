@@ -216,8 +216,8 @@ def text_of(path: Path) -> str:
         return ""
 
 
-#: Moments in which the flow process is killed, by name. Each has two functions: the condition with
-#: which the moment begins, and the duration of the moment in seconds.
+#: Moments in which the flow process is killed, by name. Each moment has two functions: the
+#: condition with which the moment begins, and the duration of the moment in seconds.
 _MOMENTS: dict[str, tuple[Callable[[Trial], object], Callable[[Trial], float]]] = {
     "start": (lambda trial: True, lambda trial: 8.0),
     "submission.json": (lambda trial: trial.submission(), lambda trial: 0.1),

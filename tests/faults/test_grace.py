@@ -180,7 +180,7 @@ def by_signal_to_flow_process(stopped_run: StoppedRun, signals: Sequence[signal.
 def by_cancel_and_its_signals(stopped_run: StoppedRun) -> None:
     """Cancel each run, and send SIGTERM to its processes during the cancel.
 
-    A run meets both when a user stops the stack while the run is being cancelled.
+    A run gets a cancel and signals if a user stops the stack while the run is being cancelled.
     """
     for run in stopped_run.submitted():
         stopped_run.set_state(run, "CANCELLING")

@@ -177,7 +177,7 @@ def test_run_whose_lease_is_lost_before_its_start_waits_again_and_completes(
     assert read_active_slots(pool) == 0
 
 
-def test_run_without_worker_blocks_no_other_after_its_deployments_limit_was_removed(
+def test_run_without_worker_blocks_no_run_after_its_deployments_limit_was_removed(
     pool: GangPool,
 ) -> None:
     limit_deployment(pool)

@@ -211,7 +211,7 @@ def fleet(tmp_path: Path, harness: ComponentHarness) -> Iterator[FleetProcess]:
 
 
 def _reap_leftovers(harness: ComponentHarness) -> dict[int, str]:
-    """Reap child processes that have ended, and return those that are still alive, by pid."""
+    """Reap child processes that have ended; return the living child processes, by pid."""
     for pid in harness.list_survivors():
         if not is_alive(pid):
             with suppress(ChildProcessError):

@@ -97,7 +97,7 @@ def test_killed_scheduler_is_replaced_by_a_scheduler_of_another_host(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", ["there", "here"])
-def test_suspended_scheduler_writes_nothing_after_another_may_decide(
+def test_suspended_scheduler_writes_nothing_after_another_scheduler_may_decide(
     schedulers: Schedulers, host: str
 ) -> None:
     victim = schedulers.start("here", **SOON, writes=1000)

@@ -567,7 +567,7 @@ async def test_server_without_a_listener_is_skipped() -> None:
         assert "no connection" in setup.fleet.failures[0][2]
 
 
-async def test_request_refused_by_a_busy_server_is_retried_on_one_other() -> None:
+async def test_request_refused_by_a_busy_server_is_retried_on_one_other_server() -> None:
     async with gateway_setup(3) as setup:
         setup.servers[0].misbehave(kind="status", status=503)
 

@@ -194,7 +194,8 @@ async def test_invalid_response_counts_as_a_failure_of_the_server(raw: bytes) ->
         (_OK + b"Transfer-Encoding: chunked\r\n\r\n1;x=y\r\na\r\n0\r\nX: 1\r\n\r\n", 200, b"a"),
         (b"HTTP/1.1 204 None\r\nContent-Length: 3\r\n\r\n", 204, b""),
         (b"HTTP/1.1 304 Same\r\nContent-Length: 3\r\n\r\n", 304, b""),
-        # The server sends a second response that was not requested. The client gets only the first.
+        # The server sends a second response that was not requested. The client gets only the first
+        # response.
         (_OK + b"Content-Length: 1\r\n\r\na" + _OK + b"Content-Length: 1\r\n\r\nb", 200, b"a"),
     ],
 )

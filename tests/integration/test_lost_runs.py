@@ -41,7 +41,7 @@ def marked() -> Iterator[Marked]:
     """Yield a mark, and the pids of a process and of its daemon that have the mark.
 
     A mark is a number that Muster sets as a resource limit of a process. The descendants inherit
-    this limit, so Muster finds them by it.
+    this limit, so Muster finds the descendants by the limit.
     """
     mark = tree.new_mark()
     with subprocess.Popen(

@@ -389,7 +389,7 @@ def start_with_taken_port(
     Args:
         harness: Creates the components.
         supervisor: Supervisor of the attempt.
-        take: Lets another program listen on the port. It is called as soon as the api runs.
+        take: Lets another program listen on the port. Called as soon as the api runs.
     """
 
     def wait_and_take() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.support.wheel import ROOT, install_in_venv, run
 
 PACKAGES = ("deployments", "flows", "tasks")
-#: A program that imports each module named on its standard input, and prints the file of each.
+#: A program that imports the modules in its standard input, and prints the file of each module.
 IMPORT_ALL = """
 import importlib, json, sys
 files = {name: importlib.import_module(name).__file__ for name in json.load(sys.stdin)}

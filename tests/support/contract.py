@@ -73,7 +73,7 @@ def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 
 
 def _is_wider_choice(saved: Any, current: Any) -> bool:
-    """Return True if an `enum` schema differs only by values that were added since it was saved."""
+    """Return True if an `enum` schema has all of its saved values and also further values."""
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return False
     values = saved.get("enum")

@@ -16,8 +16,8 @@ from tests.support.gang_referee import ComponentProcess, History, State
 
 #: Code of a component that holds the GPUs of its run for SECONDS seconds. Its arguments are `FILE
 #: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS of the run fail with the error that
-#: they find no GPUs. The component writes a line to FILE when it starts, and another when it ends.
-#: Each line is written by one write(2), so that the lines of several processes never mix.
+#: they find no GPUs. The component writes a line to FILE when it starts, and another line when it
+#: ends. Each line is written by one write(2), so that the lines of several processes never mix.
 COMPONENT_PROGRAM = """
 import json, os, signal, socket, sys, time
 began = time.time()

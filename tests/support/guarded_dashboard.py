@@ -1,4 +1,4 @@
-"""A proxy before a Ray dashboard, which may require a header and HTTPS, and records requests."""
+"""A proxy of a Ray dashboard, which may require a header and HTTPS, and records requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_PASSED = {"host", "connection", "authorization", "transfer-encoding", "cont
 
 @dataclass(kw_only=True)
 class GuardedDashboard:
-    """A running proxy before a Ray dashboard, and the headers of the requests to it."""
+    """A running proxy of a Ray dashboard, and the headers of the requests to it."""
 
     #: URL of the proxy.
     address: str
@@ -43,7 +43,7 @@ class GuardedDashboard:
 def run_guarded_dashboard(
     target: str, *, wants: tuple[str, str] | None = None, certificate: Path | None = None
 ) -> Iterator[GuardedDashboard]:
-    """Run a proxy before a Ray dashboard while the context is open.
+    """Run a proxy of a Ray dashboard while the context is open.
 
     Args:
         target: URL of the dashboard.

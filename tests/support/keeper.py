@@ -95,7 +95,7 @@ def has_children() -> bool:
 
 
 def end_all() -> bool:
-    """Kill all descendants of this process; return False if any is still alive after 20 s."""
+    """Kill all descendants of this process; return False if a process is still alive after 20 s."""
     deadline = time.monotonic() + _END_WITHIN_S
     while has_children():
         if time.monotonic() > deadline:

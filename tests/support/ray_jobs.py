@@ -1,4 +1,4 @@
-"""Ray jobs for one test, and a proxy before the Ray dashboard that can break its connections."""
+"""Ray jobs for one test, and a proxy of the Ray dashboard that can break its connections."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class BreakableProxy:
 
 @contextlib.asynccontextmanager
 async def run_proxy(target: str) -> AsyncIterator[BreakableProxy]:
-    """Run a TCP proxy before the Ray dashboard at the URL `target` while the context is open."""
+    """Run a TCP proxy of the Ray dashboard at the URL `target` while the context is open."""
     wire = BreakableProxy(target)
     await wire.start()
     try:

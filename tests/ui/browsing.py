@@ -25,7 +25,7 @@ expect.set_options(timeout=WITHIN_MS)
 
 
 def chromium() -> str:
-    """Return the path of the browser: from the variable `CHROMIUM`, or the first on the PATH.
+    """Return the path of the browser: from the variable `CHROMIUM`, or from the PATH.
 
     Raises:
         AssertionError: There is no browser. The message names the remedy.

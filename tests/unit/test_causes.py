@@ -332,8 +332,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # One process reports its own error. The others only report that this process has ended, so
-        # the first error is the cause.
+        # One process reports its own error. The other processes only report that this process has
+        # ended, so the first error is the cause.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),
@@ -512,7 +512,7 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "[2026-01-01 00:00:00,120] [INFO] [io.py:8:save] No space left on device: other disk",
         "/lib/a.py:46: ResourceWarning: ConnectionResetError: peer",
         "+ echo 'No space left on device'",
-        # Ray only lists possible reasons for the death of an actor here, and not the actual one.
+        # Ray only lists possible reasons for the death of an actor here, and not the actual reason.
         "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )

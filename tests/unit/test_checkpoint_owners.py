@@ -164,7 +164,9 @@ def test_checkpoints_of_two_runs_at_the_same_time_are_told_apart_by_their_steps(
     assert kept <= names_in(folder)
 
 
-def test_checkpoint_that_either_of_two_runs_may_have_written_is_left_alone(folder: Path) -> None:
+def test_checkpoint_that_two_runs_may_have_written_is_neither_used_nor_removed(
+    folder: Path,
+) -> None:
     one = Run("one", str(folder))
     other = Run("other", str(folder), keep=1)
     for step in (10, 20, 30, 40):

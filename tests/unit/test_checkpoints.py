@@ -364,7 +364,8 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
         ([{"step": 5}, {}, {"step": 4}], 2),
         ([{}, {}, {"step": 1}], 0),
         ([{"step": 5}, {}, {"step": 9}, {}], 1),
-        # all steps are unknown, so every attempt after the first counts as one without progress
+        # all steps are unknown, so every attempt after the first counts as an attempt without
+        # progress
         ([{}, {}, {}], 2),
         ([{"step": 5}, failed("USER_ERROR", resume_from="step-5"), {}], 1),
     ],

@@ -220,7 +220,7 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 
 def write_profiles(home: Path, *, active: str, **urls: str) -> None:
-    """Write a `profiles.toml` of Prefect with a profile for each URL, and one without a URL."""
+    """Write Prefect's `profiles.toml`, with a profile for each URL and a profile without a URL."""
     lines = [f'active = "{active}"']
     lines += [f'[profiles.{name}]\nPREFECT_API_URL = "{url}"' for name, url in urls.items()]
     lines += ["[profiles.local]", 'PREFECT_LOGGING_LEVEL = "INFO"']

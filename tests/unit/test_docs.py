@@ -425,8 +425,8 @@ def test_documented_messages_of_waiting_runs_exist_in_the_code() -> None:
     text = document("docs/queue.md").text.partition("## Why a run waits")[2].partition("\n## ")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
-    # Names and numbers in the documents differ from those in the code. So only the text between
-    # names and numbers is compared.
+    # Names and numbers in the documents differ from the names and numbers in the code. So only the
+    # text between names and numbers is compared.
     ends = r"\b[A-Z]+\b|[\d:]*\d|(?:as )?\bthe work pool gang\b|\.\.\.|[,;:]"
     clauses = [clause.strip() for message in messages for clause in re.split(ends, message)]
     clauses = [clause for clause in clauses if " " in clause]

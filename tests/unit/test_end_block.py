@@ -205,7 +205,7 @@ def test_every_failure_kind_has_a_remedy(kind: FailureKind) -> None:
     [
         ([], "cancelled: SIGINT; all its processes have ended"),
         # processes of the run may still run on a node that could not be checked, so the message
-        # does not say that all have ended
+        # does not say that all processes have ended
         (["node 10.0.0.5 could not be checked"], "cancelled: SIGINT"),
     ],
 )

@@ -80,7 +80,7 @@ class FakeServer:
         Args:
             unit: Name of the evaluation's task run.
             ending: Final state of the evaluation.
-            result: Result that the evaluation writes to the path in its run spec. None for none.
+            result: Result that the evaluation writes to the path in its run spec, or None.
             message: Message of the final state.
         """
         if result is not None:

@@ -182,7 +182,7 @@ def test_best_checkpoint_has_the_best_figure(place: RunPlace, mode: str, best: i
     assert found.checkpoint.step == best
 
 
-def test_best_checkpoint_was_not_overwritten(place: RunPlace) -> None:
+def test_overwritten_checkpoint_is_not_the_best_checkpoint(place: RunPlace) -> None:
     content = with_state(record(10, 20), 1, EvaluationState.COMPLETED)
     content = with_state(content, 2, EvaluationState.COMPLETED)
     content = add_checkpoints(content, [checkpoint(20, signature="later")], 2)

@@ -450,7 +450,7 @@ async def test_burst_of_failed_requests_does_not_end_a_server_with_good_probes()
 
 
 @in_virtual_time
-async def test_reports_about_earlier_incarnations_are_ignored() -> None:
+async def test_reports_about_earlier_epochs_are_ignored() -> None:
     harness = await start_fake_fleet()
     harness.host.die(0)
     await harness.wait_until(lambda: harness.states() == [RECOVERING, ACTIVE])
@@ -464,7 +464,7 @@ async def test_reports_about_earlier_incarnations_are_ignored() -> None:
 
 
 @in_virtual_time
-async def test_late_probe_result_of_an_earlier_incarnation_is_ignored() -> None:
+async def test_late_probe_result_of_an_earlier_epoch_is_ignored() -> None:
     harness = await start_fake_fleet(misses=1, timeout_s=15.0)
     count_before = len(harness.prober.times(0))
     hang(harness, 0)

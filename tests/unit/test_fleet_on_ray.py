@@ -139,7 +139,7 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
         with pytest.raises(OSError, match="in use"):
             bind(port)
     # A keeper reserves ports on a node. Ports that this keeper has reserved do not count as taken,
-    # and ports of other keepers do.
+    # but ports of other keepers count as taken.
     assert await keeper.list_taken([first, second]) == []
     assert await other_keeper.list_taken([first]) == [first]
 
@@ -229,7 +229,7 @@ async def test_copied_part_of_a_log_takes_no_disk_space_on_the_node(
     assert (await actor.wait_for_exit())[1].encode() == line * (16 * 1024 // 64)
 
 
-async def test_moved_group_gets_its_new_address_and_others_keep_theirs() -> None:
+async def test_moved_group_gets_its_new_address_and_other_groups_keep_their_addresses() -> None:
     nodes = FakeNodes("10.0.0.1", "10.0.0.2")
     places = make_places(nodes, **CPU)
     servers_before = (await places.found()).servers

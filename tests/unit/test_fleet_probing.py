@@ -128,7 +128,7 @@ def _reader_of(text: bytes) -> asyncio.StreamReader:
     return reader
 
 
-def test_call_returns_any_answer_or_the_reason_for_none() -> None:
+def test_call_returns_any_answer_or_reports_a_missing_answer() -> None:
     async def call_both() -> tuple[int | None, str, int | None]:
         prober = HttpProber()
         async with serving(http("418 Teapot", "short and stout")) as url:

@@ -87,7 +87,7 @@ def test_flow_run_with_wrong_parameter_names_fails_with_their_names(
     assert exit_code == 0
 
 
-def test_worker_reports_the_exit_code_if_the_server_is_away(
+def test_worker_reports_the_exit_code_if_the_server_is_unreachable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Server({}, is_away=True)

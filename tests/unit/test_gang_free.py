@@ -114,7 +114,7 @@ def test_gpus_used_by_others_are_not_free(node: ClusterNode, gpus: int) -> None:
     assert gpus_of(shares.nodes) == {"a": gpus}
 
 
-def test_cpus_used_by_others_are_not_free_and_unknown_stays_unknown() -> None:
+def test_cpus_used_by_others_are_not_free_and_unknown_numbers_stay_unknown() -> None:
     node = ClusterNode(name="a", gpus=8, cpus=32, others_cpus=7.5)
 
     shares = compute_shares(cluster(node, ClusterNode(name="b", gpus=8)), [])
@@ -170,8 +170,8 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 @pytest.mark.parametrize(
     ("granted", "node_names", "held"),
     [
-        # a second node with the granted address has appeared. Either may be the granted node, so
-        # the GPUs of both count as held
+        # a second node with the granted address has appeared. Each of the two nodes may be the
+        # granted node, so the GPUs of both nodes count as held
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
         # the second node with the same address has disappeared, so the name of the first node no
         # longer contains its node id

@@ -138,7 +138,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a gang gets the nodes with the fewest free GPUs
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 6)),
-        # two nodes have equally many free GPUs: the gang gets the first
+        # two nodes have equally many free GPUs: the gang gets the first node
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
         # a node that is too small is not used
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
@@ -301,7 +301,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
     "case",
     [
         # a later gang may start before HEAD if it ends before HEAD can start (in 100 s), or exactly
-        # then
+        # at this time
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         # a later gang that would still run when HEAD can start must wait until HEAD has started

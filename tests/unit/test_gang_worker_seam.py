@@ -71,7 +71,7 @@ def private_names(source: str) -> set[str]:
 def find_changed_internals(base: type[Any]) -> Iterator[str]:
     """Yield a message for each private method or attribute of a worker that has changed.
 
-    A missing one also counts as changed.
+    A missing method or attribute also counts as changed.
 
     Args:
         base: Prefect's worker class.
@@ -397,7 +397,7 @@ class Process:
 class StateProposer:
     """Fake of the function with which Prefect proposes states for flow runs.
 
-    It records the state of a cancelled flow run.
+    The fake records the state of a cancelled flow run.
     """
 
     def __init__(self, actions: list[str]) -> None:

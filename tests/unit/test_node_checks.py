@@ -312,7 +312,7 @@ def test_cluster_is_given_up_after_a_day_with_the_manual_command(
     assert (run.open, read_noted_nodes()) == ("", {})
 
 
-def test_notes_of_other_hosts_are_left_alone(
+def test_notes_of_other_hosts_are_not_changed(
     end: Callable[..., JobEnd], cluster: Cluster, muster_home: Path
 ) -> None:
     end(SILENT)

@@ -85,7 +85,7 @@ def test_phases_of_a_component_last_until_now() -> None:
     ]
 
 
-def test_component_that_was_never_ready_starts_until_its_end() -> None:
+def test_component_that_was_never_ready_is_starting_until_its_end() -> None:
     run = view(attempt(components={"api": component(1000.0, None, 1009.0)}, ended_at=1010.0))
 
     phases = list_phases(run, run.record.attempts[0], "api")

@@ -177,7 +177,9 @@ def test_output_is_plain_without_a_terminal(command: Command, arguments: tuple[s
 
 
 @pytest.mark.parametrize("arguments", [("--json",), ("--json", "--pool", "gang")])
-def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None:
+def test_json_output_has_the_names_of_waiting_runs(
+    command: Command, arguments: tuple[str, ...]
+) -> None:
     code, output = command(*arguments)
 
     assert code == 0

@@ -19,7 +19,9 @@ def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_EVERY_S_WHILE_WAITING", 0.01)
 
 
-def test_failed_reconcile_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reconcile_is_followed_by_the_next_reconcile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks: queue.Queue[int] = queue.Queue()
 
     def look() -> None:

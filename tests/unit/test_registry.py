@@ -208,7 +208,7 @@ def test_claimed_run_has_the_remaining_parts_of_its_components(
         assert [(found.component, found.mark) for found in lost.entries] == [("rollout.r1", 8)]
 
 
-def test_parts_are_removed_with_their_own_component_only(home: Path) -> None:
+def test_entries_of_parts_are_removed_only_with_their_component(home: Path) -> None:
     register = RunRegistration.opened("a-run")
     enter(register.directory, entry(component="rollout"))
     enter(register.directory, entry(component="rollout2"))

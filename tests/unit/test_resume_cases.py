@@ -334,7 +334,7 @@ def test_attempts_without_a_checkpoint_are_counted(run_case: RunCase) -> None:
 
 
 @pytest.mark.thorough
-def test_run_without_known_steps_steps_back_as_well(run_case: RunCase) -> None:
+def test_run_without_known_steps_also_returns_to_an_earlier_checkpoint(run_case: RunCase) -> None:
     record = run_case("hangs_on_a_checkpoint.py", progress=None, success=None, stall_after_s=3)
 
     assert record.state is RunState.COMPLETED

@@ -102,7 +102,7 @@ async def test_requests_to_a_retired_entrypoint_end_with_a_retryable_error() -> 
 
 
 @pytest.mark.parametrize(("rank", "epoch"), [(0, 1), (0, 3), (1, 2)])
-async def test_end_of_another_incarnation_cancels_no_request(rank: int, epoch: int) -> None:
+async def test_end_of_another_server_or_epoch_cancels_no_request(rank: int, epoch: int) -> None:
     request_setup = RequestSetup()
     task, request = await request_setup.start_request()
     request_setup.router.set([_RANK_0, make_entrypoint(rank, epoch)])

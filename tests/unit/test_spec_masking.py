@@ -210,7 +210,7 @@ def test_secrets_are_masked_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     assert "hunter2 again" in caplog.text
 
 
-def test_secret_that_contains_another_is_masked_completely() -> None:
+def test_secret_that_contains_another_secret_is_masked_completely() -> None:
     assert mask_text("x hunter2-more y", ["hunter2", "hunter2-more"]) == "x *** y"
 
 

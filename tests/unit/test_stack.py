@@ -282,7 +282,7 @@ SERVER_DIED = StackPart(
 )
 
 
-def test_status_shows_deaths_of_a_part_with_number_time_and_reason(
+def test_status_shows_deaths_of_a_process_with_number_time_and_reason(
     place: StackPlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stack, "check_parts", lambda stack: [])
@@ -394,7 +394,7 @@ def test_error_about_an_unreadable_state_file_names_the_file(
     assert str(place.directory / "stack.json") in capsys.readouterr().err
 
 
-def test_second_command_waits_for_the_first(place: StackPlace) -> None:
+def test_second_command_waits_for_the_first_command(place: StackPlace) -> None:
     waiting = threading.Event()
     order: list[str] = []
 

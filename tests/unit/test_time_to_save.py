@@ -251,7 +251,7 @@ async def test_wait_for_a_save_is_limited(
 
 
 @pytest.mark.parametrize("state", ["exited", "hung", "hurried"])
-async def test_no_save_is_waited_for_if_nobody_can_save(tmp_path: Path, state: str) -> None:
+async def test_no_save_is_awaited_if_no_component_can_save(tmp_path: Path, state: str) -> None:
     scene = make_scene(tmp_path, save_grace_s=900.0, is_saving=lambda now: True)
     scene.trainer.exit = "ended" if state == "exited" else None
     scene.trainer.is_hung = state == "hung"

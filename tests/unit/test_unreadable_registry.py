@@ -580,7 +580,7 @@ def test_new_attempt_does_not_start_beside_a_run_of_an_unknown_machine(
     assert "the host of the run is unknown" in run.open
 
 
-def test_server_and_adoption_of_an_unreadable_owner_come_from_other_places(
+def test_server_and_adoption_are_known_without_a_readable_owner_file(
     muster_home: Path, run_id: str
 ) -> None:
     directory = register_lost_run(muster_home, run_id)

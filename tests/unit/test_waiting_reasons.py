@@ -112,7 +112,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first("1", drained={"n3": 8}),
             "to end, expected time unknown; would fit on drained",
         ),
-        # the run would fit on a node without a worker, so the text says how to start one
+        # the run would fit on a node without a worker, so the text says how to start a worker
         (
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",

@@ -34,7 +34,7 @@ class Key:
 
     #: Default value as verl writes it; a text may contain placeholders such as `${...}`.
     default: Any
-    #: Names of the types that the value may have. Each is a name from `TYPE_NAMES`, or `any`.
+    #: Names of the types that the value may have. Each type is a name from `TYPE_NAMES`, or `any`.
     types: tuple[str, ...]
 
 
