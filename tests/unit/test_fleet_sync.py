@@ -113,7 +113,7 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
         FleetRefused, match=f"the weight sync {sync} is still open, for at most 100 s"
     ):
         await harness.fleet.begin_sync(5.0, WAIT)
-    with pytest.raises(NoSuchSync, match="no sync 0 is open"):
+    with pytest.raises(NoSuchSync, match="no weight sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
     with pytest.raises(FleetRefused, match="a weight sync is open"):
         await harness.fleet.check()
@@ -277,7 +277,7 @@ async def test_sync_without_commit_makes_only_touched_engines_stale(
     await harness.fleet.syncs.broadcast(sync, LOAD if is_touched else read_version, 5.0)
     if is_late:
         await asyncio.sleep(51.0)
-        with pytest.raises(NoSuchSync, match=r"had not ended after 50 s \(timeout_s\)"):
+        with pytest.raises(NoSuchSync, match=r"after its time limit of 50 s \(timeout_s\)"):
             await harness.fleet.syncs.commit(sync, 4, {0: 1, 1: 1})
     else:
         assert (await harness.fleet.syncs.give_up(sync))["version"] == 3
