@@ -138,7 +138,7 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_figure() -> None:
     reason = find_reason_to_stop(rule(), constant(0.2, 12), rare)
 
     assert reason == ""
-    assert "median 0.35 of 4 points" in find_reason_to_stop(rule(), constant(0.2, 18), rare)
+    assert "0.35, the median of 4 points" in find_reason_to_stop(rule(), constant(0.2, 18), rare)
 
 
 def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -> set[int]:
