@@ -120,9 +120,13 @@ def test_request_to_another_host_uses_the_proxy(monkeypatch: pytest.MonkeyPatch)
         (
             {"HTTP_PROXY": "http://me:hunter2@host:port"},
             "HTTP_PROXY=http://me:***",
-            "write HTTP_PROXY=http://HOST:PORT",
+            "HTTP_PROXY must have the form http://HOST:PORT",
         ),
-        ({"http_proxy": "ftp://proxy"}, "http_proxy=ftp://proxy", "write http_proxy=http://"),
+        (
+            {"http_proxy": "ftp://proxy"},
+            "http_proxy=ftp://proxy",
+            "http_proxy must have the form http://",
+        ),
     ],
 )
 def test_unusable_proxy_is_named_with_its_variable(
