@@ -390,7 +390,7 @@ async def test_living_holder_without_the_host_lock_keeps_the_lease(
 
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(29.9, True), (30.0, False)])
-async def test_holder_writes_while_safe(
+async def test_holder_may_write_only_for_a_limited_time_after_its_request(
     make_lease: MakeLease, clock: Clock, held_s: float, is_safe: bool
 ) -> None:
     async with holding(make_lease()) as held:

@@ -156,7 +156,9 @@ def test_console_replaces_characters_missing_in_the_encoding(
     assert raw.getvalue() == (shown_text or "a → bä".encode()) + b"\n"
 
 
-def test_guard_covers_both_streams_and_leaves_logs_raw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_filters_stdout_and_stderr_but_not_the_raw_stream(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     original_streams = (sys.stdout, sys.stderr)
 
     with guard_output(), guard_output():
