@@ -44,7 +44,7 @@ def test_valid_folder_has_no_fault(written: str) -> None:
         ("s3://", "names no bucket", "s3://BUCKET/FOLDER"),
         ("s3:///folder", "names no bucket", "s3://BUCKET/FOLDER"),
         ("s3://key:secret@bucket/folder", "no credentials", "environment"),
-        ("s3://buck*/folder", "is a pattern", "s3://BUCKET/FOLDER"),
+        ("s3://buck*/folder", "must be a name without", "s3://BUCKET/FOLDER"),
         ("s3://bucket//folder", "empty folder name", "one slash"),
         ("s3://bucket/a/../b", "'..'", "one slash"),
         ("file://data/checkpoints", "no absolute path", "file:///FOLDER"),

@@ -98,7 +98,7 @@ def test_engine_size_follows_from_parallelism(
             "missing: the backend `command` needs a command",
             "command: [",
         ),
-        ({**VLLM, "command": ["a"]}, "command", "only for the backend `command`", "into args"),
+        ({**VLLM, "command": ["a"]}, "command", "only for the backend `command`", "into `args`"),
         # neither the command nor the environment contains the placeholder of the server's port
         (
             {"backend": "command", "command": ["serve"]},

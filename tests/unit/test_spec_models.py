@@ -125,7 +125,9 @@ def test_preparation_step_cannot_end_the_run_with_exit_code_zero(on_exit_zero: s
     data = spec_with("trainer.ready", {"exit": 0})
     data["components"]["trainer"]["on_exit_zero"] = on_exit_zero
 
-    with pytest.raises(InvalidSpec, match=r"on_exit_zero: .*next component"):
+    with pytest.raises(
+        InvalidSpec, match=r"on_exit_zero: must be drain, found .*the run continues"
+    ):
         RunSpec.model_validate(data)
 
 
