@@ -130,7 +130,7 @@ def _measure_files_of(pid: int) -> HostLimit:
         ValueError: The process has no limit.
     """
     return HostLimit(
-        name=f"limit of open files (RLIMIT_NOFILE, ulimit -n) of pid {pid} ({_read_name(pid)})",
+        name=f"limit of open files RLIMIT_NOFILE (ulimit -n) of pid {pid} ({_read_name(pid)})",
         unit="files",
         used=len(os.listdir(f"/proc/{pid}/fd")),
         limit=_read_file_limit(pid),

@@ -166,7 +166,7 @@ def test_first_rank_to_die_is_named(text: str, kind: str, message: str) -> None:
     assert message in failure.message
     assert failure.kind == kind
     assert "[rank0]" not in failure.message
-    assert "Another process died first" not in failure.hint
+    assert "another process died first" not in failure.hint
 
 
 @pytest.mark.parametrize("order", [RAISED + LOST_PEER, LOST_PEER + RAISED])
@@ -260,7 +260,7 @@ def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None
     assert "peer" not in failure.message + failure.line
     assert "(pid: 554)" not in failure.line
     assert "stopped responding" not in failure.hint
-    assert "Another process died first" not in failure.hint
+    assert "another process died first" not in failure.hint
     assert "does not answer" not in failure.hint
 
 
