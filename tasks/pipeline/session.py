@@ -477,9 +477,7 @@ def _describe_handover(decision: PipelineDecision) -> str:
     runs = (*decision.active, *decision.evaluated)
     if runs:
         names = join_commas([run.stage for run in runs])
-        return (
-            f"the next process of the pipeline waits for the end of stage {names}, which continues"
-        )
+        return f"stage {names} continues, and the next process of the pipeline waits for its end"
     names = join_commas([step.stage for step in decision.begins])
     return f"the next process of the pipeline begins stage {names}"
 

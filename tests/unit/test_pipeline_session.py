@@ -611,7 +611,10 @@ def test_missing_optuna_is_reported_before_anything_starts(
     assert not session.advance()
     assert server.runs == []
     message = str(session.conclude().message)
-    assert message.startswith("USER_ERROR: ") and "stages.0.stop_early: needs the Python" in message
+    assert (
+        message.startswith("USER_ERROR: ")
+        and "stages.0.stop_early: the key needs the Python" in message
+    )
 
 
 @pytest.fixture
