@@ -477,7 +477,10 @@ def _describe_handover(decision: PipelineDecision) -> str:
     runs = (*decision.active, *decision.evaluated)
     if runs:
         names = join_commas([run.stage for run in runs])
-        return f"stage {names} continues, and the next process of the pipeline waits for its end"
+        return (
+            f"stage {names} continues, and the next process of the pipeline waits for the end of "
+            "this stage"
+        )
     names = join_commas([step.stage for step in decision.begins])
     return f"the next process of the pipeline begins stage {names}"
 

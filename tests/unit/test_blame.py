@@ -72,7 +72,11 @@ NO_OOM_KILL = "The kernel's OOM killer has killed no process in the cgroup of th
     ("exit", "observation"),
     [
         (ended(None, 9), "SIGKILL ended trainer."),
-        (ended(137), "Exit code 137 of a shell or launcher means that SIGKILL ended its program."),
+        (
+            ended(137),
+            "Exit code 137 of a shell or launcher means that SIGKILL ended the program that it had "
+            "started.",
+        ),
     ],
 )
 def test_sender_of_sigkill_is_only_named_as_probable(exit: Exit, observation: str) -> None:
