@@ -32,7 +32,13 @@ from tasks.queue.policy import duration_class_s
 from tasks.queue.settings import CLUSTER_OF_POOL, DEFAULT_POOL
 from tasks.record.places import make_run_id
 from tasks.server.flow_parameters import describe_wrong_names
-from tasks.server.flow_runs import HELD, JOBS_GO_ON, TYPE_LABEL, parse_worker_host
+from tasks.server.flow_runs import (
+    HELD,
+    JOBS_GO_ON,
+    TYPE_LABEL,
+    find_process_tags,
+    parse_worker_host,
+)
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
@@ -88,7 +94,7 @@ class Request:
     #: Address of the run's Ray cluster. Empty if the run does not use Ray. CLUSTER_OF_POOL if the
     #: spec names no address, so that the run uses the only cluster of its work pool.
     cluster: str = ""
-    #: Tags of the flow run and of its spec.
+    #: Tags of the flow run and of its spec, without the tags by which Muster finds processes.
     tags: frozenset[str] = frozenset()
     #: Error in the key `gang` of the spec. Empty if there is no error.
     fault: str = ""
@@ -96,7 +102,7 @@ class Request:
 
 def parse_request(flow_run: FlowRun) -> Request:
     """Return the resources that a flow run requests. Other parts of its spec are not checked."""
-    tags = frozenset(flow_run.tags)
+    tags = frozenset(flow_run.tags) - find_process_tags(flow_run.tags)
     spec = _get_spec(flow_run)
     if spec is None:
         return Request(name=flow_run.name, tags=tags)

@@ -33,6 +33,7 @@ from tasks.queue.grants import (
 from tasks.queue.ledger import Ledger, Pool, QueueEntry, find_spec_fault, parse_request
 from tasks.queue.settings import PoolSettings, merge_settings
 from tasks.ray.usage import Cluster, ClusterNode
+from tasks.server.flow_runs import make_process_tag
 from tasks.spec.loading import parse_spec
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -663,6 +664,12 @@ def test_unknown_parameter_beside_the_spec_is_a_fault() -> None:
     run.parameters = {**run.parameters, "seed": 1}
 
     assert find_spec_fault(run).startswith("unknown parameter seed: the flow train accepts only")
+
+
+def test_tags_of_processes_are_no_tags_of_the_run() -> None:
+    run = flow_run(spec={"tags": ["demo"]}, tags=["team-a", make_process_tag()])
+
+    assert parse_request(run).tags == {"demo", "team-a"}
 
 
 def test_flow_run_of_another_flow_needs_no_gpus() -> None:
