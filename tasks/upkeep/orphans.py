@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound
 
 from tasks.processes.registry import Owner, find_living_owner, registered_runs, send_to_owner
+from tasks.record.cancellation_note import write_note
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
@@ -105,6 +106,9 @@ def _is_recent(client: SyncPrefectClient, state: State[object]) -> bool:
 def _end_orphan(owner: Owner, reason: str) -> RunReport:
     """Send SIGTERM to the flow process of a run, and return the report about the run."""
     pid = owner.process.pid
+    if owner.directory is not None:
+        # The signal has no text, so a note tells the process why the run is cancelled.
+        write_note(owner.directory, f"cancelled, because {reason} on the Prefect server")
     try:
         send_to_owner(owner, signal.SIGTERM)
         still_open = f"process {pid} got SIGTERM from Muster, and is stopping the run"

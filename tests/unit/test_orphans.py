@@ -20,6 +20,7 @@ from prefect.exceptions import ObjectNotFound
 
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.registry import Owner
+from tasks.record.cancellation_note import take_note
 from tasks.record.places import RunPlace
 from tasks.upkeep import orphans
 
@@ -90,9 +91,15 @@ def completed(age_s: float) -> State[Any]:
     return State(type=StateType.COMPLETED, timestamp=timestamp)
 
 
-@pytest.mark.parametrize("state", [None, completed(60.0)])
-def test_process_of_an_orphan_gets_sigterm(
-    server: Server, process: subprocess.Popen[bytes], state: State[Any] | None
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (None, "cancelled, because its flow run was deleted on the Prefect server"),
+        (completed(60.0), "cancelled, because its flow run is Completed on the Prefect server"),
+    ],
+)
+def test_process_of_an_orphan_gets_sigterm_and_the_reason(
+    server: Server, process: subprocess.Popen[bytes], state: State[Any] | None, reason: str
 ) -> None:
     server.state = state
 
@@ -100,6 +107,7 @@ def test_process_of_an_orphan_gets_sigterm(
 
     assert process.wait(timeout=10) == -signal.SIGTERM
     assert report.name == RUN and str(process.pid) in report.found
+    assert take_note(RunPlace.of(RUN).directory) == reason
 
 
 @pytest.mark.parametrize("is_running", [True, False])
