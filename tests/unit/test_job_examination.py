@@ -222,6 +222,16 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
         ),
         ("main (train.py:14), in all_reduce (distributed_c10d.py:7)", "main (train.py:20)"),
         ("main (train.py:14), in barrier (distributed_c10d.py:7)", "read (data.py:9)"),
+        # Rank 0 waits in `init_process_group` until rank 1 joins the process group.
+        (
+            "main (t.py:3), in _new_process_group_helper (torch/distributed/distributed_c10d.py:9)",
+            "main (t.py:35)",
+        ),
+        (
+            "main (t.py:36), in _create_c10d_store (torch/distributed/rendezvous.py:203)",
+            "load (data.py:5), in wait (threading.py:327)",
+        ),
+        ("main (t.py:36), in synchronize (deepspeed/comm/torch.py:7)", "main (t.py:35)"),
     ],
 )
 def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[str, str]) -> None:
