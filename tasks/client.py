@@ -24,12 +24,19 @@ from tasks.spec.loading import find_project_root, load_spec, parse_spec  # noqa:
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
 from tasks.train.deploying import connect_to_configured_server, queue_run, wait_until_ended  # noqa: E402
 from tasks.train.finding_runs import find_run  # noqa: E402
+from tasks.train.local_runs import import_run_json  # noqa: E402
 from tasks.train.run_cancellation import cancel_run  # noqa: E402
 from tasks.train.run_logs import select_logs  # noqa: E402
 from tasks.train.run_metrics import read_metrics  # noqa: E402
 from tasks.train.run_records import find_last_attempt, require_record  # noqa: E402
 from tasks.train.run_story import tell_story  # noqa: E402
 from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
+from tasks.train.server_url import import_server_runs  # noqa: E402
+
+# Import all modules that the functions of this module need. A later import of `tasks` could find a
+# package of that name in the user's project.
+import_run_json()
+import_server_runs()
 
 
 @dataclass(frozen=True, slots=True)

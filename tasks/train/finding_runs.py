@@ -15,7 +15,7 @@ from tasks.record.run_json import RunJson
 from tasks.spec.errors import BadArgument
 from tasks.train.local_runs import find_local_run, list_local_run_ids, read_local_record
 from tasks.train.runs import Run
-from tasks.train.server_url import may_have_prefect_server
+from tasks.train.server_url import import_server_runs, may_have_prefect_server
 
 #: Largest number of runs, newest first, among which `find_run` searches.
 _SEARCHED_RUNS = 1000
@@ -59,10 +59,8 @@ def list_runs_with_specs(
     records = _read_local_records(at_most)
     runs: dict[str, tuple[Run, Mapping[str, Any]]] = {}
     if may_have_prefect_server():
-        # Import this module only here. It imports Prefect, which takes seconds.
-        from tasks.train.server_runs import read_server_runs
-
-        runs = {run.run_id: (run, spec) for run, spec in read_server_runs(at_most, records)}
+        server_runs = import_server_runs().read_server_runs(at_most, records)
+        runs = {run.run_id: (run, spec) for run, spec in server_runs}
     for run_id, record in records.items():
         runs.setdefault(run_id, (Run.of_record(record), {}))
     newest_first = sorted(runs.values(), key=lambda pair: pair[0].created_at or 0.0, reverse=True)
@@ -160,10 +158,8 @@ def find_run(name: str) -> Run:
         raise BadArgument("the name of the run is empty: list the runs with `muster ls`")
     matching_runs = _match_runs(runs, name)
     if not matching_runs and may_have_prefect_server():
-        # Import this module only here. It imports Prefect, which takes seconds.
-        from tasks.train.server_runs import read_typed_names
-
-        matching_runs = _match_typed_names(runs, name, read_typed_names(_SEARCHED_RUNS))
+        typed_names = import_server_runs().read_typed_names(_SEARCHED_RUNS)
+        matching_runs = _match_typed_names(runs, name, typed_names)
     if not matching_runs:
         raise BadArgument(f"there is no run {name}: list the runs with `muster ls`")
     if len(matching_runs) == 1:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING
 
 from tasks.record.places import RunPlace, muster_home
@@ -69,10 +70,20 @@ def list_attempts(place: RunPlace) -> list[int]:
 
 def read_local_record(run_id: str) -> RunJson | None:
     """Return the content of a run's `run.json` on this machine, or None if it cannot be read."""
-    # Import this module only here, because its import takes long, and `muster logs` needs no record
-    # to print the logs of a run id.
+    with suppress(OSError, ValueError):
+        return import_run_json().read(RunPlace.of(run_id).record)
+    return None
+
+
+@cache
+def import_run_json() -> type[RunJson]:
+    """Return the class `RunJson`.
+
+    Its import takes long, and `muster logs` needs no record to print the logs of a run id. So the
+    class is only imported when it is needed. The Python client calls this function once while it
+    loads Muster's modules. A later import of `tasks` could find a package of that name in the
+    user's project.
+    """
     from tasks.record.run_json import RunJson
 
-    with suppress(OSError, ValueError):
-        return RunJson.read(RunPlace.of(run_id).record)
-    return None
+    return RunJson

@@ -22,7 +22,7 @@ from tasks.spec.values import is_number
 from tasks.spec.watch import find_metric
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.runs import Run
-from tasks.train.server_url import may_have_prefect_server
+from tasks.train.server_url import import_server_runs, may_have_prefect_server
 
 #: Number of bytes at the end of a file that are searched for the last step or metric.
 _TAIL_BYTES = 65_536
@@ -69,10 +69,7 @@ def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
         elif run.flow_run_id and run.started_at is not None:
             remote_runs.append(run)
     if remote_runs and may_have_prefect_server():
-        # Import this module only here. It imports Prefect, which takes seconds.
-        from tasks.train.server_runs import read_summaries
-
-        for run_id, summary in read_summaries(remote_runs).items():
+        for run_id, summary in import_server_runs().read_summaries(remote_runs).items():
             if (step_and_total := find_step(summary)) is not None:
                 step, total = step_and_total
                 progress[run_id] = RunProgress(step=step, total=total)

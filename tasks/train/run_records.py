@@ -14,7 +14,7 @@ from tasks.spec.errors import BadArgument
 from tasks.train.finding_runs import find_run
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
-from tasks.train.server_url import may_have_prefect_server
+from tasks.train.server_url import import_server_runs, may_have_prefect_server
 
 #: Seconds between two requests to the server for the state of a run that has not begun.
 _ASK_EVERY_S = 5.0
@@ -76,10 +76,8 @@ def read_artifacts(run: Run, *keys: str) -> list[str]:
     """
     if not run.flow_run_id or not may_have_prefect_server():
         return []
-    # Import this module only here. It imports Prefect, which takes seconds.
-    from tasks.train.server_runs import read_artifacts_of_run
-
-    return read_artifacts_of_run(run, *keys)
+    contents: list[str] = import_server_runs().read_artifacts_of_run(run, *keys)
+    return contents
 
 
 def find_last_attempt(run: Run, *, wait: bool = False) -> int:

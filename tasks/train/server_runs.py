@@ -117,9 +117,7 @@ def read_server_runs(
             run = make_run(flow_run, records.get(parse_request(flow_run).name))
             runs.append((run, mapping_or_empty(flow_run.parameters.get("spec"))))
     except ServerAway as error:
-        print(
-            f"{error} Therefore only runs with a record on this machine are shown.", file=sys.stderr
-        )
+        print(f"{error}\nOnly runs with a record on this machine are shown.", file=sys.stderr)
     return runs
 
 

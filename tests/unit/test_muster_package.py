@@ -61,6 +61,52 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
+#: Functions of the client's modules that import a module of Muster only when they are called. The
+#: client calls all of them while it loads, except `wait_for_stack`, which only the command needs.
+LATE_IMPORTS = {
+    ("tasks.command", "find_server"),
+    ("tasks.command", "wait_for_stack"),
+    ("tasks.train.local_runs", "import_run_json"),
+    ("tasks.train.server_url", "import_server_runs"),
+}
+
+#: Program that prints the functions that import a module of Muster, as JSON: `[module, function]`.
+FIND_LATE_IMPORTS = """
+import ast, json, sys
+import tasks.client
+
+def imports_muster(node):
+    names = [node.module] if isinstance(node, ast.ImportFrom) else []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    return any((name or "").partition(".")[0] in PACKAGES for name in names)
+
+PACKAGES = ("tasks", "flows", "deployments")
+functions = set()
+for name, module in list(sys.modules.items()):
+    if name.partition(".")[0] not in PACKAGES or not getattr(module, "__file__", None):
+        continue
+    for function in ast.walk(ast.parse(open(module.__file__).read())):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if any(map(imports_muster, ast.walk(function))):
+                functions.add((name, function.name))
+print(json.dumps(sorted(functions)))
+"""
+
+
+def test_client_imports_all_modules_of_muster_while_it_loads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIND_LATE_IMPORTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+
+    assert {tuple(pair) for pair in json.loads(done.stdout)} == LATE_IMPORTS
+
+
 def test_client_and_packages_of_the_project_work_in_one_process(
     project: Path, package: Path
 ) -> None:

@@ -172,7 +172,7 @@ def test_sweep_of_an_active_job_is_refused(
 
     answer = asyncio.run(send_order(address, key, "sweep", wanted=wanted))
 
-    assert answer["why"] == f"refused: job {submission} is {status}"
+    assert answer["why"] == f"refused: job {submission} of the run is still {status}"
     assert process.poll() is None
 
 

@@ -153,7 +153,7 @@ def test_unreached_node_is_named_with_reason_and_command(
     ended = end(SILENT)
 
     message = (
-        "node 10.0.0.5 could not be checked (no answer within 60 s); "
+        "node 10.0.0.5 could not be checked for leftover processes (no answer within 60 s); "
         "to check these nodes again, run `muster reconcile`"
     )
     assert (ended.left, ended.unseen) == ((), (message,))
@@ -167,7 +167,7 @@ def test_sweep_without_any_reached_node_is_reported(
     ended = end(NO_NODE)
 
     assert ended.unseen == (
-        "no node of the cluster could be checked (the driver has ended); "
+        "no node of the cluster could be checked for leftover processes (the driver has ended); "
         "to check these nodes again, run `muster reconcile`",
     )
     assert read_noted_nodes() == {"r--a01": {}}

@@ -502,8 +502,8 @@ def test_server_error_is_reported_in_one_line(
         (("undrain",), "NODE requires an argument"),
         (("set",), "KEY=VALUE requires an argument"),
         (("unset",), "KEY requires an argument"),
-        (("dran", "gpu-1"), "no verb 'dran': did you mean `drain`?"),
-        (("sideways",), "no verb 'sideways': choose from drain, undrain, set, unset"),
+        (("dran", "gpu-1"), "queue has no command 'dran': did you mean `drain`?"),
+        (("sideways",), "queue has no command 'sideways': choose from drain, undrain, set, unset"),
     ],
 )
 def test_wrong_arguments_are_refused(

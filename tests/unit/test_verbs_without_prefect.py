@@ -94,7 +94,7 @@ def test_verb_does_not_import_prefect_if_no_server_is_configured(
     [
         (["logs", RUN], "ValueError: no", ""),
         (["metrics", RUN], '"loss": 0.5', ""),
-        (["checkpoints", RUN], "", f"{RUN} has no checkpoint yet.\n"),
+        (["checkpoints", RUN], "", f"The run {RUN} has no checkpoint yet.\n"),
     ],
 )
 def test_verb_for_files_of_an_ended_run_here_asks_no_server(
