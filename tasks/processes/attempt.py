@@ -64,6 +64,7 @@ from tasks.record.ranks import (
     RankFailure,
     find_first_rank,
     has_error_file,
+    has_lost_peer,
     is_consequence,
     is_exit_report,
     is_victim,
@@ -214,7 +215,11 @@ def make_failure(
     # the log for another cause.
     is_explained = kind is FailureKind.ALARM
     cause = None if is_explained else find_cause(own_text, is_consequence=is_later_error)
-    if traceback and (cause is None or cause.rule.role >= Role.CASCADE):
+    is_early_end = first_rank is not None and first_rank is evidence.early_end
+    if is_early_end:
+        # The errors in the log are those of the other ranks, which lost this rank.
+        cause = None
+    elif traceback and (cause is None or cause.rule.role >= Role.CASCADE):
         cause = find_cause(traceback) or cause
     exit_signal = exit.signal_name if exit else None
     signal_of_death = exit_signal
@@ -242,7 +247,7 @@ def make_failure(
     if kind is None:
         is_fatal = signal_of_death in _FATAL_SIGNALS
         has_error_code = first_rank is not None and (first_rank.exit_code or 0) > 0
-        is_error = is_fatal or has_error_code
+        is_error = is_fatal or has_error_code or is_early_end
         kind = FailureKind.RUNTIME_ERROR if is_error else FailureKind.UNKNOWN
     if exit is not None and not hint:
         hint = _make_exit_hint(exit)
@@ -309,6 +314,8 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     """
     logged = find_first_rank(text)
     death = evidence.first_death
+    if evidence.early_end is not None and _is_loss_of_a_rank(text, death):
+        return evidence.early_end
     if death is None:
         return logged
     if logged is not None and logged.pid is not None:
@@ -336,6 +343,20 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     # first failure. Another death counts if the traceback only reports the loss of another process.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
+
+
+def _is_loss_of_a_rank(text: str, death: RankFailure | None) -> bool:
+    """Return True if the log shows no other cause than the lost connection to another rank.
+
+    Args:
+        text: End of the component's log.
+        death: The process that failed first according to the kernel, or None if it is unknown.
+    """
+    is_killed = death is not None and death.signal_name not in (None, "SIGABRT")
+    if is_killed or not has_lost_peer(text):
+        return False
+    cause = find_cause(text, is_consequence=has_lost_peer)
+    return cause is None or cause.rule.role >= Role.CASCADE
 
 
 def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:

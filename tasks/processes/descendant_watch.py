@@ -66,6 +66,8 @@ class DeathEvidence:
     no_oom_kill: str = ""
     #: The descendant that died first, shortly before the end of the component. None if unknown.
     first_death: RankFailure | None = None
+    #: The rank that ended with exit code 0 before another rank failed. None if there is none.
+    early_end: RankFailure | None = None
     #: Traceback of the rank that failed first, from the file that torchrun writes. Empty if the
     #: file does not exist.
     traceback: str = ""
@@ -77,8 +79,11 @@ class _Process:
 
     id: ProcessId
     command: str
-    #: Number of the rank; None if the process is no rank of a training.
+    #: Number of the rank to which the process belongs; None if it belongs to no rank of a training.
     rank: int | None
+    #: True if the process is the rank itself, and not a child process of the rank, such as a worker
+    #: of a data loader.
+    is_rank_itself: bool
     #: True if the process is a worker of its parent. A worker is a rank, a process of
     #: `multiprocessing`, or a fork of its parent that executes the same program.
     is_worker: bool
@@ -181,6 +186,7 @@ class DescendantWatch:
             oom_kill=oom_kill,
             no_oom_kill="" if oom_kill else self._describe_missing_oom_kill(),
             first_death=self._find_first_death(exit),
+            early_end=self._find_early_end(),
         )
 
     def _search(self) -> list[_Process]:
@@ -391,17 +397,41 @@ class DescendantWatch:
         ]
         if not failures:
             return None
-        process, death = failures[0]
-        is_rank = process.rank is not None
-        return RankFailure(
-            name=f"rank {process.rank}"
-            if is_rank
-            else f"process `{process.command[:_SHOWN_CHARACTERS]}`",
-            rank=process.rank,
-            pid=process.id.pid,
-            exit_code=-death.signal if death.signal is not None else death.exit_code,
-            others_failed=any(other.is_worker for other, _ in failures[1:]),
-        )
+        others_failed = any(other.is_worker for other, _ in failures[1:])
+        return _make_rank_failure(*failures[0], others_failed=others_failed)
+
+    def _find_early_end(self) -> RankFailure | None:
+        """Return the first rank that ended with exit code 0 before another rank failed, or None."""
+        early_end: RankFailure | None = None
+        for process, death in self._deaths:
+            if not process.is_rank_itself:
+                continue
+            if not death.is_zero:
+                return early_end
+            if early_end is None:
+                early_end = _make_rank_failure(process, death, others_failed=True)
+        return None
+
+
+def _make_rank_failure(process: _Process, death: Exit, *, others_failed: bool) -> RankFailure:
+    """Return the description of a process that ended before the other processes.
+
+    Args:
+        process: The process.
+        death: Exit of the process.
+        others_failed: True if other processes of the training failed later.
+    """
+    if process.rank is not None:
+        name = f"rank {process.rank}"
+    else:
+        name = f"process `{process.command[:_SHOWN_CHARACTERS]}`"
+    return RankFailure(
+        name=name,
+        rank=process.rank,
+        pid=process.id.pid,
+        exit_code=-death.signal if death.signal is not None else death.exit_code,
+        others_failed=others_failed,
+    )
 
 
 def _is_failure(process: _Process, death: Exit) -> bool:
@@ -419,10 +449,9 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
         command = tree.read_command_line(pid)
         if not command or not id.start_ticks:
             continue
-        rank: int | None = None
-        with contextlib.suppress(OSError, ValueError):
-            rank = int(tree.read_environment(pid).get("RANK", ""))
-        parent_command = tree.read_command_line(tree.read_parent(pid))
+        rank = _read_rank(pid)
+        parent = tree.read_parent(pid)
+        parent_command = tree.read_command_line(parent)
         is_fork = command == parent_command and Path(command.split()[0]).name not in _SHELLS
         is_worker = rank is not None or "multiprocessing" in command or is_fork
         memory_bytes = 0
@@ -433,10 +462,18 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
             id=id,
             command=command,
             rank=rank,
+            is_rank_itself=rank is not None and _read_rank(parent) != rank,
             is_worker=is_worker,
             memory_bytes=memory_bytes,
             memory_groups=_read_memory_groups(str(pid), mountinfo),
         )
+
+
+def _read_rank(pid: int) -> int | None:
+    """Return the number of the rank to which a process belongs, from its environment, or None."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(tree.read_environment(pid).get("RANK", ""))
+    return None
 
 
 def _read_mounts() -> str:

@@ -138,7 +138,9 @@ class RankFailure:
         subject = self.name if self.pid is None else f"{self.name} (pid {self.pid})"
         if self.exit_code is None:
             return f"{subject} failed first"
-        if self.exit_code < 0:
+        if self.exit_code == 0:
+            end = "ended first, with exit code 0, although other ranks still trained"
+        elif self.exit_code < 0:
             end = f"was killed by {_name_signal(-self.exit_code)} first"
         else:
             end = f"ended first, with exit code {self.exit_code}"
@@ -238,6 +240,11 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     return has_rank and not is_end_of_waiting and _WAITED_IN_VAIN.search(line) is not None
 
 
+def has_lost_peer(text: str) -> bool:
+    """Return True if a rank has lost its connection to another rank, or waited for it in vain."""
+    return (_LOST_PEER.search(text) or _WAITED_IN_VAIN.search(text)) is not None
+
+
 def has_error_file(text: str, failure: RankFailure) -> bool:
     """Return True if the error file of torchrun can be about the failed process.
 
@@ -264,8 +271,7 @@ def is_victim(text: str, rank: int) -> bool:
         entry = _TABLE_ENTRY.search(block[0])
         if entry is not None and int(entry["rank"]) == rank:
             own_text += block[0]
-    victim_error = _LOST_PEER.search(own_text) or _WAITED_IN_VAIN.search(own_text)
-    return victim_error is not None
+    return has_lost_peer(own_text)
 
 
 def select_traceback_of_rank(text: str, failure: RankFailure) -> str:

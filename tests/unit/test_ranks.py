@@ -94,18 +94,24 @@ STOPPED = entry(0, -15, 18581, "(SIGTERM)")
 
 
 def fail(
-    text: str, *, first_death: RankFailure | None = None, error_file: str = "", code: int = 1
+    text: str,
+    *,
+    first_death: RankFailure | None = None,
+    early_end: RankFailure | None = None,
+    error_file: str = "",
+    code: int = 1,
 ) -> Failure:
     """Return the failure of a component whose launcher has printed the text and exited with 1.
 
     Args:
         text: The log of the launcher and its ranks.
         first_death: The process that died first according to the kernel.
+        early_end: The rank that ended with exit code 0 before another rank failed.
         error_file: Traceback in the error file of torchrun.
         code: Exit code of the launcher.
     """
     exit = Exit.from_return_code(code, 0.0)
-    evidence = DeathEvidence(first_death=first_death, traceback=error_file)
+    evidence = DeathEvidence(first_death=first_death, early_end=early_end, traceback=error_file)
     return make_failure(
         "trainer", text, message="trainer ended", rule="exit", exit=exit, evidence=evidence
     )
@@ -262,6 +268,32 @@ def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None
     assert "stopped responding" not in failure.hint
     assert "another process died first" not in failure.hint
     assert "does not answer" not in failure.hint
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+@pytest.mark.parametrize("error", LOST_RANK)
+def test_rank_that_ended_with_exit_code_0_while_others_trained_is_blamed(
+    prefix: str, error: str
+) -> None:
+    text = STEPS + traceback_of(error, prefix) + table(entry(0, 1, 6))
+    early_end = RankFailure(name="rank 1", rank=1, pid=7, exit_code=0, others_failed=True)
+
+    failure = fail(text, first_death=death(1, 0), early_end=early_end)
+
+    assert_blames_only_first_rank(
+        failure, "RUNTIME_ERROR", "rank 1 (pid 7) ended first, with exit code 0"
+    )
+    assert "rank 1" in failure.hint
+
+
+def test_error_of_a_later_rank_is_the_cause_if_it_did_not_lose_the_rank_that_ended() -> None:
+    early_end = RankFailure(name="rank 1", rank=1, pid=7, exit_code=0, others_failed=True)
+
+    failure = fail(
+        STEPS + traceback_of("ValueError: bad batch") + table(entry(0, 1, 6)), early_end=early_end
+    )
+
+    assert (failure.kind, "rank 0 (pid 6)" in failure.message) == ("USER_ERROR", True)
 
 
 def test_exit_code_of_first_rank_is_not_a_time_out_of_the_other_rank() -> None:
