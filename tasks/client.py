@@ -31,7 +31,7 @@ from tasks.train.run_metrics import read_metrics  # noqa: E402
 from tasks.train.run_records import find_last_attempt, require_record  # noqa: E402
 from tasks.train.run_story import tell_story  # noqa: E402
 from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
-from tasks.train.server_url import import_server_runs  # noqa: E402
+from tasks.train.server_imports import import_server_runs  # noqa: E402
 
 # Import all modules that the functions of this module need. A later import of `tasks` could find a
 # package of that name in the user's project.

@@ -80,8 +80,9 @@ def record_provenance(
     Args:
         record: The record of the run.
         code: The submitted code of the run. None if the run uses the files of the folder `root`
-            directly. If that folder is a project, this function stores a copy of the project and
-            writes the name of the copy into the record.
+            directly. This function then stores a copy of the folder, and writes the name of the
+            copy into the record. It stores no copy of the home folder of the user or of a folder
+            above it, unless that folder is a project.
         spec: The resolved spec of the attempt.
         root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.
@@ -89,7 +90,7 @@ def record_provenance(
     path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)
     python = Path(shutil.which("python", path=path) or sys.executable)
     try:
-        if code is None and is_project_root(root):
+        if code is None and (is_project_root(root) or not Path.home().is_relative_to(root)):
             code = _store_used_files(root)
         provenance = code_store.describe_versions(code, root, python)
         diff = secrets.mask(str(provenance.get("diff") or ""))

@@ -27,9 +27,9 @@ from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.errors import MusterError
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.pipeline import is_pipeline_file, load_pipeline
-from tasks.spec.programs import Interpreter, add_active_environment, find_missing_programs
+from tasks.spec.programs import Interpreter, add_active_environment
 from tasks.spec.run import Gang, RunSpec
-from tasks.train.interpreters import component_interpreter, component_search_path
+from tasks.train.interpreters import component_interpreter, find_missing_files
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
 #: Longest time in seconds that `muster submit` waits for the clusters of the queue.
@@ -66,8 +66,7 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     root = find_project_root(spec)
     run_spec = add_active_environment(load_spec(spec, set), root)
     interpreter = component_interpreter(run_spec.env, root)
-    path = component_search_path(run_spec.env, root)
-    missing = [str(fault) for fault in find_missing_programs(run_spec, root=root, path=path)]
+    missing = [str(fault) for fault in find_missing_files(run_spec, root)]
     fits: list[Fit] = []
     api_url = PREFECT_API_URL.value()
     hide_prefect_logs()
@@ -142,16 +141,11 @@ def _print_result(
             file=sys.stderr,
         )
     if missing:
-        places = (
+        print(
             f"  Muster searches for programs in {Path(interpreter.path).parent} and in the folders "
-            "of PATH."
+            "of PATH.",
+            file=sys.stderr,
         )
-        if interpreter.environment is None:
-            places += (
-                f"If the training has its own Python environment, create it as {root / '.venv'}, "
-                "or activate it before you call Muster."
-            )
-        print(places, file=sys.stderr)
     if spec.gang is None:
         print("The run requests no GPUs, so it does not wait for GPUs of a cluster.")
     for fit in fits:

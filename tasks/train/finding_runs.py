@@ -15,7 +15,8 @@ from tasks.record.run_json import RunJson
 from tasks.spec.errors import BadArgument
 from tasks.train.local_runs import find_local_run, list_local_run_ids, read_local_record
 from tasks.train.runs import Run
-from tasks.train.server_url import import_server_runs, may_have_prefect_server
+from tasks.train.server_imports import import_server_runs
+from tasks.train.server_url import may_have_prefect_server
 
 #: Largest number of runs, newest first, among which `find_run` searches.
 _SEARCHED_RUNS = 1000

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.record.code_store import PROJECT
+from tasks.spec.errors import Fault
 from tasks.spec.programs import (
     Interpreter,
     build_component_path,
@@ -29,8 +31,12 @@ def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
         root: Root folder of the project. If None, use the folder of the submitted project, which an
             environment variable names, or else the working directory.
     """
-    root = root or Path(os.environ.get(PROJECT) or Path.cwd())
-    return find_interpreter(root, select_literals(env))
+    return find_interpreter(_find_project(root), select_literals(env))
+
+
+def _find_project(root: Path | None) -> Path:
+    """Return the root folder of a run's project, see `component_interpreter`."""
+    return root or Path(os.environ.get(PROJECT) or Path.cwd())
 
 
 def component_search_path(env: Env, root: Path | None = None) -> str:
@@ -42,6 +48,34 @@ def component_search_path(env: Env, root: Path | None = None) -> str:
     """
     interpreter = component_interpreter(env, root)
     return build_component_path(interpreter.path, os.environ.get("PATH", os.defpath))
+
+
+def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, ...]:
+    """Return a fault for each file or program that the spec names and that this machine lacks.
+
+    If the project has no Python environment, the remedy for a missing program says how to provide
+    one.
+
+    Args:
+        spec: The run spec.
+        root: Root folder of the project. If None, the files are in the working directory, and the
+            Python environment is that of `component_interpreter`.
+    """
+    path = component_search_path(spec.env, root)
+    faults = find_missing_programs(spec, root=root or Path.cwd(), path=path)
+    if component_interpreter(spec.env, root).environment is not None:
+        return faults
+    project = _find_project(root)
+    advice = (
+        f"if the training has its own Python environment, create it as {project / '.venv'}, or "
+        "activate it before you call Muster"
+    )
+    return tuple(
+        replace(fault, remedy="; ".join(filter(None, (fault.remedy, advice))))
+        if fault.path.endswith("command.0")
+        else fault
+        for fault in faults
+    )
 
 
 def print_project(spec: RunSpec, root: Path) -> None:
@@ -59,8 +93,7 @@ def print_project(spec: RunSpec, root: Path) -> None:
     interpreter = component_interpreter(spec.env, root)
     print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)
     # A missing program is no fault: the run may start on another host, which has the program.
-    search_path = component_search_path(spec.env, root)
-    for fault in find_missing_programs(spec, root=root, path=search_path):
+    for fault in find_missing_files(spec, root):
         print(
             f"  this machine lacks a file that the worker's host must have: {fault}",
             file=sys.stderr,

@@ -22,7 +22,8 @@ from tasks.spec.values import is_number
 from tasks.spec.watch import find_metric
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.runs import Run
-from tasks.train.server_url import import_server_runs, may_have_prefect_server
+from tasks.train.server_imports import import_server_runs
+from tasks.train.server_url import may_have_prefect_server
 
 #: Number of bytes at the end of a file that are searched for the last step or metric.
 _TAIL_BYTES = 65_536

@@ -14,7 +14,8 @@ from tasks.spec.errors import BadArgument
 from tasks.train.finding_runs import find_run
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
-from tasks.train.server_url import import_server_runs, may_have_prefect_server
+from tasks.train.server_imports import import_server_runs
+from tasks.train.server_url import may_have_prefect_server
 
 #: Seconds between two requests to the server for the state of a run that has not begun.
 _ASK_EVERY_S = 5.0

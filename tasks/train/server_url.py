@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
-from types import ModuleType
 
 from tasks.spec.prefect_address import may_have_server
 
@@ -26,16 +24,3 @@ def read_server_url() -> str | None:
 
     url: str | None = PREFECT_API_URL.value()
     return url
-
-
-@cache
-def import_server_runs() -> ModuleType:
-    """Return the module `server_runs`, which reads runs from the Prefect server.
-
-    The first call imports Prefect, which takes seconds. So call this function only if a server may
-    be configured. The Python client calls it once while it loads Muster's modules. A later import
-    of `tasks` could find a package of that name in the user's project.
-    """
-    from tasks.train import server_runs
-
-    return server_runs

@@ -15,9 +15,9 @@ from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.own_settings import find_setting_problems
 from tasks.spec.placeholders import find_placeholder_faults
-from tasks.spec.programs import add_active_environment, find_missing_programs
+from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.interpreters import component_search_path
+from tasks.train.interpreters import find_missing_files
 
 
 def load_checked_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -54,11 +54,10 @@ def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool =
         InvalidSpec: The error lists all faults of the spec.
     """
     setting_faults = [Fault(path="", problem=problem) for problem in find_setting_problems()]
-    path = component_search_path(spec.env, root)
     faults = [
         *find_placeholder_faults(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
-        *find_missing_programs(spec, root=root or Path.cwd(), path=path),
+        *find_missing_files(spec, root),
         *(setting_faults or _find_containment_faults(spec)),
         *_find_memory_faults(spec),
         *(_find_store_faults(spec) if checks_stores else ()),

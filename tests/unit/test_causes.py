@@ -253,6 +253,8 @@ def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
         ("omegaconf.errors.ConfigKeyError: Key 'x' not in 'y'", "USER_ERROR"),
         ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
         ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
+        ("StopIteration", "RUNTIME_ERROR"),
+        ("ExceptionGroup: two tasks failed (2 sub-exceptions)", "RUNTIME_ERROR"),
         ("AssertionError: Torch not compiled with CUDA enabled", "USER_ERROR"),
         ("ImportError: libcuda.so.1: cannot open shared object file: No such file", "USER_ERROR"),
         ("ValueError: Your setup doesn't support bf16/gpu.", "RUNTIME_ERROR"),

@@ -67,7 +67,7 @@ LATE_IMPORTS = {
     ("tasks.command", "find_server"),
     ("tasks.command", "wait_for_stack"),
     ("tasks.train.local_runs", "import_run_json"),
-    ("tasks.train.server_url", "import_server_runs"),
+    ("tasks.train.server_imports", "import_server_runs"),
 }
 
 #: Program that prints the functions that import a module of Muster, as JSON: `[module, function]`.

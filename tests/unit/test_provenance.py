@@ -44,6 +44,28 @@ def test_direct_run_keeps_files_that_git_does_not_track(muster_home: Path, tmp_p
     assert files["untracked.py"][1] == b"untracked.py"
 
 
+def test_direct_run_keeps_files_of_a_folder_without_git(muster_home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "training"
+    folder.mkdir()
+    (folder / "train.py").write_text("text")
+
+    provenance = record_project(folder, tmp_path / "run.json")
+
+    assert read_files(str(provenance["tree"])).keys() == {"train.py"}
+
+
+def test_direct_run_keeps_no_files_of_the_home_folder(
+    muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "train.py").write_text("text")
+    monkeypatch.setenv("HOME", str(home))
+
+    assert record_project(home, tmp_path / "run.json")["tree"] is None
+    assert record_project(tmp_path, tmp_path / "run2.json")["tree"] is None
+
+
 @pytest.mark.parametrize("is_project", [False, True])
 def test_files_that_cannot_be_stored_do_not_disturb_the_run(
     muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_project: bool
