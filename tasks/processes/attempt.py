@@ -292,6 +292,8 @@ def make_failure(
             killed = first_rank.short_name if first_rank is not None and is_rank else component
             observation = f"SIGKILL ended {killed}."
         hint = f"{observation} {hint}"
+    elif has_unclear_cause and first_rank is not None and first_rank.signal_name == "SIGTERM":
+        hint = f"SIGTERM ended {first_rank.short_name}. {_SIGNAL_HINTS['SIGTERM']}"
     return Failure(
         kind=kind,
         component=component,

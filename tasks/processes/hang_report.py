@@ -108,15 +108,16 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
-#: Matches a frame that waits until all ranks have called the same function. The functions are those
-#: of PyTorch and DeepSpeed for communication, and for the start of a process group. The backward
-#: pass waits for the gradients of all ranks.
-_WAITS_FOR_RANKS = re.compile(
+#: Matches a frame that waits for other ranks or for child processes. The functions are those of
+#: PyTorch and DeepSpeed for communication, and for the start of a process group. The backward pass
+#: waits for the gradients of all ranks. A parent process waits in `multiprocessing` for its ranks.
+_WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
     r"|batch_isend_irecv|recv|send|clip_grad_norm_|_sync_\w+) \("
     r"|\([^()]*\btorch/distributed/(?:distributed_c10d|rendezvous|device_mesh|_functional_\w+)\.py:"
     r"|\([^()]*\bdeepspeed/comm/"
+    r"|\([^()]*\bmultiprocessing/(?:popen_\w+|process|context|connection|spawn)\.py:"
 )
 
 
@@ -218,8 +219,8 @@ def compose_report(
         _, process = node_and_process
         return (
             not process["rank"],
+            _WAITS_FOR_OTHERS.search(process["frame"]) is not None,
             not process["is_own"],
-            _WAITS_FOR_RANKS.search(process["frame"]) is not None,
             frame_counts[process["frame"]],
         )
 

@@ -152,7 +152,7 @@ class PreflightVerdict:
         count = sum(node.name != CALLER for node in self.nodes)
         unfit_nodes = list(dict.fromkeys(finding.node for finding in self.findings))
         if not unfit_nodes:
-            return f"all {count} nodes are fit"
+            return "the node is fit" if count == 1 else f"all {count} nodes are fit"
         headline = f"unfit nodes: {', '.join(unfit_nodes)} ({count} nodes were checked)"
         return "\n".join([headline, *map(str, self.findings)])
 

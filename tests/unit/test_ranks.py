@@ -443,6 +443,12 @@ def test_lost_connection_to_a_rank_of_another_machine_is_a_collective_error() ->
     assert failure.kind == "COLLECTIVE_TIMEOUT"
 
 
+def test_advice_after_sigterm_names_the_probable_senders() -> None:
+    failure = fail(STEPS + table(entry(1, -15, 7, "(SIGTERM)")))
+
+    assert failure.hint.startswith("SIGTERM ended rank 1. Muster did not send SIGTERM.")
+
+
 def test_advice_names_a_process_without_its_command_line() -> None:
     failure = fail(STEPS, first_death=death(3, None))
 
