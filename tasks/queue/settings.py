@@ -70,7 +70,7 @@ class PoolSettings(BaseModel):
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
-        (), title="Nodes", description="Nodes on which the runs without a Ray cluster run."
+        (), title="Nodes", description="Nodes for the runs that use no Ray cluster."
     )
     clusters: tuple[ListedCluster, ...] = Field(
         (),

@@ -164,8 +164,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
-            f"Muster's store of project copies has a list of files under the name {name[:12]}, "
-            "but no copy. Use the name that the key `code` of a run's spec.yaml contains."
+            f"The name {name[:12]} belongs to a part of a project copy, not to a whole copy. Use "
+            "the value of the key `code` in the spec.yaml of a run."
         )
         raise NoCode(message) from None
 

@@ -91,9 +91,9 @@ class Best(Model):
     """Number by which the best point of a matrix is chosen."""
 
     by: Text = Field(
-        description="Number that decides which point of the matrix is best: a metric of the run, "
-        "EVALUATION.KEY for a number in the result of an evaluation in `evals` of the run, or a "
-        "key in the result of a step.",
+        description="Number that decides which point of the matrix is best. For a run, write the "
+        "name of a metric, or EVALUATION.KEY for a number from an evaluation in `evals`. For a "
+        "step, write a key of its result.",
         examples=["reward"],
     )
     mode: Literal["max", "min"] = Field(

@@ -232,7 +232,7 @@ class ReadyProbe(Probe):
     within_s: Seconds = Field(
         120.0,
         description="Longest time in seconds until the component is ready. After this time, the "
-        "run fails as NOT_READY. If omitted, a probe with `exit` has no limit.",
+        "run fails as NOT_READY. A probe with `exit` has no limit unless this key is set.",
     )
 
     @property
@@ -286,8 +286,8 @@ class LiveProbe(Probe):
     )
     alive_s: Seconds | None = Field(
         None,
-        description="Not allowed in `live`, only in `ready`. Muster always notices the end of a "
-        "component, even without a probe.",
+        description="This key is only allowed in `ready`. `live` needs no such key, because Muster "
+        "always notices the end of a component.",
     )
     every_s: Seconds = Field(10, description="Seconds between two checks.")
     timeout_s: Seconds = Field(

@@ -369,8 +369,8 @@ class RunSpec(Document):
         300,
         description="Longest time in seconds from the last step (`progress.total`, or "
         "`success.step` if the total is omitted) to the end of the trainer. After that, Muster "
-        "stops the trainer, and the run is completed. Time in which a checkpoint grows does not "
-        "count.",
+        "stops the trainer, and the run is completed. The time in which the trainer writes a "
+        "checkpoint does not count.",
     )
     watch: Watch | None = Field(
         None,

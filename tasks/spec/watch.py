@@ -88,9 +88,9 @@ class WatchRule(Model):
     )
     unless_steady: Names = Field(
         (),
-        description="Name of another metric, or a list of its possible names. While the values "
-        "of this other metric vary by at most a tenth of their mean, the condition `spent` "
-        "raises no alarm.",
+        description="Name of another metric, or a list of its possible names. The condition "
+        "`spent` raises no alarm while this other metric is steady: its last values differ from "
+        "their mean by at most a tenth.",
     )
     for_steps: Count = Field(
         5,

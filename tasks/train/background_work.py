@@ -14,7 +14,7 @@ from tasks.processes.host_limits import describe_shortage
 from tasks.processes.identity import host_name
 from tasks.record import code_store
 from tasks.record.checkpoints import find_superfluous_checkpoints, remove_checkpoint
-from tasks.record.places import RunPlace
+from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import is_project_root
@@ -81,8 +81,8 @@ def record_provenance(
         record: The record of the run.
         code: The submitted code of the run. None if the run uses the files of the folder `root`
             directly. This function then stores a copy of the folder, and writes the name of the
-            copy into the record. It stores no copy of the home folder of the user or of a folder
-            above it, unless that folder is a project.
+            copy into the record. If that folder is no project, and contains the home folder of the
+            user or MUSTER_HOME, this function stores no copy.
         spec: The resolved spec of the attempt.
         root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.
@@ -90,7 +90,9 @@ def record_provenance(
     path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)
     python = Path(shutil.which("python", path=path) or sys.executable)
     try:
-        if code is None and (is_project_root(root) or not Path.home().is_relative_to(root)):
+        homes = (Path.home(), muster_home())
+        has_home = any(home.is_relative_to(root.absolute()) for home in homes)
+        if code is None and (is_project_root(root) or not has_home):
             code = _store_used_files(root)
         provenance = code_store.describe_versions(code, root, python)
         diff = secrets.mask(str(provenance.get("diff") or ""))

@@ -109,7 +109,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 @pytest.fixture
 def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSession]:
     """Yield a training with the evaluation `math`, whose first attempt has begun."""
-    # Outside of a project, Muster stores no copy of the project's files.
+    # Muster stores no copy of this folder, because the folder contains MUSTER_HOME.
     monkeypatch.chdir(tmp_path)
     spec = parse_spec(
         {
