@@ -54,12 +54,12 @@ class RunResults:
         """
         self._requests = requests
         self._secrets = frozenset(secrets)
-        #: Result of each completed step, a stage that runs a function or a command. The keys are
-        #: flow run ids. If a result is missing or not valid, the value is an exception that says
-        #: so.
+        #: Result of each completed step by the id of its flow run. A step is a stage that runs a
+        #: function or a command. If a result is missing or not valid, the value is an exception
+        #: with the reason.
         self._results: dict[str, Any] = {}
-        #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
-        #: flow run ids of the completed points. None if a point has no such number.
+        #: Number by which the best point of a matrix is chosen, see the key `best`. The keys are
+        #: the flow run ids of the completed points. The value is None if a point has no number.
         self._figures: dict[str, float | None] = {}
         #: Flow run ids of the completed runs whose evaluations have ended. The evaluations of these
         #: runs do not change any more.

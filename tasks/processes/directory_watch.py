@@ -21,7 +21,8 @@ _IN_MOVED_TO = 0x80
 _IN_IGNORED = 0x8000
 #: Number of bytes for one read of events. The largest event has 272 bytes.
 _READ_BYTES = 1 << 16
-#: Number of bytes before the name of the file in an event, and the position of the flags.
+#: Layout of an inotify event: number of bytes before the name of the file, position of the flags,
+#: and position of the length of the name. Source: inotify(7).
 _HEADER_BYTES = 16
 _FLAGS = slice(4, 8)
 _NAME_LENGTH = slice(12, 16)

@@ -342,9 +342,9 @@ class StepSource(Protocol):
 
     @property
     def unanswered(self) -> str:
-        """A text that names the file and says for how long it has not answered.
+        """A text that names the file, and the time for which its file system has not answered.
 
-        The text is empty if the file answers.
+        The text is empty if the file can be read.
         """
 
     async def step(self) -> float | None:

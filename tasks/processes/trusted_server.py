@@ -106,11 +106,11 @@ class ListenerCheck:
 def require_trusted_listener(host: str, port: int) -> None:
     """Check that the server at an address belongs to a trusted user.
 
-    Use it for a client whose single connections cannot be checked. Addresses of other machines pass
-    the check, and so do ports without a server.
+    Use this function for a client that does not allow a check of each of its connections. Addresses
+    of other machines pass the check, and so do ports without a server.
 
     Raises:
-        UntrustedListener: The user of the server is not trusted or unknown.
+        UntrustedListener: The user of the server is unknown or not trusted.
     """
     where = f"{host}:{port}"
     try:
@@ -132,7 +132,7 @@ def require_trusted_url(url: str) -> None:
     """Check that the server of a URL belongs to a trusted user, see `require_trusted_listener`.
 
     Raises:
-        UntrustedListener: The user of the server is not trusted or unknown.
+        UntrustedListener: The user of the server is unknown or not trusted.
     """
     parts = urlsplit(url)
     default = 443 if parts.scheme == "https" else 80
@@ -304,7 +304,7 @@ def check_transport(check: ListenerCheck, transport: asyncio.BaseTransport) -> N
         transport: Transport of the connection.
 
     Raises:
-        UntrustedListener: The user of the server is not trusted or unknown.
+        UntrustedListener: The user of the server is unknown or not trusted.
         OSError: The connection has ended.
     """
     _check_ends(check, transport.get_extra_info("socket"))

@@ -49,7 +49,7 @@ class WarnedProcesses(TypedDict):
 
     #: Text that identifies the machine, see `tree.machine`.
     machine: str
-    #: Pid and start time of each process that got the signal now.
+    #: Pid and start time of each process to which this call has sent the signal.
     processes: list[list[int]]
 
 

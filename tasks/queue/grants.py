@@ -36,8 +36,8 @@ from tasks.server.flow_runs import find_process_tags
 #: Name of the label that contains the `Grant` of a flow run as JSON. The label is empty if the flow
 #: run has no grant.
 GRANT = "muster.gang.grant"
-#: Name of the label that contains the host on which the process of a waiting run is running. If the
-#: run does not use Ray, it can use only the GPUs of that host.
+#: Name of the label with the host of the process that waits for the GPUs of a run. A run without
+#: Ray can use only the GPUs of that host.
 HOST = "muster.gang.host"
 #: Name of the label that the process of a waiting run changes every HEARTBEAT_EVERY_S seconds. A
 #: label that no longer changes shows that the process has ended.
@@ -121,7 +121,7 @@ class Grant(BaseModel):
 
 
 class _ExpectedEnd(BaseModel):
-    """Content of the label _EXPECTED_END."""
+    """Expected end of a run, as the label _EXPECTED_END contains it in JSON."""
 
     model_config = ConfigDict(frozen=True)
 

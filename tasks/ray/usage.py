@@ -107,7 +107,7 @@ class ClusterNode:
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
     #: Number of CPUs that the queue cannot grant, because other programs than Muster's runs use
-    #: them. The number also includes CPUs of actors and bundles of Muster's runs without a GPU.
+    #: them. It also includes the CPUs of those actors and bundles of Muster's runs that use no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)

@@ -122,5 +122,5 @@ LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
 
 #: States in which the inference servers of a lifecycle group receive requests.
 SERVING_STATES = frozenset({_G.ACTIVE, _G.SUSPECT})
-#: States in which the inference servers of a lifecycle group run and are supervised.
+#: States of a lifecycle group in which its inference servers have been started and are supervised.
 RUNNING_STATES = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

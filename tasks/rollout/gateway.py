@@ -77,8 +77,8 @@ class Access:
             )
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
-        #: Port that the gateway listens on. None before the gateway has started: every port in a
-        #: header is then accepted.
+        #: Port that the gateway listens on. None before the gateway has started: every port in the
+        #: headers Host and Origin is then accepted.
         self.port: int | None = None
 
     def find_refusal(

@@ -168,7 +168,8 @@ class Health:
 
         Args:
             group: Index of the engine's lifecycle group.
-            epoch: Number of the start of the group whose servers should be checked.
+            epoch: Epoch of the group, which is the number of its start: only the servers of this
+                start are checked.
         """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:

@@ -89,7 +89,7 @@ class _SlotsByLoad:
         self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
-        """Add an entrypoint slot behind the slots with the same load."""
+        """Add the slot of an entrypoint, behind the other slots with the same load."""
         slots_with_load = self._slots.get(slot.load)
         if slots_with_load is None:
             slots_with_load = OrderedDict()

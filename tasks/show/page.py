@@ -386,12 +386,12 @@ _STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MUL
 
 
 def find_step(headline: str) -> tuple[float, float | None] | None:
-    """Return the step and the last step of a run from its artifact `summary`, or None.
+    """Return the current step and the number of steps of a run, or None if there is no step.
 
-    The last step is None if it is unknown.
+    The number of steps is None if it is unknown.
 
     Args:
-        headline: Description of the artifact, which `show_summary` built.
+        headline: Description of the run's artifact `summary`, as `show_summary` builds it.
     """
     match = _STEP_PARAGRAPH.search(headline)
     if match is None:

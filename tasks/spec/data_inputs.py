@@ -71,7 +71,7 @@ def make_result_uri(run_id: str) -> str:
 
 
 def list_paths(value: Any) -> list[str]:
-    """Return the absolute paths and URIs among the texts of JSON data, each once.
+    """Return the absolute paths and URIs among the strings of JSON data, without repeats.
 
     URIs with credentials are omitted. At most 50 paths are returned.
 

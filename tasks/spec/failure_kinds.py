@@ -68,8 +68,8 @@ class KindProperties:
     #: next attempt depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
     #: Largest number of attempts of a requeued run, including the first, if the run spec sets no
-    #: number. None if there is no limit. A kind of failure has a limit if each attempt that fails
-    #: in this way occupies the GPUs of the run for some time.
+    #: number. None if there is no limit. There is a limit for each kind whose failed attempts hold
+    #: the GPUs of the run for some time.
     attempts: int | None = None
     #: Seconds between an attempt with this kind of failure and the first retry, if the run spec
     #: sets no delay. None if the common default delay applies, as for most kinds of failure. A

@@ -56,7 +56,8 @@ class Sizes(BaseModel):
     tensor: Count = Field(1, alias="tensor_parallel")
     #: Number of ranks that share the experts.
     expert: Count = Field(1, alias="expert_parallel")
-    #: Value of the spec key `data_parallel`. The property `replicas` is the effective number.
+    #: Value of the spec key `data_parallel`. The property `replicas` contains the number of
+    #: data-parallel replicas that the engine really has.
     data: Count = Field(1, alias="data_parallel")
     #: True if data parallelism applies only to the attention layers, within the tensor-parallel
     #: ranks.

@@ -32,7 +32,7 @@ from tasks.spec.run import Gang, RunSpec
 from tasks.train.interpreters import component_interpreter, find_missing_files
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
-#: Longest time in seconds that `muster submit` waits for the clusters of the queue.
+#: Longest time in seconds in which `muster submit` waits for an answer of the queue's clusters.
 _CHECK_WITHIN_S = 10.0
 
 

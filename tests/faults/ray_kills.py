@@ -99,7 +99,7 @@ class Trial:
     way: str
     #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str
-    #: How far the phase `moment` has progressed at the kill, from 0 (its start) to 1 (its end).
+    #: Part of the phase in `moment` that is over at the kill, from 0 (its start) to 1 (its end).
     share: float
     #: Number of training steps of the Ray job. A step takes 0.1 s.
     steps: int
