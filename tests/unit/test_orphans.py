@@ -94,8 +94,8 @@ def completed(age_s: float) -> State[Any]:
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        (None, "cancelled, because its flow run was deleted on the Prefect server"),
-        (completed(60.0), "cancelled, because its flow run is Completed on the Prefect server"),
+        (None, "cancelled, because the flow run was deleted on the Prefect server"),
+        (completed(60.0), "cancelled, because the flow run is Completed on the Prefect server"),
     ],
 )
 def test_process_of_an_orphan_gets_sigterm_and_the_reason(
