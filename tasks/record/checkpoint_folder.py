@@ -68,6 +68,9 @@ _STATE_SUFFIXES = frozenset(
     {".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".safetensors", ".pkl", ".pickle", ".tar"}
     | {".zip", ".h5", ".hdf5", ".keras", ".msgpack", ".nemo", ".distcp", ".model", ".state"}
 )
+#: Suffixes of files that inference programs load, too. A numbered folder with no other files may be
+#: an exported model, from which a training cannot resume.
+_EXPORT_SUFFIXES = frozenset({".safetensors", ".bin", ".model", ".zip", ".nemo", ".keras"})
 #: Suffixes of files that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
 #: A checkpoint of an unknown format is incomplete if one of its files is too small. The file is too
@@ -308,17 +311,26 @@ def _read_candidates(
         first = min(parts, key=lambda path: (read_rank(path.name) or 0, path.name))
         with suppress(FileNotFoundError):  # The file may have been removed during the listing.
             candidate = _read_candidate(Content.read(first, sorted(parts)), kinds[first])
-            if _is_candidate(candidate):
+            if _is_candidate(candidate, is_pattern=is_pattern):
                 yield candidate
 
 
-def _is_candidate(candidate: _Candidate) -> bool:
-    """Return True if a file or folder may be a checkpoint according to its name and content."""
+def _is_candidate(candidate: _Candidate, *, is_pattern: bool) -> bool:
+    """Return True if a file or folder may be a checkpoint according to its name and content.
+
+    Args:
+        candidate: The file or folder.
+        is_pattern: True if a pattern of the user matched the path.
+    """
     is_training_state = candidate.verdict.is_training_state
     has_state_suffix = candidate.content.path.suffix in _PLAIN_SUFFIXES
     match candidate.kind:
+        case NameKind.NUMBERED if candidate.content.is_folder:
+            state_suffixes = _STATE_SUFFIXES if is_pattern else _STATE_SUFFIXES - _EXPORT_SUFFIXES
+            suffixes = {PurePosixPath(name).suffix for name in candidate.content.names}
+            return is_training_state or bool(suffixes & state_suffixes)
         case NameKind.NUMBERED:
-            return is_training_state or (not candidate.content.is_folder and has_state_suffix)
+            return is_training_state or has_state_suffix
         case NameKind.UNNUMBERED:
             return is_training_state or (not candidate.content.is_folder and has_state_suffix)
         case _:

@@ -340,3 +340,34 @@ def test_checkpoint_that_is_a_link_to_a_folder_is_examined(tmp_path: Path) -> No
     (tmp_path / "c" / "step-20").symlink_to(elsewhere)
 
     assert newest_of(tmp_path / "c") == tmp_path / "c" / "step-20"
+
+
+@pytest.mark.parametrize(
+    ("names", "file_names"),
+    [
+        (("it00010", "it00020"), ("rank0.pt", "rank1.pt", "meta.json")),
+        (("10", "20"), ("state.pt",)),
+        (("000010", "000020"), ("model.pth", "optimizer.pth")),
+        (("s10", "s20"), ("params.npz",)),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["", "/*"])
+def test_numbered_folder_with_files_of_a_training_is_a_checkpoint(
+    tmp_path: Path, names: tuple[str, ...], file_names: tuple[str, ...], pattern: str
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        for file_name in file_names:
+            (tmp_path / name / file_name).write_bytes(b"state")
+
+    listing = list_checkpoints(f"{tmp_path}{pattern}", tmp_path, is_running=False)
+
+    assert [checkpoint.step for checkpoint in listing.checkpoints] == [10, 20]
+
+
+def test_numbered_folder_with_only_an_exported_model_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("10", "20"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+
+    assert list_checkpoints(str(tmp_path), tmp_path, is_running=False).checkpoints == ()
