@@ -109,9 +109,9 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
             "the Ray jobs of the run. To start it at once: muster reconcile"
         )
     return (
-        "Within a minute, Muster ends the remaining processes of the run and completes the record "
-        "of the run. To do this at once: muster reconcile. To continue the run after that: "
-        f"muster retry {run_id}"
+        "If Muster's worker or its upkeep process runs on this host, it ends the remaining "
+        "processes of the run and completes the record within a minute. Otherwise, or to do this "
+        f"at once: muster reconcile. To continue the run after that: muster retry {run_id}"
     )
 
 
