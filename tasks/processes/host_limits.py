@@ -119,7 +119,7 @@ def describe_file_limits() -> str:
     if reached := [limit for limit in limits if limit.is_reached]:
         return _join(reached)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"each process of a component may open {soft} files (RLIMIT_NOFILE, ulimit -n)"
+    return f"components start with a limit of {soft} open files (RLIMIT_NOFILE, ulimit -n)"
 
 
 def _measure_files_of(pid: int) -> HostLimit:

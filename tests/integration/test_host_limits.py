@@ -223,7 +223,7 @@ def test_failure_names_the_limit_of_open_files(harness: ComponentHarness) -> Non
 
     failure = verdict.failure
     assert failure is not None and failure.rule == "file-limit"
-    assert "RLIMIT_NOFILE (ulimit -n)" in failure.message
+    assert "open files (RLIMIT_NOFILE, ulimit -n)" in failure.message
     assert "ulimit -n" in failure.hint
 
 
