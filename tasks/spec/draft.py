@@ -387,6 +387,27 @@ class _SpecWriter:
         has_start = loop[0].endswith(",")
         return has_start and _FROM_ONE.search(loop[1]) is not None
 
+    def _write_script(self) -> str:
+        """Return the script as items of a YAML list, for the command that starts the training.
+
+        A module of a package that imports other modules of this package is started with `-m`.
+        Python would otherwise not find these modules.
+        """
+        file = self._script.file
+        folder = self._directory / file.parent
+        is_main = file.name == "__main__.py"
+        is_module = is_main or (folder / "__init__.py").is_file()
+        own_import = rf"^\s*(?:from|import)\s+(?:\.|{re.escape(file.parts[0])}\b)"
+        if (
+            file.suffix != ".py"
+            or not is_module
+            or file.parent == Path()
+            or re.search(own_import, self._script.content, re.MULTILINE) is None
+        ):
+            return _quote(str(file))
+        module = file.parent if is_main else file.with_suffix("")
+        return f"-m, {_quote('.'.join(module.parts))}"
+
     def _make_values(self) -> dict[str, str]:
         """Return the value of each variable in the template of the run spec, by its name."""
         file = self._script.file
@@ -404,7 +425,8 @@ class _SpecWriter:
         last_step = total - 1 if total and self._counts_from_zero else total
         return {
             "TRAINING": self._framework["name"],
-            "FILE": _quote(str(file)),
+            "FILE": self._write_script(),
+            "SCRIPT": str(file),
             "FOLDER": str((self._directory / file).parent),
             "STEM": file.stem,
             "NAME": name[:32].strip("-") or "training",

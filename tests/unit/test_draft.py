@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cyclopts import App
 
 from tasks.record.places import CALLERS_UMASK
@@ -486,3 +487,27 @@ def test_guide_that_the_spec_names_exists(tmp_path: Path) -> None:
 
     guide = (folder / "muster.yaml").read_text().splitlines()[1].removeprefix("# ")
     assert Path(guide).is_file()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "script"),
+    [
+        ("lib/__main__.py", "from lib.data import load\n", ["-m", "lib"]),
+        ("lib/train.py", "from .data import load\n", ["-m", "lib.train"]),
+        ("lib/train.py", "import lib.data\n", ["-m", "lib.train"]),
+        ("lib/train.py", "import data\n", ["lib/train.py"]),
+    ],
+)
+def test_module_that_imports_its_package_is_started_as_a_module(
+    tmp_path: Path, file: str, text: str, script: list[str]
+) -> None:
+    folder = project(
+        tmp_path, {"lib/__init__.py": "", "lib/data.py": "", file: f"{text}{TORCHRUN}"}
+    )
+
+    draft = draft_spec(folder, file=Path(file))
+
+    spec = yaml.safe_load(draft.text)
+    command = spec["components"]["trainer"]["command"]
+    assert command[0] == "torchrun"
+    assert [word for word in command[1:] if not word.startswith("--")][: len(script)] == script
