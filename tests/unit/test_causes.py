@@ -254,6 +254,7 @@ def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
         ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
         ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
         ("StopIteration", "RUNTIME_ERROR"),
+        ("Accelerate CLI tool: error: unrecognized arguments: --num_proces", "USER_ERROR"),
         ("ExceptionGroup: two tasks failed (2 sub-exceptions)", "RUNTIME_ERROR"),
         ("AssertionError: Torch not compiled with CUDA enabled", "USER_ERROR"),
         ("ImportError: libcuda.so.1: cannot open shared object file: No such file", "USER_ERROR"),
