@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tasks.processes import own_modules
 from tasks.processes.tree import descendants, read_environment
 from tasks.queue.fork_server import ENGINE, ForkServer
 from tests.support.gang_pool import GangPool, gang_pool
@@ -101,6 +102,7 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     assert run.processes() == [pid]
     assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
         "-P",
+        own_modules.__file__,
         "-m",
         "flows",
         run.flow_run_id,
