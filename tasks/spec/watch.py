@@ -225,7 +225,7 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
     """
     for part in list_metric_sections(entry):
         for name in names:
-            value = get_value(part, name)
+            value = _get_metric(part, name)
             # JSON has no number for NaN or infinity. Some programs write them as strings, so
             # convert such a string to a number.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
@@ -246,9 +246,24 @@ def has_null(entry: Mapping[str, Any], names: Sequence[str]) -> str:
     missing = object()
     for part in list_metric_sections(entry):
         for name in names:
-            if get_value(part, name, missing) is None:
+            if _get_metric(part, name, missing) is None:
                 return name
     return ""
+
+
+def _get_metric(part: Mapping[str, Any], name: str, default: object = None) -> Any:
+    """Return the value of a metric by its name, such as `train/loss`.
+
+    The metric may also be nested, as in `{"train": {"loss": 0.5}}`.
+
+    Args:
+        part: Mapping that can contain metrics.
+        name: Name of the metric.
+        default: Result if there is no such metric.
+    """
+    missing = object()
+    value = get_value(part, name, missing)
+    return get_value(part, name.replace("/", "."), default) if value is missing else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

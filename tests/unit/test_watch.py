@@ -24,7 +24,7 @@ from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
-from tasks.spec.watch import Alarms, Watch
+from tasks.spec.watch import Alarms, Watch, find_metric
 from tasks.spec.workloads import WORKLOADS
 from tasks.train.plan import PlanInputs
 
@@ -193,6 +193,27 @@ def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
 @pytest.mark.parametrize("workload", [name for name in WORKLOADS if name != "step"])
 def test_nan_loss_raises_an_alarm_in_every_workload(workload: str) -> None:
     assert "loss_not_finite" in find_alarms(curve("loss", [1.0, math.nan]), workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("entry", "names", "metric"),
+    [
+        ({"train": {"loss": 0.5}}, ["loss", "train/loss"], ("train/loss", 0.5)),
+        ({"reward": {"mean": 2.0}}, ["reward", "reward/mean"], ("reward/mean", 2.0)),
+        ({"data": {"train": {"loss": 0.5}}}, ["train/loss"], ("train/loss", 0.5)),
+        ({"train": 0.5}, ["train/loss"], None),
+    ],
+)
+def test_nested_metric_is_found_by_its_name_with_a_slash(
+    entry: dict[str, object], names: list[str], metric: tuple[str, float] | None
+) -> None:
+    assert find_metric(entry, names) == metric
+
+
+def test_nan_of_a_nested_loss_raises_an_alarm() -> None:
+    lines = [{"step": step, "train": {"loss": value}} for step, value in ((1, 1.0), (2, math.nan))]
+
+    assert "loss_not_finite" in find_alarms(lines, workload="sft")
 
 
 @pytest.mark.parametrize(
