@@ -173,8 +173,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         for figure in others:
             trial = study.ask()
             trial.report(figure, step)
-            # Call `should_prune` only for its side effect: with successive halving, Optuna stores
-            # the value of a trial in this call.
+            # Ignore the result of this call. The call is necessary, because Optuna stores the value
+            # of a trial in it if the scheduler is successive halving.
             trial.should_prune()
     trial = study.ask()
     trial.report(best, step)

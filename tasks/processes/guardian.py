@@ -431,9 +431,9 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
         INIT and ALIVE if it enters a PID namespace.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Exclude the existing objects from garbage collection. The forked guardian processes share the
-    # memory of this process until one of them writes to it. A garbage collection writes to the
-    # objects that it examines, so the kernel would have to copy their memory.
+    # Let the garbage collector ignore all objects that exist now. The guardian processes are forked
+    # from this process and share its memory. The garbage collector writes to each object that it
+    # examines, and the kernel would then copy the memory of the object for each guardian.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MAX_FDS_PER_MESSAGE)
     while True:

@@ -785,8 +785,9 @@ class ProgressWatch:
     async def _describe_silence(self, silent_s: float) -> str:
         """Return the reason for a stall.
 
-        The text also names the files and folders that do not answer. If no step is known, the text
-        has the reason, such as a wrong key in `progress.step`.
+        The text also names each file and folder that cannot be read, because its file system does
+        not answer. If no step is known, the text says why, for example because of a wrong key in
+        `progress.step`.
 
         Args:
             silent_s: Seconds since the last sign of work.

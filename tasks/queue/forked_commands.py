@@ -205,7 +205,7 @@ class Caller:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of the command."""
+        """Environment variables of the `muster` command, which the forked process takes over."""
         return dict(self.order["env"])
 
     def take_signals(self) -> None:

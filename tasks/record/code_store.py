@@ -611,8 +611,9 @@ def _write(path: str, data: bytes, mode: int) -> None:
 def _is_same_file(path: str, data: bytes, mode: int) -> bool:
     """Return True if the file at a path has this content and mode, and was written by `_write`.
 
-    The content is compared, because time, size and mode are not enough. All files that Muster has
-    written have the same modification time, and two versions of a file can have the same size.
+    The function reads the file and compares its content. A comparison of size and modification time
+    would not find every change: all files that Muster writes have the same modification time, and
+    two versions of a file can have the same size.
 
     Raises:
         FileNotFoundError: There is no file at the path.

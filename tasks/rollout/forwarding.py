@@ -606,7 +606,7 @@ class _ForwardedRequest:
             reason: Reason for the loss of the connection.
 
         Returns:
-            The HTTP status that the client received.
+            The status code of the HTTP response that the client received.
         """
         request = self._request
         if not request.is_begun:

@@ -646,8 +646,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # `_parse` sets `_ignores_input` when the last request of the connection is complete. Errors
-        # in the bytes that the client sends after its last request are ignored.
+        # Ignore a fault in the bytes that follow the last request of the connection. `_parse` sets
+        # `_ignores_input` when this request is complete.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True

@@ -289,8 +289,9 @@ class LocalHost:
 def _start_error(message: str, error: OSError) -> StartFailed:
     """Return the exception for a failed start of a server.
 
-    The exception is a `NoRoomToStart` if this machine lacks resources, such as file descriptors or
-    processes.
+    Returns:
+        `NoRoomToStart` if the server failed because this machine lacks resources, such as file
+        descriptors or processes. `StartFailed` for every other error.
     """
     # EAGAIN means that this user may start no more processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN

@@ -195,9 +195,9 @@ def main() -> int:
     )
     for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Become a subreaper, which adopts the descendants of a killed guardian process. Some kernels
-    # do not support subreapers. With such a kernel, the fleet runs, too, but these descendants may
-    # survive.
+    # Become a subreaper: if a guardian process is killed, the kernel makes this process the parent
+    # of the guardian's descendants. A kernel without subreapers is no obstacle for the fleet, but
+    # the descendants of a killed guardian may then survive.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)

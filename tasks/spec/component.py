@@ -51,7 +51,7 @@ _UNCATCHABLE = (signal.SIGKILL.name, signal.SIGSTOP.name)
 
 
 class ComponentStop(Stop):
-    """Warning, signal and grace period with which a program of the run is stopped."""
+    """Signals and times with which Muster warns and then stops a program of the run."""
 
     warn: SignalName | None = Field(
         None,
@@ -79,8 +79,8 @@ class ComponentStop(Stop):
         if warn in _UNCATCHABLE:
             problem = f"must be a signal that a program can handle, found {warn!r}"
             yield ("warn",), make_refusal(problem, "write for example SIGUSR1")
-        # Without `warn`, the user must not set `warn_s`. But the default value of `warn_s` is no
-        # fault: Prefect adds the default values of all keys to the parameters of a flow run.
+        # `warn_s` without `warn` is a fault of the user. But accept the default value of `warn_s`,
+        # because Prefect adds the default values of all keys to the parameters of a flow run.
         default_warn_s = cls.model_fields["warn_s"].default
         if warn is None and written.get("warn_s") not in (None, default_warn_s):
             problem = "needs `warn`, the signal that is sent warn_s seconds before the end"

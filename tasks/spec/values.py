@@ -452,7 +452,7 @@ SignalName = Annotated[Text, BeforeValidator(_convert_signal_number), AfterValid
 
 
 class Stop(Model):
-    """Signal and grace period with which a component is stopped."""
+    """Signal and grace period with which Muster stops a component."""
 
     signal: SignalName = Field(
         "SIGTERM",

@@ -1,6 +1,7 @@
 """List the runs of a Prefect server and of this machine, and find one run by its name or id.
 
-The module imports Prefect only if a server may be configured, because this import takes seconds.
+The import of Prefect takes seconds. So this module imports Prefect only if the user may have
+configured a server.
 """
 
 from __future__ import annotations

@@ -407,8 +407,8 @@ def _forget_code(
     Returns:
         The number of deleted entries.
     """
-    # Search these files for the names of code that is still in use. `spec.yaml` names the code of a
-    # queued run, and `run.json` names a copy of the project's files.
+    # These files of the kept runs contain the names of the code that is still in use. `spec.yaml`
+    # names the code of a submitted run, and `run.json` names a copy of the project's files.
     files = [
         file
         for directory in kept_directories

@@ -233,8 +233,8 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         return []
     except Exception:
         # Only log an unexpected error, which can occur, for example, if the server has another
-        # release. If the error were raised, a worker could not start, and the reports about lost
-        # runs would be lost.
+        # release. With an exception, a worker could not start, and the caller would not get the
+        # reports about the runs that were already cleaned up.
         _log.exception(
             "Muster could not search the Prefect server %s for flow runs whose process has ended.",
             api_url,

@@ -88,8 +88,8 @@ BURST = [
     Case(
         number=15,
         title="fork burst under a pids limit",
-        # The trainer forks until the process limit of the run is reached. After that, no process
-        # can be started, so the start of the next component fails.
+        # The trainer forks processes until the run has as many as its cgroup allows (pids.max). So
+        # the process of the next component cannot be started.
         phases=phases,
         prepare=_prepare_burst,
         is_at_once=is_at_once,

@@ -48,8 +48,8 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
 #: Program of the Ray job. The program counts steps, and records the number of its attempt in the
-#: file that its first argument names. The program also starts a helper process that survives the
-#: job unless Muster ends the helper.
+#: file that its first argument names. The program also starts a helper process,
+#: which continues after the end of the job if Muster does not end the helper process.
 TRAINER = """
 import os, subprocess, sys, time
 with open(sys.argv[1], "a") as attempts_file:

@@ -58,8 +58,8 @@ components:
   trainer: {command: [python, train.py, "${progress.total}"]}
 progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
 """
-#: A program that another user runs. The program tries to use Ray's dashboard, to list a folder and
-#: to read a file of the stack.
+#: A program that a user other than the stack's user runs. The program tries to use Ray's dashboard,
+#: to list a folder of the stack, and to read a file of the stack.
 #:
 #: The program prints a JSON list with the HTTP status or the exception of each try.
 INTRUDER = """

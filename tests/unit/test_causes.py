@@ -515,7 +515,8 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "[2026-01-01 00:00:00,120] [INFO] [io.py:8:save] No space left on device: other disk",
         "/lib/a.py:46: ResourceWarning: ConnectionResetError: peer",
         "+ echo 'No space left on device'",
-        # Ray only lists possible reasons for the death of an actor here, and not the actual reason.
+        # Ray prints a list of possible reasons after the death of an actor. The list does not show
+        # the actual reason.
         "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )

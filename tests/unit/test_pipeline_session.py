@@ -121,10 +121,10 @@ class FakeRuns:
                 file.write(json.dumps({"step": step, "reward": value}) + "\n")
 
     def evaluate(self, unit: str, name: str, accuracies: Mapping[int, float | None]) -> None:
-        """Record an evaluation of a run's checkpoint at each step.
+        """Write the records of evaluations, one for each checkpoint of a run.
 
-        The evaluation is completed with the accuracy. If the accuracy is None, the evaluation is
-        still running.
+        `accuracies[step]` is the result of the completed evaluation of the checkpoint at this step.
+        If it is None, the evaluation is still running.
         """
         run = next(run for run in self.runs if run.stage == unit)
         place = RunPlace.of(run.name)
