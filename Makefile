@@ -1,6 +1,6 @@
 # Muster's commands; `make` alone lists them. They need bash, make, git and Python 3.11 or newer.
 #
-# make itself exits 0 or 2: for a run's own exit code call `.venv/bin/python -m flows.train SPEC`.
+# make itself exits with 0 or 2. For the exit code of a run, use `.venv/bin/python -m flows.train SPEC`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,7 +11,7 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# What most processes import, that it is compiled before the first does.
+# Modules that most processes import. The installation compiles them.
 IMPORTED := import deployments.stack.command, deployments.worker, flows.pipeline, prefect.cli.deployment, \
 	prefect.cli.server, prefect.cli.worker, prefect.server.api.server, ray.dashboard.agent, \
 	ray.dashboard.dashboard, ray.scripts.scripts
@@ -19,11 +19,11 @@ SPEC ?= deployments/runs/quickstart.yaml
 # Tests that attack Muster as another user of the machine.
 ATTACKS := $(shell grep -rlE 'support.(another_user|attack_programs|shared_places) import' \
 	--include='test_*.py' tests) tests/integration/test_another_user.py
-# Of the quickstart with vLLM, whose packages can't stand beside Muster's own.
+# Virtual environment of the quickstart with vLLM. Its packages conflict with Muster's own.
 LLM_VENV := .venv-llm
 LLM := deployments/quickstart-llm
 
-# No program started from here reports to anybody or downloads a model.
+# Programs started from here send no usage statistics and download no models.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills by-hand ray-kills pipeline-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
 
-# What drives a browser; the browser itself is the system's (apt-get install chromium).
+# Install the packages that drive a browser. The browser is Debian's (apt-get install chromium).
 define with-browser
 if ! $(PY) -c 'import playwright, PIL' 2>/dev/null; then
 	$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[ui]'
@@ -41,13 +41,13 @@ endef
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
-install:  ## install into .venv what is needed, unless that is done
-	@# .installed holds what the venv was made from; .installing stands while one is half made. Both
-	# are looked at under a lock, so that of two makes the second finds the work done.
+install:  ## install the dependencies into .venv, unless they are installed
+	@# .installed contains a hash of the files that the venv was made from. .installing exists during
+	# an installation. A lock protects both: of two concurrent makes, the second one has nothing to do.
 	exec 9<Makefile
 	if ! flock -n 9; then
-		echo "Another make is installing into $(VENV): waiting for it." >&2
-		flock -w 1800 9 || { echo "It has not finished within 30 minutes: end it, then try again." >&2; exit 1; }
+		echo "Another make is installing into $(VENV). This one waits for it." >&2
+		flock -w 1800 9 || { echo "The other installation has not finished within 30 minutes. End it, then try again." >&2; exit 1; }
 	fi
 	place="$$(pwd -P)"
 	wanted="$$(cat pyproject.toml constraints.txt | sha256sum) $$place"
@@ -55,40 +55,40 @@ install:  ## install into .venv what is needed, unless that is done
 	if [ "$$made" = "$$wanted" ] && [ ! -e $(VENV)/.installing ] && $(PY) -c '' 2>/dev/null; then
 		exit 0
 	fi
-	# The scripts in a venv name the place where it was made: a checkout that was moved needs a new one.
+	# The scripts in a venv contain its path, so a checkout that was moved needs a new venv.
 	again="$$(ls $(VENV)/.installing 2>/dev/null || true)"
 	[ -z "$$made" ] || [ "$${made#*- }" = "$$place" ] || again=moved
 	if [ -n "$$again" ] || ! $(PY) -m pip --version >/dev/null 2>&1; then
 		if ! found="$$($(PYTHON) --version 2>&1)"; then
-			echo "There is no '$(PYTHON)' here. Muster needs Python 3.11 or newer: on Debian and Ubuntu, apt-get install python3 python3-venv; one of another name is taken with 'make install PYTHON=python3.12'." >&2
+			echo "The command '$(PYTHON)' was not found. Muster needs Python 3.11 or newer. On Debian and Ubuntu, install it with 'apt-get install python3 python3-venv'. To use a Python with another name, run 'make install PYTHON=python3.12'." >&2
 			exit 1
 		fi
 		if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-			echo "'$(PYTHON)' is $$found. Muster needs Python 3.11 or newer: one of another name is taken with 'make install PYTHON=python3.12'." >&2
+			echo "'$(PYTHON)' is $$found. Muster needs Python 3.11 or newer. To use a Python with another name, run 'make install PYTHON=python3.12'." >&2
 			exit 1
 		fi
 		if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then
-			echo "'$(PYTHON)' ($$found) comes without venv and ensurepip: on Debian and Ubuntu, apt-get install python3-venv." >&2
+			echo "'$(PYTHON)' ($$found) has no modules venv and ensurepip. On Debian and Ubuntu, install them with 'apt-get install python3-venv'." >&2
 			exit 1
 		fi
-		echo "Installing into $(VENV): a couple of minutes." >&2
+		echo "Installing into $(VENV). This takes a few minutes." >&2
 		$(PYTHON) -m venv --clear $(VENV)
 	else
-		echo "Installing into $(VENV) what has changed: up to a couple of minutes." >&2
+		echo "Installing the changed dependencies into $(VENV). This takes up to a few minutes." >&2
 	fi
 	stopped=
 	trap 'stopped=1' INT TERM
 	touch $(VENV)/.installing
 	if $(PY) -m pip install -qq --no-compile --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
-		# Only what is imported: all of it would take a minute. Not left to the first import, which may
-		# be forbidden to write: each process would then take seconds longer.
+		# Compile only the modules that are imported, because all modules would take a minute. A later
+		# import may have no permission to write compiled files, and would take seconds in each process.
 		env -u PYTHONDONTWRITEBYTECODE $(PY) -c '$(IMPORTED)'
 		echo "$$wanted" >$(VENV)/.installed
 		rm $(VENV)/.installing
 	else
-		# pip takes back what it did when it fails, but not when it is interrupted.
+		# A failed pip removes its changes. An interrupted pip does not.
 		[ -n "$$stopped" ] || rm $(VENV)/.installing
-		echo "The installation failed; pip says above why. 'make install' tries again." >&2
+		echo "The installation failed, see the output of pip above. To try again, run 'make install'." >&2
 		exit 1
 	fi
 
@@ -99,33 +99,33 @@ llm: install  ## GRPO on two real vLLM servers, on the CPU [ARGS='--set progress
 	@$(LLM)/install.sh $(LLM_VENV) $(PY)
 	PATH="$$PWD/$(LLM_VENV)/bin:$$PATH" exec $(PY) -m flows.train $(LLM)/quickstart-llm.yaml $(ARGS)
 
-llm-faults: install  ## the same with engines killed, stopped and given broken weights [ARGS='--log FILE']
+llm-faults: install  ## the same, with killed engines, stopped engines and broken weights [ARGS='--log FILE']
 	@$(LLM)/install.sh $(LLM_VENV) $(PY)
 	exec $(PY) -m tests.faults.llm $(ARGS)
 
 test: install  ## lint, types and tests [ARGS='-k name']
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	# Beside the unit tests: alone it would leave all cores but one idle for a minute.
+	# mypy uses one core for a minute, so it runs at the same time as the unit tests.
 	$(PY) -m mypy & types=$$!
 	trap '[ -z "$$types" ] || kill $$types 2>/dev/null || true' EXIT
 	$(if $(findstring tests/,$(ARGS)),wait $$types && exec $(PY) -m pytest $(ARGS))
-	# pytest exits 5 where it finds no test, as one of the parts may with `-k name`.
+	# pytest exits with 5 if it finds no test, which can happen in one part with `-k name`.
 	exited=5
 	for part in "tests/unit -n 2" "tests --ignore=tests/unit -n 2 --dist loadgroup --no-loadscope-reorder"; do
 		code=0
 		$(PY) -m pytest $$part $(ARGS) || code=$$?
 		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code
 		[ $$code = 5 ] || [ $$exited = 1 ] || exited=$$code
-		[ -z "$$types" ] || wait $$types || { echo "mypy has found faults: they stand above, among the unit tests." >&2; exit 1; }
+		[ -z "$$types" ] || wait $$types || { echo "mypy found errors. They are in the output above, among the unit tests." >&2; exit 1; }
 		types=
 	done
 	exit $$exited
 
-thorough: install  ## the tests that `make test` leaves out for their length [ARGS='-k name']
+thorough: install  ## the long tests that `make test` omits [ARGS='-k name']
 	@exec $(PY) -m pytest -m thorough $(ARGS)
 
-faults: install  ## attacks, the whole fault matrix, and Prefect's own failures [ARGS='-k name': of the matrix]
+faults: install  ## attacks, the whole fault matrix, and Prefect's failures [ARGS='-k row']
 	@$(if $(ARGS),,$(MAKE) --no-print-directory attacks)
 	exec $(PY) -m pytest tests/faults $(ARGS)
 
@@ -157,10 +157,10 @@ gang-storm: install  ## the gang queue under kills, cancels and requeues [ARGS='
 fleet-chaos: install  ## a rollout fleet under faults drawn at random [ARGS='--minutes 10 --seed 1']
 	@exec $(PY) -m tests.faults.fleet_chaos $(ARGS)
 
-gpu-check: install  ## what only a real GPU can show; without one it says so
+gpu-check: install  ## checks that need a real GPU
 	@exec $(PY) -m tests.gpu_check
 
-mutants: install  ## small faults in the code, and which the unit tests notice [ARGS='--seed 1']
+mutants: install  ## put small faults into the code and count those that the unit tests find [ARGS='--seed 1']
 	@if ! $(PY) -c 'import cosmic_ray, coverage' 2>/dev/null; then
 		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[mutants]'
 	fi
@@ -171,34 +171,34 @@ up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments
 
 down:  ## stop all of the lasting stack [PORT=n]
 	@if [ ! -x $(PY) ]; then
-		echo "Nothing is installed in $(VENV), so no stack was started from here." >&2
+		echo "Nothing is installed in $(VENV), so there is no stack of this checkout to stop." >&2
 		exit 0
 	fi
 	exec $(VENV)/bin/muster down $(if $(PORT),--port $(PORT))
 
-prune: install  ## what may go of what ended runs have left here [ARGS=--yes]
+prune: install  ## list old files of ended runs, and delete them with ARGS=--yes
 	@exec $(VENV)/bin/muster prune $(ARGS)
 
-bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='crash --quick']
+bench: install  ## compare Muster's speed with other tools, for BENCHMARKS.md [ARGS='crash --quick']
 	@if ! $(PY) -c 'import circus, honcho, pandas, pyarrow, supervisor, tensorboardX' 2>/dev/null; then
 		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[bench]'
 	fi
 	exec $(PY) -m tests.benchmarks $(ARGS)
 
-verl-check: install  ## hold the run specs for verl against verl itself [ARGS='--write SPEC.yaml']
+verl-check: install  ## check the run specs for verl with verl itself [ARGS='--write SPEC.yaml']
 	@exec $(PY) -m tests.peers.verl.check --wheel $(ARGS)
 
-backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
+backends-check: install  ## compare a fleet's servers with the packages of the backends [ARGS='--write']
 	@exec $(PY) -m tests.peers.backends.check --packages $(ARGS)
 
-house: install  ## figures of the code: folders, modules, lines, the longest chain of imports
+house: install  ## print figures of the code: folders, modules, lines, the longest chain of imports
 	@$(PY) -m tests.support.house
 	exec $(PY) -m tests.support.module_paths
 
-docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
+docs: install  ## write the parts of docs/ that are generated from the code [ARGS=--check]
 	@exec $(PY) -m tests.documents $(ARGS)
 
-site: install  ## build the documents as a web site in build/site, with its links checked
+site: install  ## build the documents as a web site in build/site and check its links
 	@if ! $(PY) -c 'import material, mkdocs' 2>/dev/null; then
 		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[docs]'
 	fi
@@ -208,18 +208,18 @@ ui-test: install  ## the Prefect UI in a real browser, on a stack of its own [AR
 	@$(call with-browser)
 	exec $(PY) -m pytest tests/ui $(ARGS)
 
-screenshots: install  ## make the pictures of docs/images anew
+screenshots: install  ## make new pictures for docs/images
 	@$(call with-browser)
 	exec $(PY) -m tests.ui.screenshots $(ARGS)
 
-constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
+constraints:  ## write constraints.txt with the versions that pip selects for pyproject.toml
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
 	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,s3,gcs,dev,bench,mutants,ui,docs]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
-		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2
+		echo "These packages do not come from a package index, so constraints.txt was not changed." >&2
 		exit 1
 	fi
 	{ sed -n '/^#/p' constraints.txt; LC_ALL=C sort -f "$$scratch/frozen"; } >"$$scratch/constraints.txt"

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Backup of the Prefect server's database, and its way back; PostgreSQL or SQLite, as
-# PREFECT_SERVER_DATABASE_CONNECTION_URL says. Source /etc/muster/secrets.env before.
+# Back up and restore the database of the Prefect server. PREFECT_SERVER_DATABASE_CONNECTION_URL names
+# the database, which is PostgreSQL or SQLite. Source /etc/muster/secrets.env first.
 #
-#   backup.sh save DIRECTORY [KEEP]   a new file in DIRECTORY, of which the KEEP (14) newest stay;
-#                                     the server may run meanwhile
-#   backup.sh restore FILE            into the database of the URL, which must not be in use
+#   backup.sh save DIRECTORY [KEEP]   write a new file into DIRECTORY while the server may run, and
+#                                     keep the newest KEEP files (default 14)
+#   backup.sh restore FILE            restore FILE into the database of the URL, which must not be in use
 #
-# SQLite, as `muster up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
+# URL of the SQLite database of `muster up`: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
 set -euo pipefail
 # Only this user may read a backup, because a backup contains the whole database.
 umask 077
