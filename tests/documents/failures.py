@@ -16,19 +16,20 @@ from tasks.spec.failure_kinds import (
 #: Sentence in the documentation of a failure kind: which nodes the next attempt avoids.
 _BLAMED_NODES = {
     NodeBlame.NEVER: "",
-    NodeBlame.ALWAYS: "if other nodes are free, the next attempt avoids the nodes that the failure "
-    "names. If the failure names no node, the next attempt avoids all nodes of the failed attempt.",
+    NodeBlame.ALWAYS: "if other nodes are free, the next attempt of the run avoids the nodes that "
+    "the failure names. If the failure names no node, the next attempt avoids all nodes of the "
+    "failed attempt.",
     NodeBlame.IF_RANK_IS_NAMED: "if the failure names a rank, the next attempt avoids the nodes of "
     "the failed attempt.",
 }
 #: Sentence in the documentation of a failure kind: when the attempt's checkpoint may be the cause.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
-    CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, the checkpoint that it "
-    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
-    "checkpoint](resume.md).",
-    CheckpointBlame.IF_DIED: "if the trainer ended before its first step, the checkpoint that it "
-    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
+    CheckpointBlame.IF_HUNG: "if an attempt (a try at the run) hung before its first training "
+    "step, the checkpoint that it loaded may be the cause. So the next attempt [starts from an "
+    "earlier checkpoint](resume.md).",
+    CheckpointBlame.IF_DIED: "if the trainer ended before its first training step, the checkpoint "
+    "that it loaded may be the cause. So the next attempt [starts from an earlier "
     "checkpoint](resume.md).",
 }
 
@@ -70,26 +71,28 @@ def _describe_kind(kind: FailureKind) -> str:
     properties = kind.properties
     reaction = properties.reaction
     if kind in REQUEUED and properties.attempts is not None:
-        reaction += f" By default, the run is requeued {describe_requeues(kind)}, and then fails."
+        reaction += (
+            f" By default, the run returns to the queue {describe_requeues(kind)}. At the next "
+            "failure of this kind, the run fails."
+        )
     if properties.delay_s is not None:
         reaction += (
             f" The delay before the first retry is about {properties.delay_s:g} s, and doubles "
             "with each further retry."
         )
-    lines = [
-        f"### {kind.value}",
-        "",
-        f"- **Cause**: {properties.cause}",
-        f"- **Muster** {reaction}",
-        f"- **You** {properties.action}",
+    items = [
+        f"**Cause of the failure `{kind}`**: {properties.cause}",
+        f"**After the failure `{kind}`, Muster** {reaction}",
+        f"**Your next step after `{kind}`**: {properties.action}",
     ]
     nodes = _BLAMED_NODES[properties.blames_node]
     if nodes:
-        lines.append(f"- **Nodes**: {nodes}")
+        items.append(f"**Nodes after `{kind}`**: {nodes}")
     checkpoint = _BLAMED_CHECKPOINTS[properties.blames_checkpoint]
     if checkpoint:
-        lines.append(f"- **Checkpoint**: {checkpoint}")
-    return "\n".join(lines)
+        items.append(f"**Checkpoint after `{kind}`**: {checkpoint}")
+    # Further paragraphs of an item must be indented.
+    return "\n\n".join([f"### {kind}", *("- " + item.replace("\n\n", "\n\n  ") for item in items)])
 
 
 def list_rules() -> str:
