@@ -32,7 +32,7 @@ from tasks.spec.values import (
 
 
 class Evaluation(Model):
-    """Program that evaluates the checkpoints that its keys `every` and `late` choose."""
+    """Program that evaluates checkpoints. The keys `every` and `late` choose the checkpoints."""
 
     command: Words = Field(
         description="Program of the evaluation and its arguments, with one list item for each "
@@ -85,7 +85,10 @@ class Evaluation(Model):
 
 
 class KeepBest(Best):
-    """Rule that chooses a run's best checkpoint, which the key `keep` never deletes."""
+    """Rule that chooses the best checkpoint of a run.
+
+    The key `keep` never deletes the best checkpoint.
+    """
 
     by: DottedKey = Field(
         description="Number that decides which checkpoint is best, as EVALUATION.KEY. EVALUATION "

@@ -88,7 +88,7 @@ Matrix = Mapping[
 
 
 class Best(Model):
-    """Number by which the best point of a matrix is chosen."""
+    """Number that decides which run of a matrix is the best."""
 
     by: Text = Field(
         description="Number that decides which point of the matrix is best. For a run, write the "
@@ -107,7 +107,7 @@ MIN_OTHER_POINTS = 3
 
 
 class StopEarly(Best):
-    """Rule that stops the run of a point (a combination of values) if other points are better."""
+    """Rule that stops a run of the matrix early if other runs of the matrix are better."""
 
     by: Text = Field(
         description="Name of the metric by which Muster compares the runs of the matrix.",

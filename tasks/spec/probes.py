@@ -214,7 +214,10 @@ class Probe(Model):
 
 
 class ReadyProbe(Probe):
-    """Probe that checks whether a component is ready. Then the next component starts."""
+    """Check that decides whether a component is ready.
+
+    After the check succeeds, the next component starts.
+    """
 
     questions: ClassVar[tuple[str, ...]] = (*QUESTIONS, "exit")
 
@@ -259,7 +262,7 @@ _NOT_LIVENESS = {
 
 
 class LiveProbe(Probe):
-    """Probe that decides whether a running component still works.
+    """Check that decides whether a running component still works.
 
     The component has stalled if several checks in a row fail. The probe can also watch the
     component's child processes.

@@ -530,7 +530,7 @@ class FleetWeights(Model):
 
 
 class Rollout(Model):
-    """Fleet of inference servers. Its gateway has the address `${rollout.url}`."""
+    """Fleet of inference servers behind one address, `${rollout.url}`."""
 
     keys_outside_form = (
         "expert_parallel",

@@ -86,7 +86,7 @@ class Gang(Model):
 
 
 class Ray(Model):
-    """The Ray cluster of a run that uses Ray."""
+    """Ray cluster that executes the Ray jobs of the run."""
 
     address: Url | None = Field(
         None,

@@ -26,7 +26,7 @@ from tasks.spec.values import (
 
 
 class Resources(Model):
-    """Resources of a Ray node that a step takes while it runs."""
+    """Resources that a step takes on a Ray node while the step runs."""
 
     gpus: CountOrZero = Field(
         0,

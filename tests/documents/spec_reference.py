@@ -154,7 +154,10 @@ class _Section:
             first_paragraph = " ".join(description.partition("\n\n")[0].split())
             meaning, _, further_sentences = first_paragraph.partition(". ")
             meaning = _lower_first_letter(meaning.removesuffix("."))
-            introduction = f"Keys of `{part.path}`: {meaning}. "
+            introduction = (
+                f"The table lists the keys of `{part.path}` in the spec. "
+                f"Meaning of `{part.path}`: {meaning}. "
+            )
             lines += [(introduction + further_sentences).strip(), ""]
         if part.also:
             other_paths = ", ".join(f"`{path}`" for path in part.also)
