@@ -86,7 +86,7 @@ class Gang(Model):
 
 
 class Ray(Model):
-    """Ray cluster that executes the Ray jobs of the run."""
+    """The Ray cluster that executes the Ray jobs of a run."""
 
     address: Url | None = Field(
         None,
