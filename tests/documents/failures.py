@@ -92,7 +92,9 @@ def _describe_kind(kind: FailureKind) -> str:
     if checkpoint:
         items.append(f"**Checkpoint after `{kind}`**: {checkpoint}")
     # Further paragraphs of an item must be indented.
-    return "\n\n".join([f"### {kind}", *("- " + item.replace("\n\n", "\n\n  ") for item in items)])
+    return "\n\n".join(
+        [f"### {kind}", *("- " + item.replace("\n\n", "\n\n    ") for item in items)]
+    )
 
 
 def list_rules() -> str:

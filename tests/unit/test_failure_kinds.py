@@ -81,7 +81,7 @@ def test_documents_describe_every_property_of_a_kind() -> None:
 
     for kind in FailureKind:
         [section] = [part for part in text.split("### ") if part.startswith(f"{kind}\n")]
-        assert kind.properties.cause.replace("\n\n", "\n\n  ") in section
+        assert kind.properties.cause.replace("\n\n", "\n\n    ") in section
         avoids_nodes = kind.properties.blames_node is not NodeBlame.NEVER
         assert (f"**Nodes after `{kind}`**" in section) is avoids_nodes
         hangs_or_dies = kind.properties.blames_checkpoint is not CheckpointBlame.NEVER
