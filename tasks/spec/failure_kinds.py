@@ -52,9 +52,9 @@ class KindProperties:
     #: Events and log texts by which Muster recognises this kind of failure, in Markdown for the
     #: documents.
     cause: str
-    #: Reaction of Muster, in Markdown. The text continues the sentence "Muster ...".
+    #: Reaction of Muster, in Markdown sentences.
     reaction: str
-    #: Action of the user, in Markdown. The text continues the sentence "You ...".
+    #: Advice for the user, in Markdown sentences in the imperative, for the documents.
     action: str
     #: Advice for the user, in plain text. Muster shows it if the failure itself has no hint.
     remedy: str

@@ -16,20 +16,19 @@ from tasks.spec.failure_kinds import (
 #: Sentence in the documentation of a failure kind: which nodes the next attempt avoids.
 _BLAMED_NODES = {
     NodeBlame.NEVER: "",
-    NodeBlame.ALWAYS: "if other nodes are free, the next attempt of the run avoids the nodes that "
-    "the failure names. If the failure names no node, the next attempt avoids all nodes of the "
-    "failed attempt.",
-    NodeBlame.IF_RANK_IS_NAMED: "if the failure names a rank, the next attempt avoids the nodes of "
+    NodeBlame.ALWAYS: "If other nodes are free, the next attempt avoids the nodes that the failure "
+    "names. If the failure names no node, the next attempt avoids all nodes of the failed attempt.",
+    NodeBlame.IF_RANK_IS_NAMED: "If the failure names a rank, the next attempt avoids the nodes of "
     "the failed attempt.",
 }
 #: Sentence in the documentation of a failure kind: when the attempt's checkpoint may be the cause.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
-    CheckpointBlame.IF_HUNG: "if an attempt (a try at the run) hung before its first training "
-    "step, the checkpoint that it loaded may be the cause. So the next attempt [starts from an "
-    "earlier checkpoint](resume.md).",
-    CheckpointBlame.IF_DIED: "if the trainer ended before its first training step, the checkpoint "
-    "that it loaded may be the cause. So the next attempt [starts from an earlier "
+    CheckpointBlame.IF_HUNG: "If the attempt hung before its first step, the checkpoint that it "
+    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
+    "checkpoint](resume.md).",
+    CheckpointBlame.IF_DIED: "If the trainer ended before its first step, the checkpoint that it "
+    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
     "checkpoint](resume.md).",
 }
 
@@ -82,7 +81,7 @@ def _describe_kind(kind: FailureKind) -> str:
         )
     items = [
         f"**Cause of the failure `{kind}`**: {properties.cause}",
-        f"**After the failure `{kind}`, Muster** {reaction}",
+        f"**Reaction of Muster to `{kind}`**: {reaction}",
         f"**Your next step after `{kind}`**: {properties.action}",
     ]
     nodes = _BLAMED_NODES[properties.blames_node]
@@ -91,10 +90,7 @@ def _describe_kind(kind: FailureKind) -> str:
     checkpoint = _BLAMED_CHECKPOINTS[properties.blames_checkpoint]
     if checkpoint:
         items.append(f"**Checkpoint after `{kind}`**: {checkpoint}")
-    # Further paragraphs of an item must be indented.
-    return "\n\n".join(
-        [f"### {kind}", *("- " + item.replace("\n\n", "\n\n    ") for item in items)]
-    )
+    return "\n\n".join([f"### {kind}", *("- " + item for item in items)])
 
 
 def list_rules() -> str:
