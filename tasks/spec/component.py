@@ -55,21 +55,21 @@ class ComponentStop(Stop):
 
     warn: SignalName | None = Field(
         None,
-        description="Name of the signal that warns the component before Muster ends the attempt, "
-        "for example so that the component writes a checkpoint. Only processes with a handler "
-        "for the signal get it. If omitted, there is no warning.",
+        description="Name of a signal that Muster sends as a warning before it ends the attempt. "
+        "The component can then write a checkpoint. Only processes with a handler for the signal "
+        "get it. If omitted, there is no warning.",
         examples=["SIGUSR1"],
     )
     warn_s: Seconds = Field(
         600,
-        description="Seconds from the warning signal `warn` to the end of the attempt. If the "
-        "attempt ends in less time, Muster sends the warning at once.",
+        description="Seconds from the warning signal `warn` to the end of the attempt. If less "
+        "time is left, Muster sends the warning at once.",
     )
     save_grace_s: SecondsOrZero | None = Field(
         None,
-        description="Longest time in seconds that Muster gives the component to finish a "
-        "checkpoint. Muster waits before the stop signal, and again between this signal and "
-        "SIGKILL; the limit is for both waits together. If omitted, `grace_s` applies.",
+        description="Longest time in seconds that a component gets to finish a checkpoint when "
+        "Muster stops it. Muster first waits before the stop signal, and then again before "
+        "SIGKILL. The limit is for both waits together. If omitted, it is `grace_s`.",
         examples=[900],
     )
 
@@ -83,7 +83,10 @@ class ComponentStop(Stop):
         # because Prefect adds the default values of all keys to the parameters of a flow run.
         default_warn_s = cls.model_fields["warn_s"].default
         if warn is None and written.get("warn_s") not in (None, default_warn_s):
-            problem = "needs `warn`, the signal that is sent warn_s seconds before the end"
+            problem = (
+                "this key needs `warn`, the signal that is sent warn_s seconds before the end of "
+                "the attempt"
+            )
             yield ("warn_s",), make_refusal(problem, "write warn: SIGUSR1, or leave out warn_s")
 
     @property
@@ -132,17 +135,17 @@ class Component(Model):
     )
     gpus: CountOrZero | None = Field(
         None,
-        description="Number of GPUs, out of the GPUs of the run, that only this component may "
-        "use. If omitted, the component sees all GPUs that no component has reserved. If every "
-        "GPU is reserved, it sees all GPUs of the run.",
+        description="Number of GPUs of the run that are reserved for this component. If omitted, "
+        "the component sees all GPUs that are not reserved. If every GPU of the run is reserved, "
+        "it sees all of them.",
         examples=[4],
     )
     memory_gib: Positive | None = Field(
         None,
-        description="Largest amount of main memory, in GiB, that this component may use with all "
-        "its processes together. If they need more, the kernel kills one of them, and the run "
-        "fails as HOST_OOM. Only for `launcher: process`. If this machine cannot limit the "
-        "memory, the run fails before it starts. If omitted, there is no limit.",
+        description="Memory limit in GiB for all processes of this component together. If the "
+        "processes need more, the kernel kills one of them, and the run fails as HOST_OOM. Only "
+        "for `launcher: process`. If this machine cannot limit the memory, the run fails before "
+        "it starts. If omitted, there is no limit.",
         examples=[64],
     )
     ports: tuple[PartName, ...] = Field(
@@ -159,16 +162,16 @@ class Component(Model):
     )
     live: LiveProbe | None = Field(
         None,
-        description="Probe that decides whether the running component still works, to find a "
-        "component that hangs. Muster notices the end of a process without a probe.",
+        description="Probe that decides whether the running component still works. The probe "
+        "finds a component that hangs. No probe is needed to notice that a process has ended.",
         examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
     )
     on_exit_zero: OnExitZero | None = Field(
         None,
         description="Meaning of exit code 0 of this component. complete: the run is complete. "
         "drain: the component has finished, and the run continues. fail: the run has failed. If "
-        "omitted, it is `drain` for a component with `ready: {exit: 0}`, `complete` for the "
-        "components trainer and environment, and `fail` for any other component.",
+        "omitted, it is `complete` for the trainer and the environment, `drain` for a component "
+        "with `ready: {exit: 0}`, and `fail` for any other component.",
     )
     stop: ComponentStop = Field(
         default_factory=ComponentStop,
@@ -186,16 +189,15 @@ class Component(Model):
     log_max_bytes: LogBytes | None = Field(
         None,
         description="Largest size, in bytes, of the component's log file. Muster keeps the first "
-        "quarter and the newest lines of a larger log, with a line in between that says how many "
+        "quarter and the newest lines of a larger log. A line between the two parts says how many "
         "bytes were left out. If omitted, there is no limit.",
         examples=[1_000_000_000],
     )
     keep: Count | None = Field(
         None,
-        description="Number of complete checkpoints to keep. Muster removes older checkpoints, "
-        "except the two newest complete checkpoints, the checkpoint from which the current "
-        "attempt started, and checkpoints of other runs. If omitted, Muster keeps all "
-        "checkpoints.",
+        description="Number of complete checkpoints to keep. Muster removes older checkpoints. It "
+        "never removes the two newest complete checkpoints, the checkpoint from which the current "
+        "attempt started, and checkpoints of other runs. If omitted, Muster keeps all checkpoints.",
         examples=[3],
     )
 
@@ -207,16 +209,21 @@ class Component(Model):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
-            problem = "needs `checkpoints`, the folder from which Muster removes old checkpoints"
+            problem = (
+                "this key needs `checkpoints`, the folder from which Muster removes old checkpoints"
+            )
             remedy = "write checkpoints: FOLDER, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
         if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
-            problem = "works only with launcher: process, because Ray starts a job on another node"
+            problem = "this key needs launcher: process, because a Ray job runs on another node"
             yield ("memory_gib",), make_refusal(problem, "leave out memory_gib")
         stop = mapping_or_empty(written.get("stop"))
         shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
         if stop.get("save_grace_s") is not None and not shows_saves:
-            problem = "needs `checkpoints`, the folder in which Muster sees a checkpoint grow"
+            problem = (
+                "this key needs `checkpoints`, the folder in which Muster sees that a checkpoint "
+                "grows"
+            )
             remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
         is_preparation = mapping_or_empty(written.get("ready")).get("exit") is not None
@@ -257,7 +264,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     for placeholder, example in _MUSTER_FOLDERS.items():
         if example == normal or example.startswith(f"{normal.rstrip('/')}/"):
             return (
-                f"must be a folder for checkpoints only, but Muster writes files in {placeholder}"
+                "must be a folder for checkpoints only, but Muster itself writes other files into "
+                f"{placeholder}"
             )
     return ""
 
@@ -362,8 +370,8 @@ def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
     if not names:
         return []
     problem = (
-        f"only one component may have `checkpoints`, but {names[0]} has this key, too. "
-        "${attempt.resume_from} can only be one path"
+        "only one component of a run may have `checkpoints`, because there is only one "
+        f"${{attempt.resume_from}}. But {names[0]} has the key, too"
     )
     remedy = f"write checkpoints for {names[0]} only"
     return [((name, "checkpoints"), make_refusal(problem, remedy)) for name in names[1:]]

@@ -134,7 +134,8 @@ def _check_node(node: ast.AST) -> None:
             if name not in _CONSTANTS and not name.startswith(_VARIABLE):
                 raise InvalidCondition(
                     f"the name {name!r} is not allowed",
-                    "write a text in quotes, and a value of a stage as ${stage.NAME.result.KEY}",
+                    "put a text in quotes, and write a value of a stage as "
+                    "${stage.NAME.result.KEY}",
                 )
         case ast.BoolOp(values=operands) | ast.List(elts=operands) | ast.Tuple(elts=operands):
             for operand in operands:

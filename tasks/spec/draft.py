@@ -136,11 +136,15 @@ def draft_spec(
             missing_arguments=writer.missing_arguments,
             hook=writer.hook,
         )
-    problem = "contains no script, and no configuration of verl, TRL, slime or prime-rl"
-    remedy = "change to the directory of the training, or write its path after `muster init`"
+    problem = "this folder contains no script, and no configuration of verl, TRL, slime or prime-rl"
+    remedy = (
+        "change to the folder of the training, or write the path of the folder after `muster init`"
+    )
     source = str(directory)
     if file is not None:
-        problem = "is no Python or shell script, and no configuration of verl, TRL or prime-rl"
+        problem = (
+            "this file is no Python or shell script, and no configuration of verl, TRL or prime-rl"
+        )
         remedy = "write the path of the script that starts the training"
         source = str(directory / file)
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), source)

@@ -55,10 +55,10 @@ class Evaluation(Model):
     )
     late: Literal["skip", "all"] = Field(
         "skip",
-        description="Treatment of new checkpoints while an earlier checkpoint is being "
-        "evaluated. skip: when that evaluation has ended, Muster evaluates only the newest "
-        "checkpoint. all: Muster evaluates every checkpoint, if necessary several at the same "
-        "time.",
+        description="Choice of the checkpoints to evaluate if new checkpoints appear during an "
+        "evaluation. skip: Muster waits for the end of the evaluation, and then evaluates only "
+        "the newest checkpoint. all: Muster evaluates every checkpoint, if necessary several at "
+        "the same time.",
     )
     on: Literal["ray", "host"] | None = Field(
         None,
@@ -107,7 +107,9 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
     evaluations = mapping_or_empty(written.get("evals"))
     components = mapping_or_empty(written.get("components")).values()
     if evaluations and not any(mapping_or_empty(one).get("checkpoints") for one in components):
-        problem = "needs `checkpoints`, the folder with the checkpoints to evaluate"
+        problem = (
+            "evaluations need the key `checkpoints`, the folder with the checkpoints to evaluate"
+        )
         yield ("evals",), make_refusal(problem, "write checkpoints: FOLDER in the trainer")
     for name, evaluation in evaluations.items():
         if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None:

@@ -115,9 +115,9 @@ class StopEarly(Best):
     )
     rule: Literal["median", "halving"] = Field(
         "median",
-        description="median: a point stops if its best value is worse than the median of "
-        "all points at the same step. halving: at `after_step`, at twice this step, at four "
-        "times this step and so on, only the better half of the points continues.",
+        description="median: a point stops if its best value is worse than the median of all "
+        "points at the same step. halving: the worse half of the points stops at `after_step`, "
+        "again at twice this step, at four times this step, and so on.",
     )
     after_step: Count = Field(
         description="First training step at which Muster compares the points of the matrix.",
@@ -135,7 +135,9 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     if matrix is None:
         for key in ("sample", "at_most", "best", "stop_early"):
             if written.get(key) is not None:
-                problem = "needs `matrix`, because a stage without `matrix` has a single run"
+                problem = (
+                    "this key needs `matrix`, because a stage without `matrix` has a single run"
+                )
                 yield (key,), make_refusal(problem, "write matrix: {KEY: [VALUE, ...]}")
         return
     if not isinstance(matrix, Mapping):
@@ -145,7 +147,10 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     sample = written.get("sample")
     ranges = [key for key, values in matrix.items() if isinstance(values, Mapping | Range)]
     if ranges and sample is None:
-        problem = f"missing: {ranges[0]} is a range, so the spec must name the number of points"
+        problem = (
+            f"missing: {ranges[0]} has a range of values, so the stage must say how many points "
+            "to draw from the range"
+        )
         yield ("sample",), make_refusal(problem, "write for example sample: 16")
     lists = [values for values in matrix.values() if isinstance(values, list | tuple)]
     count = math.prod(map(len, lists))
@@ -159,12 +164,12 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
         count = sample
     if written.get("stop_early") is not None and matrix and count <= MIN_OTHER_POINTS:
         problem = (
-            f"a point is compared with at least {MIN_OTHER_POINTS} other points, but the matrix "
-            f"has only {format_count(count, 'point')}"
+            f"early stopping compares each point with at least {MIN_OTHER_POINTS} other points, "
+            f"but the matrix has only {format_count(count, 'point')}"
         )
         yield ("stop_early",), make_refusal(problem, "leave out stop_early, or write more values")
     if count > MAX_POINTS:
-        problem = f"has {count} points, but at most {MAX_POINTS} are possible"
+        problem = f"the matrix has {count} points, but at most {MAX_POINTS} are possible"
         yield ("matrix",), make_refusal(problem, "write fewer values, or sample: N")
 
 

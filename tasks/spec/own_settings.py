@@ -301,12 +301,14 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_RUN_ID": "the run's id",
     "MUSTER_ATTEMPT": "number of the attempt, from 1",
     "MUSTER_COMPONENT": "name of the component",
-    "MUSTER_DEADLINE": "time in Unix seconds at which the attempt reaches `gang.max_hours`, if the "
-    "spec has this key",
+    "MUSTER_DEADLINE": (
+        "time limit of the attempt (`gang.max_hours`) as a Unix time in seconds, if the spec has "
+        "this key"
+    ),
     "MUSTER_PROJECT": "folder of the original project, if the run uses a copy of the project's "
     "code",
     "MUSTER_NODES": "names of the nodes that the queue granted to the run",
-    "MUSTER_DEVICES": "devices of this machine that the queue granted to the run",
+    "MUSTER_DEVICES": "GPUs of this machine that the queue granted to the run",
     "MUSTER_ROLLOUT_TOKEN": "the token of the run's [fleet](rollout.md) of inference servers, if "
     "the fleet requires a token",
     "MUSTER_RESULT": "file to which a [step of a pipeline](pipelines.md) may write a JSON result",
@@ -314,10 +316,14 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
 
 #: Meaning of each environment variable that Muster's processes set for each other.
 INTERNAL_VARIABLES: Mapping[str, str] = {
-    "MUSTER_ROLE": "kind of a process of Muster, such as `guardian`",
+    "MUSTER_ROLE": (
+        "type of a Muster process, such as `guardian`, the parent process of a component"
+    ),
     "MUSTER_ROLLOUT_PLAN": "plan of a fleet of inference servers, for the process of the fleet",
-    "MUSTER_ROOM": "spare text that reserves memory for the environment variables of a run, set "
-    "by the fork server",
+    "MUSTER_ROOM": (
+        "filler text that keeps space for the environment variables of a run in a process that "
+        "Muster starts in advance"
+    ),
     "MUSTER_STACK": "id of the stack, started by `muster up`, to which a process belongs",
     "MUSTER_STACK_RAY": "address of the stack's Ray dashboard, for the setup of the stack",
     "MUSTER_CHECK_ID": "id of a check of a Ray node, set in each process of this check",

@@ -320,4 +320,6 @@ def require_own_peer(connection: socket.socket) -> None:
     _pid, uid = get_peer(connection)
     if uid != os.geteuid():
         who = _format_user(uid)
-        raise PermissionError(errno.EACCES, f"the socket is connected to a process of {who}")
+        raise PermissionError(
+            errno.EACCES, f"the process at the other end of the socket belongs to {who}"
+        )

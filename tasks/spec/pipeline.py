@@ -212,10 +212,10 @@ class Stage(Model):
     )
     cache: Literal["inputs", "inputs_and_code"] | None = Field(
         None,
-        description="Condition for using the result of an earlier step that completed, in any "
-        "pipeline, instead of running this step. inputs: both steps and their arguments are "
-        "equal. inputs_and_code: the files of the project are equal, too. If omitted, each "
-        "pipeline runs the step.",
+        description="Rule for using the result of a completed step of any pipeline, instead of "
+        "running this step. inputs: both steps have the same program and the same arguments. "
+        "inputs_and_code: the files of the project are the same, too. If omitted, the step always "
+        "runs.",
         examples=["inputs"],
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
@@ -229,8 +229,9 @@ class Stage(Model):
         None,
         description="Parameter sweep: the stage starts one run or step, called a point, for each "
         "combination of values. A key is a dotted path in the run spec, the name of an argument "
-        "in `args`, or env.NAME for a command. The value of a key is a list. With `sample`, it "
-        "may also be a range, {min, max, scale}, from which Muster draws random values.",
+        "in `args`, or env.NAME for a command. The value of a key is a list. With `sample`, the "
+        "value may also be a range {min, max, scale}: Muster then draws random values from the "
+        "range.",
         examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
     )
     sample: Count | None = Field(
@@ -253,9 +254,8 @@ class Stage(Model):
     )
     stop_early: StopEarly | None = Field(
         None,
-        description="Rule that stops a point of the matrix early, while the points run, if its "
-        "metric is worse than the metric of the other points. The rule needs the Python package "
-        "optuna.",
+        description="Rule that stops a point of the matrix early if its metric is worse than the "
+        "metric of the other points. The rule needs the Python package optuna.",
         examples=[{"by": "reward", "mode": "max", "rule": "median", "after_step": 20}],
     )
 
@@ -277,7 +277,7 @@ class Stage(Model):
             )
             return
         if len(kinds) > 1:
-            problem = f"a stage has only one of these keys, found {' and '.join(kinds)}"
+            problem = f"a stage may have only one of these keys, found {' and '.join(kinds)}"
             yield (kinds[1],), make_refusal(problem, "make it two stages, or leave out one key")
             return
 
@@ -296,7 +296,10 @@ class Stage(Model):
                 )
                 yield (key,), make_refusal(problem, "remove it")
         if written.get("args") and kinds[0] == "command":
-            yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")
+            yield (
+                ("args",),
+                make_refusal("this key needs `call`", "write the arguments in `command`"),
+            )
         yield from check_resources(written, on=written.get("on"))
         if kind == "step" and written.get("on") != "host":
             yield from check_ray_secrets(mapping_or_empty(written.get("env")))

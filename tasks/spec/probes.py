@@ -198,7 +198,7 @@ class Probe(Model):
             problem = "must have a check"
             yield (), make_refusal(problem, f"write one of {', '.join(cls.questions)}")
         if written.get("json") is not None and written.get("http") is None:
-            problem = "needs `http`, the address whose JSON answer must meet these conditions"
+            problem = "this key needs `http`, the URL whose JSON answer must meet the conditions"
             yield ("json",), make_refusal(problem, "write http: ADDRESS in the same probe")
 
     @property
@@ -249,14 +249,14 @@ class ReadyProbe(Probe):
 #: Problem and remedy for each key that a liveness probe must not have.
 _NOT_LIVENESS = {
     "log": (
-        "cannot show that a component still works, because an old line stays in the log",
-        "use http, tcp, file or notify, or stall_after_s to end a run without new output",
+        "this check cannot show that a component still works, because an old line stays in the log",
+        "use http, tcp, file or notify; to end a run without new output, use stall_after_s",
     ),
     "alive_s": (
-        "cannot show that a component still works, because the probe always succeeds after this "
-        "time",
-        "remove it, because Muster always notices the end of a component, or use http, tcp, file "
-        "or notify",
+        "this check cannot show that a component still works, because it always succeeds after "
+        "this time",
+        "remove it, or use http, tcp, file or notify: Muster notices the end of a component "
+        "without a check",
     ),
 }
 
@@ -283,8 +283,8 @@ class LiveProbe(Probe):
     )
     log: Pattern | None = Field(
         None,
-        description="Not allowed in `live`, only in `ready`, because an old line in the log does "
-        "not show that the component still works. To end a run without new output, use "
+        description="This key is only allowed in `ready`, because an old line in the log does not "
+        "show that the component still works. To end a run without new output, use "
         "`stall_after_s`.",
     )
     alive_s: Seconds | None = Field(

@@ -31,8 +31,8 @@ from tasks.spec.values import Env, select_literals
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
 _REMEDY = (
-    "install the program, or write its path ./NAME and run chmod +x NAME; write each argument as a "
-    "separate list item"
+    "install the program, or write its path ./NAME and run chmod +x NAME. Write each argument as "
+    "a separate list item"
 )
 #: Environment variables that contain the path of the activated Python environment: the first for a
 #: virtual environment, the second for a conda environment. If both are set, the virtual environment

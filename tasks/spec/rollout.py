@@ -166,14 +166,16 @@ def _find_unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention:
-        problem = f"only SGLang supports this key, found the backend {sizes.backend}"
+        problem = f"only the backend sglang supports this key, found the backend {sizes.backend}"
         remedy = "leave out dp_attention, or write backend: sglang"
         yield ("dp_attention",), make_refusal(problem, remedy)
 
 
 def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
-        problem = "needs data_parallel, the number of replicas of the attention layers, found 1"
+        problem = (
+            "this key needs data_parallel, the number of replicas of the attention layers, found 1"
+        )
         remedy = "write data_parallel: N with a divisor N of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
@@ -204,8 +206,8 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
         problem = (
-            f"must be 1 or {gpus}, found {sizes.expert}: vLLM shares the experts among all ranks, "
-            "tensor_parallel times data_parallel"
+            f"must be 1 or {gpus}, found {sizes.expert}: vLLM distributes the experts over all "
+            "ranks of the engine (tensor_parallel times data_parallel)"
         )
         remedy = f"write expert_parallel: {gpus}, or leave it out for no expert parallelism"
         yield ("expert_parallel",), make_refusal(problem, remedy)
@@ -213,7 +215,10 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _find_dp_attention_faults(sizes)
-    problem = "not supported by the backend `command`, whose program decides how it uses its GPUs"
+    problem = (
+        "the backend `command` does not support this key, because your own program decides how it "
+        "uses its GPUs"
+    )
     remedy = "add the option of your program to `command`, and write gpus_per_node: N"
     if sizes.tensor > 1:
         yield ("tensor_parallel",), make_refusal(problem, remedy)
@@ -367,7 +372,10 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
             make_refusal(f"missing: {name} needs a model", "write model: PATH_OR_NAME"),
         )
     if written.get("command") is not None:
-        problem = f"only for the backend `command`: Muster builds the command of {name} itself"
+        problem = (
+            "this key is only for the backend `command`, because Muster itself builds the command "
+            f"of {name}"
+        )
         remedy = "leave out the command, and write further arguments of the server into `args`"
         yield ("command",), make_refusal(problem, remedy)
     for index, word in enumerate(_to_words(written.get("args"))):
@@ -381,13 +389,14 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
     for key in ("path", "token"):
         if health.get(key) is not None:
             problem = (
-                f"only for the backend `command`: Muster itself knows the health check of {name}"
+                "this key is only for the backend `command`, because Muster itself knows the "
+                f"health check of {name}"
             )
             yield ("health", key), make_refusal(problem, "leave it out")
     if backend != "sglang":
         return
     if mapping_or_empty(written.get("env")).get(SGLANG_TIMEOUT) is not None:
-        problem = "Muster itself sets this variable, from health.timeout_s"
+        problem = "Muster itself sets this variable to the value of health.timeout_s"
         remedy = "leave it out, and write for example health: {timeout_s: 15}"
         yield ("env", SGLANG_TIMEOUT), make_refusal(problem, remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
@@ -466,9 +475,9 @@ class FleetHealth(Model):
     )
     token: FleetToken | None = Field(
         None,
-        description="Only for the backend `command`: request of a health check that makes the "
-        "server generate a token. If omitted, Muster does not notice a server that answers at "
-        "`path` although its engine hangs.",
+        description="Only for the backend `command`: request that makes the server generate a "
+        "token, as a health check. If omitted, Muster does not notice an engine that hangs while "
+        "its server still answers at `path`.",
         examples=[{"path": "/generate", "json": {"prompt": "1", "max_tokens": 1}}],
     )
 
@@ -493,10 +502,10 @@ class FleetRecovery(Model):
 
     budget: Budget | None = Field(
         None,
-        description="Largest number of restarts of failed engines in the whole attempt. If "
-        "several engines fail together, their restart counts once. After this number, Muster "
-        "restarts no failed engines. unlimited: no limit. If omitted, the number is 3 for each "
-        "engine of the fleet, but at least 10 in total.",
+        description="Largest number of restarts of failed engines in the whole attempt. Engines "
+        "that fail together count as one restart. After this number, Muster restarts no failed "
+        "engines. unlimited: no limit. If omitted, the number is 3 for each engine of the fleet, "
+        "but at least 10 in total.",
     )
     backoff_s: Seconds = Field(
         1,
@@ -640,9 +649,9 @@ class Rollout(Model):
     )
     require_token: bool = Field(
         False,
-        description="true: the gateway always requires a token. false: on a loopback address, "
-        "programs of the same user and of root need no token; on other addresses, the gateway "
-        "still requires one.",
+        description="true: every request needs a token. false: programs of the same user and of "
+        "root need no token on a loopback address. On any other address, every request needs a "
+        "token.",
     )
     concurrency: Count | None = Field(
         None,
@@ -693,7 +702,7 @@ class Rollout(Model):
         None,
         description="Largest size, in bytes, of each log file of the fleet: the log of each "
         "server, and the log of the fleet itself. Muster keeps the first quarter and the newest "
-        "lines of a larger log, with a line in between that says how many bytes were left out. "
+        "lines of a larger log. A line between the two parts says how many bytes were left out. "
         "If omitted, there is no limit.",
         examples=[1_000_000_000],
     )

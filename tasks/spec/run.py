@@ -96,16 +96,16 @@ class Ray(Model):
     )
     start_within_s: Seconds = Field(
         600,
-        description="Longest time in seconds after the submission of a job until the job has "
-        "taken all of its GPUs. Muster stops a slower job as START_TIMEOUT, and the run returns "
-        "to the queue.",
+        description="Longest time in seconds from the submission of a Ray job until the job has "
+        "all of its GPUs. Muster stops a slower job as START_TIMEOUT, and the run returns to the "
+        "queue.",
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
         description="Ray resources, with their amounts, that a node must have to run the driver "
-        "of a job. If omitted, the driver runs on a node that the queue granted to the run. If "
-        "the queue granted no nodes, it runs on a node with the Ray resource `worker_node`, or "
-        "else on any node except the head.",
+        "of a job. If omitted, the driver runs on a node that the queue granted to the run. "
+        "Without such nodes, it runs on a node with the Ray resource `worker_node`, or else on "
+        "any node except the head.",
         examples=[{"worker_node": 1}],
     )
     entrypoint_label_selector: Mapping[Text, Word] | None = Field(
@@ -122,9 +122,9 @@ class Ray(Model):
     )
     entrypoint_gpus: Count | None = Field(
         None,
-        description="Number of GPUs, out of the GPUs of `gang`, that the driver of a job takes "
-        "for itself. Write this key if the job starts no Ray actors or tasks with GPUs. If "
-        "omitted, the driver takes no GPU.",
+        description="Number of GPUs of the run (`gang`) that the driver of a job takes for "
+        "itself. Write this key if the job starts no Ray actors or tasks with GPUs. If omitted, "
+        "the driver takes no GPU.",
         examples=[1],
     )
     entrypoint_memory_gib: Positive | None = Field(
@@ -193,9 +193,8 @@ class Retry(Model):
     attempts: Count | None = Field(
         None,
         description="Largest number of attempts, including the first. If an attempt reaches a "
-        "later step than all attempts before it, Muster starts to count again, with this attempt "
-        "as the first. `attempts` may be omitted only for kinds that have a default: "
-        f"{list_default_attempts()}.",
+        "later step than all attempts before it, the count starts again at 1. `attempts` may be "
+        f"omitted only for kinds that have a default: {list_default_attempts()}.",
     )
     delay_s: Seconds = Field(
         60,
@@ -297,8 +296,8 @@ class RunSpec(Document):
     )
     run_id: RunId | None = Field(
         None,
-        description="Id of an ended run that the flow run continues. Only `muster retry` sets "
-        "this key, for a run whose flow run no longer exists on the Prefect server. If omitted, "
+        description="Id of an earlier run that this run continues. Only `muster retry` sets this "
+        "key, if the Prefect server no longer has the flow run of the earlier run. If omitted, "
         "the run gets a new id.",
         examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
@@ -314,15 +313,15 @@ class RunSpec(Document):
     )
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
-        description="Treatment of the run's Ray jobs if the flow process of the run dies. stop: "
-        "Muster stops the jobs. adopt: the jobs continue, and the next flow process of the run "
-        "attaches to them.",
+        description="Treatment of the run's Ray jobs if the flow process (the process that "
+        "controls the run) dies. stop: Muster stops the jobs. adopt: the jobs continue, and the "
+        "next flow process of the run takes control of them.",
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
         description="Method with which Muster finds and ends all processes of the run. auto: the "
         "strongest method that works on this machine without privileges. namespace: a PID "
-        "namespace. If the machine does not offer PID namespaces, the run fails before it starts.",
+        "namespace; without PID namespaces on the machine, the run fails before it starts.",
     )
     start_order: tuple[Text, ...] = Field(
         (),
@@ -353,9 +352,9 @@ class RunSpec(Document):
     stall_after_s: Seconds | None = Field(
         None,
         description="Longest time in seconds without a new training step. After this time, the "
-        "run fails as STALLED. Without `progress`, it is the longest time without output; "
-        "repeated lines do not count. While a checkpoint grows, the run does not fail: the time "
-        "counts from the last growth. If omitted, there is no limit.",
+        "run fails as STALLED. Without `progress`, it is the longest time without new output; "
+        "repeated lines do not count as new. While a checkpoint grows, the time starts again. If "
+        "omitted, there is no limit.",
         examples=[1800],
     )
     timeout_s: Seconds | None = Field(
@@ -367,10 +366,10 @@ class RunSpec(Document):
     )
     finish_within_s: Seconds = Field(
         300,
-        description="Longest time in seconds from the last step (`progress.total`, or "
-        "`success.step` if the total is omitted) to the end of the trainer. After that, Muster "
-        "stops the trainer, and the run is completed. The time in which the trainer writes a "
-        "checkpoint does not count.",
+        description="Longest time in seconds from the last training step (`progress.total`, or "
+        "else `success.step`) to the end of the trainer. After this time, Muster stops the "
+        "trainer, and the run is completed. The time in which the trainer writes a checkpoint "
+        "does not count.",
     )
     watch: Watch | None = Field(
         None,
@@ -404,7 +403,7 @@ class RunSpec(Document):
     keep_best: KeepBest | None = Field(
         None,
         description="Rule that chooses the best checkpoint by a number in the results of an "
-        "evaluation. The key `keep` removes old checkpoints, but never the best checkpoint.",
+        "evaluation. Muster never removes the best checkpoint, even if the key `keep` is set.",
         examples=[{"by": "math.accuracy", "mode": "max"}],
     )
 
@@ -414,7 +413,7 @@ class RunSpec(Document):
             remedy = "add progress: {jsonl: FILE, step: KEY}"
             yield (
                 ("success",),
-                make_refusal("needs `progress`, from which Muster reads the step", remedy),
+                make_refusal("this key needs `progress`, from which Muster reads the step", remedy),
             )
         required = mapping_or_empty(written.get("success")).get("step")
         total = mapping_or_empty(written.get("progress")).get("total")
@@ -425,7 +424,9 @@ class RunSpec(Document):
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):
                 remedy = "add progress: {jsonl: FILE, step: KEY}"
-                problem = "needs `progress.jsonl`, the file from which Muster reads the metrics"
+                problem = (
+                    "this key needs `progress.jsonl`, the file from which Muster reads the metrics"
+                )
                 yield ("watch",), make_refusal(problem, remedy)
             for place, refusal in check_watch_rules(watch, written.get("workload")):
                 yield ("watch", *place), refusal
@@ -443,7 +444,9 @@ class RunSpec(Document):
         for kind, policy in mapping_or_empty(written.get("retry")).items():
             has_no_limit = isinstance(policy, Mapping) and policy.get("attempts") is None
             if kind in kinds_with_limit and has_no_limit:
-                problem = "missing: this kind of failure has no default number of attempts"
+                problem = (
+                    "missing: for this kind of failure, the spec must set the number of attempts"
+                )
                 yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
 
     @classmethod

@@ -54,7 +54,10 @@ def check_ray_use(
 
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
-        problem = f"{other} is a process of this machine and ends with the run's flow process"
+        problem = (
+            f"{other} runs on this machine, and ends if the process that controls the run dies, "
+            "so Muster cannot adopt it"
+        )
         remedy = "write on_lost_flow: stop, or launcher: ray_job for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
 
@@ -74,7 +77,10 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
     gang = mapping_or_empty(written.get("gang"))
     per_node = gang.get("gpus_per_node")
     if not gang:
-        problem = f"the driver of the job takes {gpus} GPUs, but the run requests none (`gang`)"
+        problem = (
+            f"the driver of the Ray job takes {gpus} GPUs, but the run requests no GPUs with the "
+            "key `gang`"
+        )
         yield place, make_refusal(problem, f"write gang: {{gpus_per_node: {gpus}}}")
     elif type(per_node) is int and gpus > per_node:
         problem = (
@@ -90,7 +96,8 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
     for key in ("entrypoint_resources", "entrypoint_label_selector"):
         if ray.get(key):
             problem = (
-                f"the queue chooses the node of these GPUs, but `{key}` may require another node"
+                f"the queue chooses the node of the driver's GPUs, but `{key}` may require "
+                "another node"
             )
             yield place, make_refusal(problem, f"leave out entrypoint_gpus or {key}")
 
@@ -109,7 +116,10 @@ def check_device_use(
     for name, component in components.items():
         has_gpus = type(component.get("gpus")) is int and name != FLEET
         if has_gpus and component.get("launcher") == "ray_job":
-            problem = "not allowed for a Ray job, which requests its GPUs from Ray"
+            problem = (
+                "this key is not allowed for a Ray job, because a Ray job requests its GPUs from "
+                "Ray"
+            )
             remedy = "leave out gpus, and request the GPUs from Ray in the program of the job"
             yield ("components", name, "gpus"), make_refusal(problem, remedy)
         elif has_gpus:

@@ -76,7 +76,7 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
         cycle = find_cycle(name, needs)
         reported.update(cycle)
         text = " needs ".join([*cycle, cycle[0]])
-        remedy = "remove a stage from one of these keys `needs`"
+        remedy = "remove one stage from the key `needs` of another stage"
         if any("needs" not in other for other in _select(indexed_stages, cycle)):
             remedy += "; a stage without the key needs all stages before it, so write needs: []"
         yield Fault(

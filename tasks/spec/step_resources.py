@@ -64,7 +64,7 @@ def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refus
     if on == "host":
         for key in ("cpus", "memory_gib", "labels"):
             if resources.get(key):
-                problem = "only Ray counts this resource, but the step runs on a host (`on: host`)"
+                problem = "this resource needs Ray, but the step runs without Ray (`on: host`)"
                 yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
     elif resources.get("gpus") and resources.get("labels"):
         problem = (

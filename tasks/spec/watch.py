@@ -47,14 +47,14 @@ class WatchRule(Model):
     metric: Names = Field(
         (),
         description="Name of the metric in the file of `progress.jsonl`, or a list of possible "
-        "names. In each line of the file, the first of these names that occurs is used.",
+        "names. Muster uses the first of these names that a line of the file contains.",
         examples=[["actor/ppo_kl", "train/ppo_kl"]],
     )
     finite: Literal[True] | None = Field(
         None,
         description="true: raise an alarm if the metric is NaN or infinite, or null in 10 lines "
-        "of the metrics file in a row. If the metric had null in N lines in a row before, and "
-        "then a value, an alarm needs at least 2 N lines with null.",
+        "of the metrics file in a row. Some metrics are regularly null between two values. After "
+        "a gap of N such lines, an alarm needs at least 2 N lines with null in a row.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
@@ -64,15 +64,14 @@ class WatchRule(Model):
     )
     constant: Literal[True] | None = Field(
         None,
-        description="true: raise an alarm if, for `for_steps` steps in a row, the metric still "
-        "has the value of its first step.",
+        description="true: raise an alarm if the metric still has its first value, for "
+        "`for_steps` steps in a row.",
     )
     loses: Share | None = Field(
         None,
         description="Number from 0 to 1. Raise an alarm if the mean of the metric over "
-        "`for_steps` steps has become worse than the best mean by this share. It is a share of "
-        "the best mean, or of the improvement from the first mean to the best mean if the "
-        "improvement is larger.",
+        "`for_steps` steps is worse than the best mean by this share. It is a share of the best "
+        "mean, or of the improvement since the first mean if this improvement is larger.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(
@@ -82,8 +81,8 @@ class WatchRule(Model):
     )
     spent: Share | None = Field(
         None,
-        description="Number from 0 to 1. Raise an alarm if the metric has fallen by this share "
-        "of its highest value: with 0.95, at 5 % of the highest value.",
+        description="Number from 0 to 1. Raise an alarm if the metric has fallen by this share of "
+        "its highest value. With 0.95, the alarm comes at 5 % of the highest value.",
         examples=[0.95],
     )
     unless_steady: Names = Field(
@@ -185,7 +184,7 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
         if not isinstance(rule, Mapping) or name in known:
             continue
         if rule.get("metric") is None:
-            problem = "has no `metric`, and the preset has no rule of this name"
+            problem = "the rule has no `metric`, and the preset has no rule of this name"
             remedy = f"write metric: [NAME]; rules of the preset: {', '.join(known) or 'none'}"
             yield ("rules", str(name)), make_refusal(problem, remedy)
         elif all(rule.get(key) is None for key in _CONDITIONS):

@@ -199,7 +199,7 @@ def test_directories_of_muster_are_refused(checkpoints: str, cwd: str | None) ->
     if cwd is not None:
         trainer["cwd"] = cwd
 
-    with pytest.raises(InvalidSpec, match="but Muster writes files in"):
+    with pytest.raises(InvalidSpec, match="but Muster itself writes other files into"):
         parse_spec({"name": "x", "workload": "sft", "components": {"trainer": trainer}})
 
 

@@ -69,8 +69,8 @@ def test_credentials_are_not_repeated_in_the_fault() -> None:
     ("checkpoints", "expected"),
     [
         ("http://host/folder", "components.trainer.checkpoints: Muster cannot read"),
-        ("file://${run.dir}", "but Muster writes files in"),
-        ("file://${attempt.dir}/", "but Muster writes files in"),
+        ("file://${run.dir}", "but Muster itself writes other files into"),
+        ("file://${attempt.dir}/", "but Muster itself writes other files into"),
     ],
 )
 def test_spec_with_a_faulty_url_is_refused(checkpoints: str, expected: str) -> None:

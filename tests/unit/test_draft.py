@@ -247,7 +247,7 @@ def test_directory_without_training_gives_no_draft(
     code = run(INIT, [str(folder)])
 
     assert code == 2
-    assert "change to the directory of the training" in capsys.readouterr().err
+    assert "change to the folder of the training" in capsys.readouterr().err
     assert sorted(folder.rglob("*")) == before
 
 

@@ -61,7 +61,11 @@ def test_every_and_late_have_defaults() -> None:
         (evaluation_with(env={"A": "${checkpoint.stp}"}), "evals.math.env.A", "checkpoint.step"),
         (evaluation_with(on="ray"), "evals.math.on", "no Ray cluster"),
         (evaluation_with(resources={"gpus": -1}), "evals.math.resources.gpus", "at least 0"),
-        (evaluation_with(resources={"cpus": 2}), "evals.math.resources.cpus", "only Ray counts"),
+        (
+            evaluation_with(resources={"cpus": 2}),
+            "evals.math.resources.cpus",
+            "this resource needs Ray",
+        ),
         (evaluation_with(resources={"gpu": 1}), "evals.math.resources.gpu", "gpus"),
         (
             evaluation_with(env={"CUDA_VISIBLE_DEVICES": "0"}, resources={"gpus": 1}),
@@ -92,7 +96,7 @@ def test_evaluations_need_checkpoints() -> None:
     faults = faults_of(spec)
 
     assert [*faults] == ["evals"]
-    assert "needs `checkpoints`" in faults["evals"]
+    assert "need the key `checkpoints`" in faults["evals"]
 
 
 @pytest.mark.parametrize(

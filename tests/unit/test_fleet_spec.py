@@ -110,13 +110,13 @@ def test_engine_size_follows_from_parallelism(
         (
             {**COMMAND, "tensor_parallel": 2},
             "tensor_parallel",
-            "not supported by the backend `command`",
+            "the backend `command` does not support this key",
             "",
         ),
         (
             {**COMMAND, "expert_parallel": 2},
             "expert_parallel",
-            "not supported by the backend `command`",
+            "the backend `command` does not support this key",
             "",
         ),
         (
@@ -174,14 +174,14 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
             "dp_attention",
-            "only SGLang",
+            "only the backend sglang",
             "leave out dp_attention, or write backend: sglang",
         ),
         ({**LMDEPLOY, "tensor_parallel": 8, "dp_attention": True}, "dp_attention", "only", ""),
         (
             {**COMMAND, "dp_attention": True},
             "dp_attention",
-            "only SGLang",
+            "only the backend sglang",
             "leave out dp_attention",
         ),
         ({**SGLANG, "dp_attention": 1}, "dp_attention", "must be true or false, found 1", ""),
@@ -226,7 +226,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
-            "must be 1 or 8, found 4: vLLM shares the experts among all ranks",
+            "must be 1 or 8, found 4: vLLM distributes the experts over all ranks",
             "write expert_parallel: 8, or leave it out",
         ),
         (
@@ -285,7 +285,8 @@ def test_engine_size_follows_from_parallelism(
         (
             {**VLLM, "health": {"token": {"path": "/x"}}},
             "health.token",
-            "only for the backend `command`: Muster itself knows the health check of vLLM",
+            "this key is only for the backend `command`, because Muster itself knows the health "
+            "check of vLLM",
             "leave it out",
         ),
         (
@@ -298,7 +299,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "15"}},
             "env.SGLANG_HEALTH_CHECK_TIMEOUT",
-            "Muster itself sets this variable, from health.timeout_s",
+            "Muster itself sets this variable to the value of health.timeout_s",
             "write for example health: {timeout_s: 15}",
         ),
         (

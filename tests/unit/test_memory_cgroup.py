@@ -51,4 +51,4 @@ def test_limit_of_a_ray_job_is_a_fault() -> None:
         make_spec(launcher="ray_job")
 
     assert [fault.path for fault in refused.value.faults] == ["components.trainer.memory_gib"]
-    assert "works only with launcher: process" in refused.value.faults[0].problem
+    assert "this key needs launcher: process" in refused.value.faults[0].problem

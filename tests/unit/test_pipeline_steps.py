@@ -85,11 +85,11 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         (call(args={}), "stages.0.args.model: missing: score requires this argument"),
         (call(args={"model": 1, "x": 2}), "stages.0.args.x: score has no argument 'x'"),
         (call("steps:strict", args={"a": 1}), "stages.0.args.b: missing"),
-        (call(command=["true"]), "stages.0.command: a stage has only one of these keys"),
+        (call(command=["true"]), "stages.0.command: a stage may have only one of these keys"),
         (call(set={"a": 1}), "stages.0.set: only a stage with a run may have this key"),
         (run_stage(retries=2), "stages.0.retries: only a stage with a step may have this key"),
-        (command(args={"a": 1}), "stages.0.args: needs `call`"),
-        (call(resources={"cpus": 4}), "stages.0.resources.cpus: only Ray counts this resource"),
+        (command(args={"a": 1}), "stages.0.args: this key needs `call`"),
+        (call(resources={"cpus": 4}), "stages.0.resources.cpus: this resource needs Ray"),
         (
             call(on="ray", resources={"gpus": 1, "labels": {"a": "b"}}),
             "stages.0.resources.labels: the queue chooses the node of a step with GPUs",
@@ -108,7 +108,7 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         (command("${stage.z.run_id}"), "stages.0.command.1: unknown name"),
         (command("${step.portt}"), "stages.0.command.1: unknown name `${step.portt}`"),
         (command(env={"A": "${run.idd}"}), "stages.0.env.A: unknown name `${run.idd}`"),
-        (call(sample=3), "stages.0.sample: needs `matrix`"),
+        (call(sample=3), "stages.0.sample: this key needs `matrix`"),
         (call(matrix={}), "stages.0.matrix: must not be empty"),
         (call(matrix={"limit": 3}), "stages.0.matrix.limit: must be a list of values"),
         (call(matrix={"limit": [3, 3]}), "stages.0.matrix.limit: contains 3 twice"),
@@ -119,7 +119,7 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         ),
         (call(matrix={"limit": {"min": 1, "max": 3}}), "stages.0.sample: missing"),
         (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: must be at most 2"),
-        (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: has 1001 points"),
+        (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: the matrix has 1001 points"),
         (command(matrix={"A": [1]}), "stages.0.matrix.A: in a stage with a command"),
         (
             call(matrix={"limit": [1, 2, 3, 4]}, stop_early={"by": "score", "after_step": 1}),
@@ -127,12 +127,12 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         ),
         (
             run_stage(stop_early={"by": "loss", "after_step": 1}),
-            "stages.0.stop_early: needs `matrix`",
+            "stages.0.stop_early: this key needs `matrix`",
         ),
         (
             run_stage(matrix={"env.A": ["1", "2", "3"]}, stop_early={"by": "x", "after_step": 1}),
-            "stages.0.stop_early: a point is compared with at least 3 other points, but the matrix "
-            "has only 3 points",
+            "stages.0.stop_early: early stopping compares each point with at least 3 other points, "
+            "but the matrix has only 3 points",
         ),
         (
             run_stage(matrix=FOUR_POINTS, stop_early={"by": "loss", "after_step": 1}),

@@ -118,7 +118,7 @@ def test_commands_without_a_certain_fault_are_accepted(root: Path, command: list
             ["python train.py"],
             0,
             "'python train.py' does not exist or is not executable",
-            "write each argument as a separate list item",
+            "Write each argument as a separate list item",
         ),
         (["readable-only"], 0, "'readable-only' does not exist or is not executable", ""),
         (["./train.py"], 0, "'./train.py' does not exist or is not executable", "chmod +x"),

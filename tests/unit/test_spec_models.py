@@ -403,7 +403,12 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         ("trainer.stop.warn", "USR1", "must be the name of a signal", "did you mean `SIGUSR1`?"),
         ("trainer.stop.warn", "SIGKILL", "must be a signal that a program can handle", "SIGUSR1"),
         ("trainer.stop.warn_s", 60, "needs `warn`", "write warn: SIGUSR1"),
-        ("trainer.stop.save_grace_s", 60, "needs `checkpoints`", "write checkpoints: FOLDER"),
+        (
+            "trainer.stop.save_grace_s",
+            60,
+            "this key needs `checkpoints`",
+            "write checkpoints: FOLDER",
+        ),
         # invalid durations
         ("stall_after_s", 0, "must be more than 0, found 0", ""),
         ("stall_after_s", -1.5, "must be more than 0, found -1.5", ""),
@@ -463,7 +468,7 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         (
             "success",
             {"step": 60},
-            "needs `progress`, from which Muster reads the step",
+            "this key needs `progress`, from which Muster reads the step",
             "progress:",
         ),
         ("success.step", 0, "must be at least 1", ""),
@@ -479,7 +484,7 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         (
             "retry.NODE_LOST",
             {},
-            "missing: this kind of failure has no default number of attempts",
+            "missing: for this kind of failure, the spec must set the number of attempts",
             "attempts",
         ),
         # invalid values of the inference fleet `rollout`
@@ -576,8 +581,8 @@ def test_only_one_component_may_have_checkpoints() -> None:
 
     assert fault == (
         "components.reward.checkpoints",
-        "only one component may have `checkpoints`, but trainer has this key, too. "
-        "${attempt.resume_from} can only be one path",
+        "only one component of a run may have `checkpoints`, because there is only one "
+        "${attempt.resume_from}. But trainer has the key, too",
         "write checkpoints for trainer only",
     )
 
@@ -654,11 +659,11 @@ def test_rules_between_keys_are_checked_even_if_the_keys_are_invalid() -> None:
         ("components.trainer.ready", "must have exactly 1 check, found http and tcp"),
         ("components.trainer.ready.http", "must be text, found 1"),
         ("components.trainer.ready.within_s", "must be a number, found the text 'soon'"),
-        ("success", "needs `progress`, from which Muster reads the step"),
+        ("success", "this key needs `progress`, from which Muster reads the step"),
         ("success.step", "must be a whole number, found the text 'sixty'"),
         (
             "retry.CUDA_OOM.attempts",
-            "missing: this kind of failure has no default number of attempts",
+            "missing: for this kind of failure, the spec must set the number of attempts",
         ),
         ("retry.CUDA_OOM.delay_s", "must be more than 0, found 0"),
     } <= faults
