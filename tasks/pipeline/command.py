@@ -143,8 +143,8 @@ def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
     if state is None or state.is_final() or flow_runs.has_lost_process(flow_run):
         return flow_run
     raise MusterError(
-        f"The pipeline {flow_run.name} cannot be resumed: its state is {state.name}, so its "
-        f"process may still run. Cancel the pipeline first: prefect flow-run cancel {flow_run.id}. "
-        "If its process was killed, wait a minute until the upkeep process of the host has noticed "
-        "this."
+        f"The pipeline {flow_run.name} cannot be resumed: its state is {state.name}, so it may "
+        f"still be running. Cancel the pipeline first: prefect flow-run cancel {flow_run.id}. If "
+        "the process of the pipeline was killed, wait a minute, until Muster has noticed the end "
+        "of the process."
     )

@@ -219,7 +219,7 @@ def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
         ready = next((plan for plan in waiting if names.issuperset(plan.needs)), None)
         if ready is None:
             raise ValueError(
-                "the needs of these stages contain a cycle or an unknown stage: "
+                "the key `needs` of these stages contains a cycle or an unknown stage: "
                 f"{[plan.name for plan in waiting]}"
             )
         ordered.append(ready)

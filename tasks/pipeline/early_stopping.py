@@ -62,7 +62,10 @@ def require_optuna(spec: PipelineSpec) -> None:
     try:
         importlib.import_module("optuna")
     except ImportError as error:
-        problem = f"the key needs the Python package optuna, which cannot be imported ({error})"
+        problem = (
+            "this key needs the Python package optuna, but Muster cannot import the package "
+            f"({error})"
+        )
         remedy = 'run pip install "muster[sweeps]" in the Python environment of Muster'
         faults = [Fault(path=place, problem=problem, remedy=remedy) for place in places]
         raise InvalidSpec(tuple(faults)) from error

@@ -114,7 +114,7 @@ class ProgressReport:
         name = run.stage_name
         state_text = f"{run.state}: {run.message}" if run.message else run.state
         if run.awaits_evaluations:
-            state_text = f"{run.state}, but runs that evaluate its checkpoints have not ended"
+            state_text = f"{run.state}, but the evaluations of its checkpoints have not ended"
         if name not in self._stage_names:
             return f"stage {run.stage}: {state_text}"
         position = self._stage_names.index(name) + 1

@@ -56,8 +56,9 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
     path = locate_result(place)
     if path is None:
         raise InvalidResult(
-            f"this host has no result of the step, because {place.directory} contains no attempt "
-            "of the step. Make sure that this host and the host of the step share MUSTER_HOME"
+            f"this host has no result of the step: {place.directory} contains no attempt of the "
+            "step. Make sure that this host and the host of the step use the same folder "
+            "MUSTER_HOME"
         )
     try:
         result = read_result_file(path)
@@ -66,7 +67,7 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
             return None
         raise InvalidResult(
             f"the result file {path} of the step does not exist. Make sure that this host and the "
-            "node of the step share MUSTER_HOME"
+            "node of the step use the same folder MUSTER_HOME"
         ) from None
     masked = mask_nested(result, mask)
     if masked != result:

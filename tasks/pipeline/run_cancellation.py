@@ -79,6 +79,6 @@ def _describe_end(run: StageRun, away: ServerAway | None) -> str:
     if away is None:
         return f"still {run.state}"
     return (
-        "its state is unknown and it may still run, because the Prefect server does not answer: "
-        f"{away}"
+        "its state is unknown, and the run may still be running, because the Prefect server does "
+        f"not answer: {away}"
     )

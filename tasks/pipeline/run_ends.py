@@ -86,7 +86,8 @@ async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], Non
             # The events only make the pipeline faster. Without events, it reads the states of its
             # runs every few seconds.
             _log.debug(
-                "the connection for Prefect's events broke; next try in %.0f s: %r",
+                "Muster lost the connection for the events of Prefect, and connects again in %.0f "
+                "s: %r",
                 reconnect_s,
                 error,
             )

@@ -188,10 +188,10 @@ class RunResults:
         if checkpoint is not None:
             return str(checkpoint)
         raise CannotBegin(
-            f"Stage {run.stage} has completed, but Muster found no checkpoint for its run, whose "
-            f"directory is {RunPlace.of(run.name).directory}. Make sure that this host can read "
-            "that directory, and that `checkpoints` in the run spec or `checkpoint` in the stage "
-            "contains the path of the checkpoints."
+            f"Stage {run.stage} has completed, but Muster found no checkpoint of its run in "
+            f"{RunPlace.of(run.name).directory}. Make sure that this host can read this "
+            "directory. Also check the path of the checkpoints: `checkpoints` in the run spec, or "
+            "`checkpoint` in the stage."
         )
 
 

@@ -172,8 +172,8 @@ class PipelineSession:
             return
         except (ServerAway, NoServer) as error:
             _log.warning(
-                "It was not checked whether the stages fit on the nodes of their work pools, "
-                "because the nodes could not be read: %s",
+                "Muster could not read the nodes of the work pools, so it did not check whether "
+                "the stages fit on the nodes: %s",
                 error,
             )
             return
@@ -247,7 +247,8 @@ class PipelineSession:
             self._runs, _ = self._requests.ask(self._read_progress)
         except ServerAway as error:
             _log.warning(
-                "The runs of the pipeline could not be read again before their cancellation: %s",
+                "Muster could not read the list of the pipeline's runs again before it cancelled "
+                "them: %s",
                 error,
             )
         runs = [run for run in self._runs if run.ending is None]

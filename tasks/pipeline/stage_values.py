@@ -195,7 +195,7 @@ class StageValues:
         if unit is None:
             raise CannotBegin(
                 f"the best point of stage {stage} is unknown, because no completed point has a "
-                f"number {choice.by!r}"
+                f"value for {choice.by!r}"
             )
         if rest.startswith(f"{POINT}."):
             point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]

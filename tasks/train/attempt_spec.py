@@ -91,8 +91,8 @@ class AttemptSpec:
         has_moved_fleet = fleet_port is not None and fleet_port not in self.ports.numbers.values()
         if has_moved_fleet or resolved.fleet != self.resolved.fleet:
             raise OSError(
-                "the gateway must keep its port, because the running rollout servers were started "
-                "with this port"
+                "the gateway of the inference servers cannot change its port, because the running "
+                "servers were started with the old port"
             )
         self.resolved = resolved
         self.write()

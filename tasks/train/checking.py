@@ -110,8 +110,8 @@ def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:
             print(f"  {fault}")
         if not PREFECT_API_URL.value():
             print(
-                "Muster does not know the GPUs of the queue, because no Prefect server is set. "
-                "Set PREFECT_API_URL to check whether the run fits.",
+                "Muster did not check whether the pipeline fits, because no Prefect server is "
+                "set. To check this, set PREFECT_API_URL.",
                 file=sys.stderr,
             )
     return EXIT_INFEASIBLE if faults else EXIT_DONE
@@ -152,8 +152,8 @@ def _print_result(
         print(f"  {fit.cluster}: {'the run fits' if fit.fits else fit.reason}")
     if spec.gang is not None and not PREFECT_API_URL.value():
         print(
-            "Muster does not know the GPUs of the queue, because no Prefect server is set. Set "
-            "PREFECT_API_URL to check whether the run fits.",
+            "Muster did not check whether the run fits, because no Prefect server is set. To "
+            "check this, set PREFECT_API_URL.",
             file=sys.stderr,
         )
 
@@ -172,7 +172,7 @@ def _check_this_machine(gang: Gang) -> Fit:
     if gang.nodes == 1 and gang.gpus_per_node <= count:
         return Fit(cluster=cluster, fits=True)
     demand = _make_demand(gang).describe()
-    reason = f"the run needs {demand}, and this machine has {count} GPUs"
+    reason = f"the run needs {demand}, but this machine has {count} GPUs"
     return Fit(cluster=cluster, fits=False, reason=reason)
 
 

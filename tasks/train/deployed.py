@@ -179,15 +179,18 @@ def undeploy(
         full_name = _find_name(name, [*named])
         if full_name == STAGE_DEPLOYMENT:
             raise BadArgument(
-                f"{full_name} cannot be removed, because `muster submit` and pipelines start runs "
-                "with it"
+                f"{full_name} cannot be removed, because `muster submit` and pipelines use this "
+                "deployment to start runs"
             )
         deployment = named[full_name]
         # First remove the schedules, so that no schedule adds a run after the runs were read.
         for schedule in deployment.schedules:
             client.delete_deployment_schedule(deployment.id, schedule.id)
         runs = [*_read_runs(client, deployment)]
-        message = f"cancelled by muster on {host_name()}: its deployment {full_name} was removed"
+        message = (
+            f"cancelled by muster on {host_name()}, because the deployment {full_name} of the run "
+            "was removed"
+        )
         waiting_runs = [run for run in runs if _get_type(run) in _WAITING_TYPES]
         for run in waiting_runs:
             _cancel_waiting_run(client, run, message)
@@ -199,7 +202,10 @@ def undeploy(
     for run in runs:
         if run not in waiting_runs:
             run_id = one_line(parse_request(run).name)
-            print(f"  {run_id} is running, and continues, but will not be retried if it fails")
+            print(
+                f"  {run_id} is running, and continues. But Muster will not retry the run if it "
+                "fails"
+            )
             print(f"    end  muster cancel {run_id}")
     if not is_description_of_muster(deployment.description):
         print(

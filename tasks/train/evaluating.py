@@ -181,7 +181,7 @@ class Evaluator:
         if self._connect is None:
             message = (
                 "the checkpoints are not evaluated, because this run has only a temporary Prefect "
-                "server. Start a stack with `muster up`, and set PREFECT_API_URL"
+                "server. To start a lasting server, run `muster up`. Then set PREFECT_API_URL"
             )
             self._warn(message)
             return
@@ -206,7 +206,7 @@ class Evaluator:
             if str(error) != self._last_error:
                 self._last_error = str(error)
                 _log.warning(
-                    "evaluations of run %s could not be started or read: %s",
+                    "Muster could not start or read evaluations of run %s: %s",
                     self._run.run_id,
                     error,
                 )
@@ -297,7 +297,7 @@ class Evaluator:
             run: The run of the evaluation, or None if its flow run was deleted.
         """
         if run is None:
-            message = "its flow run was deleted from the Prefect server"
+            message = "the flow run of the evaluation was deleted from the Prefect server"
             return note.with_changes(state=EvaluationState.FAILED, message=message)
         if run.ending is None:
             is_running = run.state in ("Running", "Cancelling")
@@ -403,7 +403,7 @@ class Evaluator:
                 flow_runs.cancel(
                     client,
                     UUID(one.flow_run_id),
-                    "the training whose checkpoint is evaluated was cancelled",
+                    "the training that wrote the evaluated checkpoint was cancelled",
                 )
 
     def _warn(self, message: str) -> None:

@@ -67,8 +67,8 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
         return faults
     project = _find_project(root)
     advice = (
-        f"if the training has its own Python environment, create it as {project / '.venv'}, or "
-        "activate it before you call Muster"
+        "if the training needs its own Python environment, create the environment as "
+        f"{project / '.venv'}, or activate it before you call Muster"
     )
     return tuple(
         replace(fault, remedy="; ".join(filter(None, (fault.remedy, advice))))

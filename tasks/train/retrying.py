@@ -147,8 +147,8 @@ def _retry_here(train: Flow[..., State[Any]], run: Run, from_step: int | None) -
     if not place.record.exists():
         host = run.host or "another host"
         raise BadArgument(
-            f"{run.run_id} was started on {host} without a queue: retry it there, because its "
-            "files and its project are on that host"
+            f"{run.run_id} was started on {host} without a queue, and can only be retried there, "
+            f"because its files are on that host. Run this command on {host}"
         )
     record = RunJson.read(place.record)
     provenance = record.provenance or {}
@@ -158,12 +158,15 @@ def _retry_here(train: Flow[..., State[Any]], run: Run, from_step: int | None) -
         file = Path(str(project)) / "muster.yaml"
     if not place.spec.exists() or not file.is_absolute():
         raise BadArgument(
-            f"{run.run_id} cannot be retried, because an earlier version of Muster recorded it "
-            "without its spec file. To start a new run from its last checkpoint: muster train SPEC "
-            f"--from {run.run_id}"
+            f"{run.run_id} cannot be retried, because it was started by an earlier version of "
+            "Muster, which did not record the spec file. To start a new run from the last "
+            f"checkpoint: muster train SPEC --from {run.run_id}"
         )
     if not file.parent.is_dir():
-        raise BadArgument(f"the folder {file.parent} of the spec of {run.run_id} no longer exists")
+        raise BadArgument(
+            f"{run.run_id} cannot be retried, because the folder of its spec, "
+            f"{file.parent}, no longer exists"
+        )
     spec = _restore_secrets(place, file)
     start = _choose_attempt_start(run, spec, record, from_step)
     if start is not None:
@@ -195,8 +198,9 @@ def _choose_attempt_start(
         return None
     if [*find_start_faults({**spec.written(), "start_from": {"run": run.run_id}})]:
         raise BadArgument(
-            f"--from-step {from_step}: the spec of {run.run_id} does not use "
-            "${attempt.resume_from}, so its trainer itself decides from which checkpoint it starts"
+            f"--from-step {from_step} would have no effect, because the spec of {run.run_id} does "
+            "not use ${attempt.resume_from}. The trainer itself decides from which checkpoint it "
+            "starts"
         )
     start = choose_step(run, from_step)
     attempts = record.attempts if record is not None else ()
@@ -225,9 +229,9 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
         return
     run_id = run.run_id
     raise BadArgument(
-        f"{run_id} is completed, so a retry would train nothing. To train again from an earlier "
-        f"step: muster retry {run_id} --from-step N. `muster checkpoints {run_id}` lists the "
-        f"steps. To continue with another spec: muster submit SPEC --from {run_id}"
+        f"{run_id} is completed, so a retry would train nothing. To train again from step N: "
+        f"muster retry {run_id} --from-step N (`muster checkpoints {run_id}` lists the steps). To "
+        f"continue with another spec: muster submit SPEC --from {run_id}"
     )
 
 
@@ -263,8 +267,8 @@ def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
             return value
         if present_value is None:
             raise BadArgument(
-                f"{place.run_id} cannot be retried: its record does not contain the secret value "
-                f"of {path.lstrip('.')}, and {file} does not contain this key any more"
+                f"{place.run_id} cannot be retried. Its record does not contain the secret value "
+                f"of {path.lstrip('.')}, and {file} no longer contains this key"
             )
         return present_value
 

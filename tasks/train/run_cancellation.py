@@ -81,8 +81,9 @@ def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
     """
     if is_now and owner.worker is not None:
         raise MusterError(
-            f"the flow run of {run.run_id} was deleted, so its grace periods cannot be skipped. "
-            f"To end the run with its grace periods: muster cancel {run.run_id}"
+            f"Muster cannot skip the grace periods of {run.run_id}, because the Prefect server "
+            "has no flow run of it any more. To end the run with its grace periods: muster cancel "
+            f"{run.run_id}"
         )
     try:
         if is_now:
@@ -93,4 +94,7 @@ def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
             send_to_owner(owner, signal.SIGTERM)
     except PermissionError as error:
         pid = owner.process.pid
-        raise MusterError(f"{run.run_id} cannot be ended: process {pid}: {error}") from error
+        raise MusterError(
+            f"{run.run_id} cannot be ended, because Muster cannot send a signal to its process "
+            f"{pid}: {error}"
+        ) from error

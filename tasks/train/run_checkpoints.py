@@ -121,8 +121,8 @@ def _format_cells(row: RunCheckpoint, now: float) -> tuple[str, ...]:
 def _describe_retention(row: RunCheckpoint) -> str:
     if not row.kept:
         return (
-            "not kept, because newer checkpoints exist. While the run is running, Muster removes "
-            "the checkpoint within a minute"
+            "not kept, because newer checkpoints exist. If the run is running, Muster removes the "
+            "checkpoint within a minute"
         )
     return f"kept: {'; '.join(row.kept)}"
 
@@ -147,7 +147,7 @@ def with_start(spec: RunSpec, name: str) -> RunSpec:
     total = spec.progress.total if spec.progress is not None else None
     if start.step is not None and total is not None and start.step >= total:
         print(
-            f"The checkpoint has step {start.step}, and progress.total is {total}: a trainer that "
+            f"The checkpoint has step {start.step}, and progress.total is {total}. A trainer that "
             "counts its steps from the checkpoint has nothing left to train. To train longer, add "
             f"for example --set progress.total={start.step + total}",
             file=sys.stderr,
@@ -264,7 +264,9 @@ def _read_checkpoints(run: Run) -> _Checkpoints:
     """
     record = find_record(run)
     if record is None or not record.attempts:
-        raise BadArgument(f"{run.run_id} has no checkpoints, because no attempt of it has begun")
+        raise BadArgument(
+            f"{run.run_id} has no checkpoints, because the run has not started its first attempt"
+        )
     place = run.place
     if not place.record.exists() and record.directory:
         place = RunPlace(directory=Path(record.directory))
@@ -272,8 +274,8 @@ def _read_checkpoints(run: Run) -> _Checkpoints:
     if spec is None:
         host = record.attempts[-1].host or run.host or "another host"
         raise BadArgument(
-            f"the files of {run.run_id} are on {host}, in {place.directory}: this machine cannot "
-            "list its checkpoints. Run the command on that host."
+            f"this machine cannot list the checkpoints of {run.run_id}, because the files of the "
+            f"run are on {host}, in {place.directory}. Run the command on that host."
         )
     if not any(component.checkpoints for component in spec.processes.values()):
         raise BadArgument(

@@ -165,13 +165,16 @@ def _describe_code(
         # The stored code of one of the runs is missing. It was pruned, or it was never stored: an
         # earlier release of Muster stored no code for runs that used the project's files directly.
         if {"diff", "tree"} & differences.keys() or names:
-            yield "the code differs, but the files of at least one run are not stored here"
+            yield (
+                "the code of the runs differs, but this machine does not have the code files of "
+                "both runs"
+            )
             patches = [str(properties.get("diff") or "") for properties in (first, second)]
             yield from _diff_texts("uncommitted changes", *patches)
         elif not (first.get("tree") and second.get("tree")):
             yield (
-                "the code of at least one run was not stored on this machine, so it cannot be "
-                "compared"
+                "the code of the runs cannot be compared, because this machine does not have the "
+                "code files of both runs"
             )
         return
     for name in sorted(names):
@@ -273,8 +276,8 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
     recorded = _read_properties(found) if found.attempt is not None else {}
     if spec is None and not recorded:
         raise BadArgument(
-            f"{found.run.run_id} has not started, and the Prefect server does not answer with its "
-            "spec"
+            f"{found.run.run_id} has not started, and the Prefect server does not send the spec "
+            "of the run"
         )
     if recorded:
         code = {

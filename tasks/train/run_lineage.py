@@ -99,7 +99,9 @@ class LineageRecorder:
                     self._update(client)
                 except Exception as error:
                     _log.warning(
-                        "The lineage of run %s could not be recorded: %r", self._run.run_id, error
+                        "Muster could not record the data lineage of run %s: %r",
+                        self._run.run_id,
+                        error,
                     )
                 if not is_last:
                     self._must_update.wait(self._interval_s)

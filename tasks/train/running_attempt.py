@@ -142,9 +142,10 @@ def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
         return verdict
     env = {**spec.env, **(component.env if component is not None else {})}
     interpreter = component_interpreter(env)
-    choices = "the project's .venv, or else of the environment that is activated in your shell"
+    choices = "the project's .venv, or else from the environment that is activated in your shell"
     hint = (
-        f"{failure.hint} `python` of the run was {interpreter}. Muster uses the python of {choices}"
+        f"{failure.hint} The `python` of the run was {interpreter}. Muster takes `python` from "
+        f"{choices}"
     )
     return replace(verdict, failure=failure.with_changes(hint=hint))
 

@@ -65,7 +65,8 @@ def _read_value(name: str) -> str:
     """
     if sys.stdin is None:
         raise BadArgument(
-            f"standard input is closed: pass the value of the secret {name} through it"
+            f"standard input is closed, so Muster cannot read the value of the secret {name}. "
+            "Pass the value through standard input"
         )
     if sys.stdin.isatty():
         try:

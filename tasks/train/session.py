@@ -735,8 +735,13 @@ class RunSession:
         Before the first attempt, the whole run gets the result FAILED.
         """
         if self._running is None:
-            _log.error("an error prevented run %s from being admitted", self.run_id, exc_info=error)
-            self.fail(FailureKind.UNKNOWN, f"the run could not be admitted: {error!r}")
+            _log.error(
+                "run %s could not start because of an error in Muster", self.run_id, exc_info=error
+            )
+            self.fail(
+                FailureKind.UNKNOWN,
+                f"the run could not start because of an error in Muster: {error!r}",
+            )
         else:
             self._running.supervisor.crash(error)
 

@@ -109,6 +109,6 @@ def _find_memory_faults(spec: RunSpec) -> Iterator[Fault]:
             yield Fault(
                 path=f"components.{name}.memory_gib",
                 problem=f"{host_name()} cannot limit the memory of a component: {error}",
-                remedy="leave out memory_gib, or run Muster as root or in a cgroup that systemd "
-                "delegates (Delegate=yes)",
+                remedy="leave out memory_gib, or run Muster as root. Or run Muster in a cgroup "
+                "that systemd delegates (Delegate=yes)",
             )

@@ -148,7 +148,7 @@ def admit(run: RunSession) -> State[None]:
     except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
-        message = f"the code or the Prefect Secret blocks of the run can't be read: {error}"
+        message = f"Muster cannot read the code or the Prefect Secret blocks of the run: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
     try:
         run.await_checkpoint_store()
@@ -292,7 +292,10 @@ def teardown(run: RunSession) -> State[None]:
             message="the Ray jobs of the run continue, and its next flow process attaches to them"
         )
     if verdict.unseen:
-        message = f"no processes were found, but not all could be checked: {verdict.message}"
+        message = (
+            "no remaining processes were found, but Muster could not check all processes: "
+            f"{verdict.message}"
+        )
         return Completed(message=message)
     return Completed(message="all processes of the run have ended")
 

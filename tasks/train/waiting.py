@@ -112,7 +112,8 @@ def next_attempt(run: RunSession) -> bool:
             forget_waiting_run(run.run_id)
         except OSError as error:
             _log.warning(
-                "run %s waits for the next attempt in this process, and not in the queue: %s",
+                "run %s keeps its process while it waits for the next attempt, because it could "
+                "not return to the queue: %s",
                 run.run_id,
                 error,
             )
@@ -123,8 +124,8 @@ def next_attempt(run: RunSession) -> bool:
                 client.update_flow_run_labels(run.flow_run_id, labels)
         except ServerAway as error:
             _log.warning(
-                "the retry of run %s may begin before its delay is over, because the Prefect "
-                "server did not store the delay: %s",
+                "the next attempt of run %s may begin too early, because the Prefect server did "
+                "not store its delay: %s",
                 run.run_id,
                 error,
             )
@@ -202,8 +203,8 @@ def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
         asyncio.run(note_failure(run.flow_run_id, run.run_id, failure))
     except (httpx.HTTPError, PrefectException, MissingFromServer) as error:
         _log.warning(
-            "run %s may get the nodes of the failed attempt again, because the scheduler was not "
-            "notified: %r",
+            "run %s may get the failed nodes again, because Muster could not report the failure "
+            "to the scheduler: %r",
             run.run_id,
             error,
         )
@@ -317,8 +318,8 @@ def _set_waiting_state(
             # The server has accepted the waiting state, and only its response was lost.
             return not run.interrupt_reason
     _log.warning(
-        "run %s waits for the next attempt in this process, because the Prefect server did not "
-        "accept the waiting state of the run",
+        "run %s keeps its process while it waits for the next attempt, because the Prefect server "
+        "did not accept the waiting state of the run",
         run.run_id,
     )
     return False

@@ -151,7 +151,7 @@ def test_undeploy_cancels_waiting_runs_and_keeps_running_runs(
     assert code == 0
     assert find_deployment(client, f"train/{name}") is None
     assert ends["waiting"] is not None and ends["waiting"].is_cancelled()
-    assert f"its deployment train/{name} was removed" in (ends["waiting"].message or "")
+    assert f"the deployment train/{name} of the run was removed" in (ends["waiting"].message or "")
     assert ends["running"] is not None and ends["running"].is_running()
     assert re.search(r"-sft-\S+ was waiting, and was cancelled", output)
     assert re.search(r"-sft-\S+ is running, and continues", output)

@@ -353,7 +353,7 @@ def test_pipeline_with_a_living_process_cannot_be_resumed(pipelines: Pipelines) 
     code = pipelines.run_to_end("--resume", flow_run_id)
 
     assert code == 1
-    assert "its process may still run. Cancel the pipeline first" in pipelines.host_env.log(
+    assert "it may still be running. Cancel the pipeline first" in pipelines.host_env.log(
         "pipeline"
     )
     pipelines.hand_over()

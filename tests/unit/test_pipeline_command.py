@@ -65,7 +65,7 @@ def test_early_stopping_without_optuna_exits_2(
 
     assert code == 2
     output = capsys.readouterr().err
-    assert "stages.0.stop_early: the key needs the Python package optuna" in output
+    assert "stages.0.stop_early: this key needs the Python package optuna" in output
     assert 'pip install "muster[sweeps]"' in output
 
 

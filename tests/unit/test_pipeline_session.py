@@ -613,7 +613,7 @@ def test_missing_optuna_is_reported_before_anything_starts(
     message = str(session.conclude().message)
     assert (
         message.startswith("USER_ERROR: ")
-        and "stages.0.stop_early: the key needs the Python" in message
+        and "stages.0.stop_early: this key needs the Python" in message
     )
 
 
@@ -632,7 +632,7 @@ def project(server: FakeRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("directory", "message"),
     [
-        ("empty", "stages.1.call: the project of the function other:run is unknown, because"),
+        ("empty", "stages.1.call: the project of the function other:run is unknown: the pipeline"),
         ("project", "stages.1.call: the project has no module 'other'"),
     ],
 )
