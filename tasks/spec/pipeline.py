@@ -213,9 +213,9 @@ class Stage(Model):
     cache: Literal["inputs", "inputs_and_code"] | None = Field(
         None,
         description="Rule for using the result of a completed step of any pipeline, instead of "
-        "running this step. inputs: both steps have the same program and the same arguments. "
-        "inputs_and_code: the files of the project are the same, too. If omitted, the step always "
-        "runs.",
+        "running this step. inputs: both steps have the same program, arguments and environment "
+        "variables. inputs_and_code: the files of the project are the same, too. If omitted, the "
+        "step always runs.",
         examples=["inputs"],
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
