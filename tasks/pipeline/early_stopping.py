@@ -115,13 +115,12 @@ def find_reason_to_stop(
     if not _is_pruned(rule, int(step), best, figures):
         return ""
     all_figures = [*figures, best]
-    text = f"the best {rule.by} until step {point.last_step:g} is {best:.6g}, which is "
+    own = f"best {rule.by} until step {point.last_step:g}: {best:.6g}"
+    points = f"{len(all_figures)} points at step {step:g}"
     if rule.rule == "median":
         side = "below" if rule.mode == "max" else "above"
-        text += f"{side} {statistics.median(all_figures):.6g}, the median"
-    else:
-        text += "not in the better half"
-    return f"{text} of {len(all_figures)} points of the matrix at step {step:g}"
+        return f"{own}, {side} the median of {points}: {statistics.median(all_figures):.6g}"
+    return f"{own}, not in the better half of {points}"
 
 
 def _find_rung(after_step: int, step: float) -> int:
