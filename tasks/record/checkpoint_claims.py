@@ -110,7 +110,10 @@ def why_of_rival(checkpoint: Checkpoint, own: RunPlace, rivals: Sequence[Rival])
         if own_distance < rival_distance:
             continue
         verb = "may belong" if own_distance == rival_distance else "belongs"
-        return f"the checkpoint {verb} to {rival.run_id}, which writes to the same folder"
+        return (
+            f"the checkpoint {verb} to the run {rival.run_id}, which writes its checkpoints to the "
+            "same folder"
+        )
     return ""
 
 

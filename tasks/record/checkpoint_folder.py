@@ -53,7 +53,7 @@ _POINTER_NAMES = frozenset(
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
 #: End of the reason why it is unknown whether a checkpoint is complete.
-_NOT_CONFIRMED = "no newer checkpoint shows that the trainer has completed this one"
+_NOT_CONFIRMED = "so it is unknown whether this checkpoint is complete until there is a newer one"
 #: Largest number of tries to list a folder. A try fails if files disappear during the listing.
 _RACES_AT_MOST = 5
 #: Largest size in bytes of a pointer file, which names the newest checkpoint. A larger file with
@@ -277,7 +277,7 @@ def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPa
         if is_partial_name(path.name):
             yield path, "the name of the checkpoint says that it is incomplete"
         elif path.is_dir() or path.suffix in _STATE_SUFFIXES:
-            yield path, "the name says that this is a result of the training, not a checkpoint"
+            yield path, "by its name, this is a result of the training and not a checkpoint"
 
 
 def _read_candidates(
@@ -386,7 +386,7 @@ def _judge(
     different = [
         (
             candidate.content.path,
-            f"this is another kind of file than the checkpoint {chosen[-1].name}",
+            f"this is not the same kind of file as the checkpoint {chosen[-1].name}",
         )
         for candidate in candidates
         if candidate.rank != best_rank
@@ -438,10 +438,16 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
     own_markers = candidate.content.names & MARKER_NAMES
     for other in others:
         if (markers := other.content.names & MARKER_NAMES) and not own_markers:
-            return f"lacks the file {min(markers)}, which the checkpoint {other.name} has"
+            return (
+                f"this checkpoint lacks the file {min(markers)}, which the checkpoint {other.name} "
+                "has"
+            )
         is_marked = "trainer_state.json" in other.content.names
         if is_marked and "trainer_state.json" not in candidate.content.names:
-            return f"lacks the file trainer_state.json, which the checkpoint {other.name} has"
+            return (
+                "this checkpoint lacks the file trainer_state.json, which the checkpoint "
+                f"{other.name} has"
+            )
     if candidate.verdict.proof:
         others = [other for other in others if other.verdict.proof]
     return _compare(candidate, others) if others else ""
@@ -463,13 +469,16 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
     for name in sorted(set(counts[0]).intersection(*counts[1:])):
         example = others[-1].name
         if own_counts[name] == 0:
-            return f"lacks a file like {name}, which the checkpoint {example} has"
+            return (
+                f"this checkpoint lacks a file like {name}, but the checkpoint {example} has such "
+                "a file"
+            )
         has_ranks = _RANKED_FILE.search(name) is not None or not content.is_folder
         least = min(count[name] for count in counts)
         if has_ranks and own_counts[name] < least:
             return (
-                f"has {own_counts[name]} files like {name}, but every other complete checkpoint "
-                f"has at least {least}"
+                f"this checkpoint has {own_counts[name]} files like {name}, but every other "
+                f"complete checkpoint has at least {least}"
             )
     if candidate.verdict.proof:
         return ""
@@ -478,8 +487,8 @@ def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
         least = min(size.get(name, 0) for size in sizes)
         if size_bytes < _SMALLEST_SHARE * least:
             return (
-                f"the file {name} has only {size_bytes} bytes; every other complete checkpoint "
-                f"has at least {least} bytes in this file"
+                f"the file {name} has only {size_bytes} bytes, but in every other complete "
+                f"checkpoint it has at least {least} bytes"
             )
     return ""
 
@@ -555,8 +564,8 @@ def _confirm(
             if is_named_by_step or candidate.step < pointer.step:
                 return (
                     Completeness.COMPLETE,
-                    f"the pointer file {pointer.name} names this step or a later one, "
-                    f"{pointer.step}",
+                    f"the pointer file {pointer.name} names the step {pointer.step}, and this "
+                    "checkpoint is not newer",
                 )
         has_older = any(
             pointer.step is not None and other.step is not None and other.step <= pointer.step
@@ -570,13 +579,16 @@ def _confirm(
         return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
-        reason = f"no pointer file names this checkpoint, and {_NOT_CONFIRMED}"
+        reason = f"no pointer file names this checkpoint, {_NOT_CONFIRMED}"
         return Completeness.UNKNOWN, reason
     if not has_known_layout and "config.json" in candidate.content.names:
-        reason = f"this folder has weights but no training state, and {_NOT_CONFIRMED}"
+        reason = (
+            "this folder has weights but no training state (such as the optimizer state), "
+            f"{_NOT_CONFIRMED}"
+        )
         return Completeness.UNKNOWN, reason
     if is_running:
-        return Completeness.UNKNOWN, f"the layout of the files is unknown, and {_NOT_CONFIRMED}"
+        return Completeness.UNKNOWN, f"Muster does not know this layout of files, {_NOT_CONFIRMED}"
     layout = f"layout {candidate.verdict.layout}" if candidate.verdict.layout else "unknown layout"
     return (
         Completeness.COMPLETE,
@@ -622,6 +634,6 @@ def _note_pointers(
             relation = "is older than" if pointer.step < newest.step else "is newer than"
         yield (
             f"the pointer file {pointer.name} says {pointer.text!r} and {relation} the newest "
-            f"complete checkpoint, {newest.path.name}: a trainer that reads the pointer file "
+            f"complete checkpoint, {newest.path.name}. If the trainer reads the pointer file, it "
             "starts from another checkpoint than Muster expects"
         )

@@ -227,13 +227,13 @@ def _hugging_face_step(content: Content) -> int | None:
 
 def _hugging_face_gap(content: Content) -> str:
     if "trainer_state.json" not in content.names:
-        return "trainer_state.json, which is written last, is missing"
+        return "the file trainer_state.json, which the trainer writes last, is missing"
     return ""
 
 
 def _accelerate_gap(content: Content) -> str:
     if "random_states_0.pkl" not in content.names:
-        return "random_states_0.pkl, which accelerate writes last, is missing"
+        return "the file random_states_0.pkl, which accelerate writes last, is missing"
     return ""
 
 
@@ -244,8 +244,8 @@ def _orbax_gap(content: Content) -> str:
         return f"{name} is not JSON"
     if "commit_timestamp_nsecs" in metadata and not metadata["commit_timestamp_nsecs"]:
         return (
-            "commit_timestamp_nsecs in _CHECKPOINT_METADATA is empty: Orbax did not complete the "
-            "checkpoint"
+            "Orbax did not complete the checkpoint: commit_timestamp_nsecs in the file "
+            "_CHECKPOINT_METADATA is empty"
         )
     return ""
 
@@ -264,7 +264,7 @@ def _distributed_gap(content: Content) -> str:
     for folder in sorted(folders):
         metadata = (folder / ".metadata").as_posix()
         if metadata not in content.names:
-            return f"{metadata}, which is written last, is missing"
+            return f"the file {metadata}, which the trainer writes last, is missing"
         try:
             lengths = read_stored_lengths(content.root / metadata)
         except ValueError as error:
@@ -280,7 +280,7 @@ def _distributed_gap(content: Content) -> str:
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
                 # A trainer writes `.metadata` after all other files. This file is newer than
                 # `.metadata`, so the trainer died while it overwrote an older checkpoint.
-                return f"{shard} is newer than {metadata}, which is written last"
+                return f"{shard} is newer than {metadata}, but the trainer writes {metadata} last"
     return ""
 
 
@@ -293,7 +293,7 @@ def _megatron_gap(content: Content) -> str:
     for folder in _folders_with(content, "common.pt"):
         metadata = (folder / "metadata.json").as_posix()
         if metadata not in content.names:
-            return f"{metadata}, which is written last, is missing"
+            return f"the file {metadata}, which the trainer writes last, is missing"
         backend = _read_json(content, metadata).get("sharded_backend")
         if backend == "torch_dist" and (folder / ".metadata").as_posix() not in content.names:
             return f"{(folder / '.metadata').as_posix()} is missing"
@@ -316,7 +316,10 @@ def _deepspeed_gap(content: Content) -> str:
                 if "zero_pp_rank_" in other and suffix and suffix[0] in other
             ]
             if ranks and optimizer and len(optimizer) < ranks:
-                return f"has {len(optimizer)} of {ranks} files with the state of the optimizer"
+                return (
+                    f"the checkpoint has only {len(optimizer)} of {ranks} files with the state of "
+                    "the optimizer"
+                )
     return ""
 
 
@@ -399,7 +402,7 @@ LAYOUTS: tuple[Layout, ...] = (
         # writes data.pt after the models.
         name="verl FSDP",
         matches=lambda content: _is_verl(content) and "data.pt" in content.names,
-        proof="the files of all ranks exist, and so does data.pt, which is written last",
+        proof="the files of all ranks exist, and also data.pt, which the trainer writes last",
     ),
     Layout(name="verl FSDP, models only", matches=_is_verl),
     Layout(
@@ -407,7 +410,7 @@ LAYOUTS: tuple[Layout, ...] = (
         name="PyTorch DCP",
         matches=lambda content: ".metadata" in content.names or _is_sharded_at_top(content),
         find_gap=_distributed_gap,
-        proof=".metadata exists, and so does every shard that it names",
+        proof="the file .metadata exists, and so does every shard that .metadata names",
     ),
     Layout(
         name="PyTorch DCP in subfolders",
@@ -553,7 +556,7 @@ def _find_general_gap(content: Content) -> tuple[str, bool]:
         except PermissionError:
             return f"{name} cannot be read: permission denied", False
         if check.damage:
-            return f"{name} {check.damage}", False
+            return f"{name}: {check.damage}", False
         has_only_known_formats = has_only_known_formats and check.is_known_format
     gap = _find_missing_shard(content) or _find_missing_rank(content)
     return gap, has_only_known_formats
@@ -591,7 +594,8 @@ def _find_missing_shard(content: Content) -> str:
             other.endswith(".index.json") for other in content.names
         ):
             return (
-                f"{name} is one of several shards, and their index file (*.index.json) is missing"
+                f"{name} is one of several shards, but the index file of the shards (*.index.json) "
+                "is missing"
             )
 
     for pattern, first_numbers in ((_WORLD_RANK, (0,)), (_SHARD, (0, 1))):

@@ -345,7 +345,7 @@ class FsspecStore:
             bucket = folder.partition("/")[0]
             raise StoreRefused(
                 f"the bucket {self._protocol}://{bucket} does not exist",
-                "create the bucket, or correct its name in `checkpoints`",
+                "create the bucket, or correct its name in the key `checkpoints` of the spec",
             ) from error
         files = {name.strip("/"): info for name, info in infos.items() if not name.endswith("/")}
         return {
@@ -417,13 +417,14 @@ class FsspecStore:
         subject = f"cannot {verb} {self._url(key)}"
         if limit_s <= 0:
             raise StoreUnreachable(
-                f"{subject}: the store needed more than {self._limits.total_s:g} s for all files"
+                f"{subject}: the object store needed more than {self._limits.total_s:g} s for all "
+                "files together"
             )
         try:
             return _call_within(limit_s, request)
         except TimeoutError as error:
             raise StoreUnreachable(
-                f"{subject}: the store did not answer within {limit_s:.0f} s"
+                f"{subject}: the object store did not answer within {limit_s:.0f} s"
             ) from error
         except FileNotFoundError:
             raise
@@ -541,11 +542,11 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
         remedy = {
             "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
-        }.get(protocol, "correct the rights")
+        }.get(protocol, "correct the credentials")
         return StoreRefused(
             f"{subject}: the store refused access ({reason})",
-            f"{remedy} for Muster's own process, and allow this user to list, read, write and "
-            "delete files of the folder",
+            f"{remedy} in the environment of Muster's own process. This user must be allowed to "
+            "list, read, write and delete files of the folder",
         )
     if isinstance(error, ValueError) or any(word in types for word in _CONFIGURATION_WORDS):
         return StoreRefused(f"{subject}: {reason}")
@@ -642,6 +643,9 @@ def _find_client_fault(protocol: str) -> tuple[str, str] | None:
     try:
         importlib.import_module(client)
     except ImportError as error:
-        problem = f"{protocol}:// needs the Python package {client}, which cannot be imported"
+        problem = (
+            f"for {protocol}:// URLs, Muster needs the Python package {client}, which cannot be "
+            "imported"
+        )
         return f"{problem} ({error})", f'run pip install "muster[{EXTRAS[protocol]}]"'
     return None

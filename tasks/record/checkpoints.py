@@ -86,7 +86,7 @@ class ResumePlan:
         if self.passed is not None:
             return f"from {self.passed}"
         if self.path is not None:
-            return f"from the checkpoint that the trainer finds, probably {self.path}"
+            return f"from the checkpoint that the trainer itself finds, probably {self.path}"
         if not self.refused:
             return ""
         reasons = "; ".join(f"{Path(one.path).name}: {one.why}" for one in self.refused[:3])
@@ -173,8 +173,8 @@ def plan_resume(
         newest = loadable[0]
         others = [one for one in refused if one.path != str(newest.path)]
         rule = (
-            f"{why_unfit(newest)}, but this checkpoint is loaded again, because there is no other "
-            "complete checkpoint"
+            f"{why_unfit(newest)}. The checkpoint is tried again nevertheless, because there is no "
+            "other complete checkpoint"
         )
         return _plan_from(spec, newest, rule, others, notes)
     if start is not None:
@@ -239,8 +239,8 @@ def _plan_from(
     if not is_passed:
         notes = (
             *notes,
-            "the spec does not use ${attempt.resume_from}: the trainer itself decides from which "
-            "checkpoint it starts",
+            "the spec does not use ${attempt.resume_from}, so the trainer itself chooses the "
+            "checkpoint from which it starts",
         )
     return ResumePlan(
         path=checkpoint.path,
@@ -323,8 +323,9 @@ def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
     if named is None:
         return []
     return [
-        f"{rival.run_id} writes its checkpoints to the same folder, and each run may overwrite "
-        "those of the other: write ${run.id} into the key `checkpoints` of both runs"
+        f"the run {rival.run_id} writes its checkpoints to the same folder, so the two runs may "
+        "overwrite each other's checkpoints. Write ${run.id} into the key `checkpoints` of both "
+        "specs"
         for rival in _rivals_of(place, number, named[0])
         if rival.is_running
     ]
@@ -353,7 +354,9 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
         newest_change_ns
     )
     if set_aside_at and (is_unchanged or is_partly_old):
-        return f"a person retried the run from the earlier step {set_aside_at}"
+        return (
+            f"a person retried the run from step {set_aside_at}, so later checkpoints are not used"
+        )
     if is_unchanged:
         return "the checkpoint existed before this run started, so it belongs to another run"
     if is_partly_old:
@@ -540,7 +543,7 @@ def judge_checkpoints(
         if paths & pinned:
             yield "another run was started from the checkpoint"
         if paths & linked:
-            yield "a symbolic link in the folder leads to the checkpoint"
+            yield "a symbolic link in the folder points to the checkpoint"
         yield from why_evaluated(str(checkpoint.path))
 
     return [replace(one, why_kept=tuple(list_reasons(one))) for one in judged]
@@ -561,7 +564,7 @@ def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], li
     reasons: dict[str, list[str]] = {one.path: [] for one in content.checkpoints}
     for path, why in list_reasons_to_keep(spec.evals, spec.keep_best, content, evaluated):
         reasons[path].append(why)
-    return lambda path: reasons.get(path, ["the checkpoint may be chosen for an evaluation"])
+    return lambda path: reasons.get(path, ["an evaluation may still choose this checkpoint"])
 
 
 def find_superfluous_checkpoints(

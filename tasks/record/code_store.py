@@ -123,8 +123,8 @@ def _refuse_large_folder(root: Path, limit: int) -> None:
     if counted is None:
         return
     count = (
-        f"more than {limit / 2**20:g} MiB: Muster stopped counting at "
-        f"{counted.total_bytes / 2**20:.0f} MiB in {len(counted.sizes)} files"
+        f"more than {limit / 2**20:g} MiB of files (Muster stopped counting at "
+        f"{counted.total_bytes / 2**20:.0f} MiB in {len(counted.sizes)} files)"
     )
     raise _too_large(root, count, counted.sizes, limit)
 
@@ -143,8 +143,9 @@ def _too_large(root: Path, count: str, sizes: Mapping[str, int], limit: int) -> 
     return _unfit(
         f"{root} has {count}. The limit for a project's code is {limit / 2**20:g} MiB. "
         f"The largest files: {listed}",
-        "start the command in the folder of the project, list data files in .gitignore, raise "
-        "MUSTER_CODE_MIB, or write code: live",
+        "start the command in the folder of the project, or list data files in .gitignore. Or "
+        "raise the limit MUSTER_CODE_MIB, or write `code: live` into the spec to run without a "
+        "copy",
     )
 
 
@@ -164,8 +165,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
-            f"The name {name[:12]} belongs to a part of a project copy, not to a whole copy. Use "
-            "the value of the key `code` in the spec.yaml of a run."
+            f"{name[:12]} is the name of a part of a project copy, not of a whole copy. Use the "
+            "value of the key `code` in the spec.yaml of a run."
         )
         raise NoCode(message) from None
 
@@ -195,7 +196,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
         for member in tar:
             if ".." in member.name.split("/") or member.name.startswith("/"):
                 raise NoCode(
-                    f"the copy {code.tree} of a project has a file outside of its folder: "
+                    f"the project copy {code.tree} contains a path outside of the project folder: "
                     f"{member.name}"
                 )
             if member.issym():
@@ -333,15 +334,15 @@ def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
     packed = fetch(name)
     if packed is None:
         raise NoCode(
-            f"the code {name[:12]} of this run is neither in {_path(name).parent} nor on its "
-            "Prefect server. Submit or deploy the run again."
+            f"the project copy {name[:12]} of this run is missing: it is neither in "
+            f"{_path(name).parent} nor on the Prefect server. Submit or deploy the run again."
         )
     _replace(name, packed)
     if (data := _here(name)) is None:
         _path(name).unlink()
         raise NoCode(
-            f"the Prefect server has a damaged copy of the code {name[:12]}. "
-            "Submit or deploy the run again."
+            f"the project copy {name[:12]} on the Prefect server is damaged. Submit or deploy the "
+            "run again."
         )
     return data
 

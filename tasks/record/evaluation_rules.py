@@ -155,13 +155,15 @@ def list_reasons_to_keep(
         if one.evaluation.state.is_active and one.is_current:
             yield (
                 one.checkpoint.path,
-                f"the evaluation {one.evaluation.name} of the checkpoint has not ended",
+                f"the evaluation {one.evaluation.name} of this checkpoint has not ended yet",
             )
     for name, evaluation in evaluations.items():
         for checkpoint in _list_due(name, evaluation, content)[-1:]:
-            yield checkpoint.path, f"the evaluation {name} of the checkpoint has not begun"
+            yield checkpoint.path, f"the evaluation {name} of this checkpoint has not begun yet"
     best = find_best_checkpoint(keep_best, evaluated) if keep_best is not None else None
     if keep_best is not None and best is not None:
         figure = best.figure(keep_best.by)
-        reason = f"the best checkpoint by `keep_best`: {keep_best.by} is {figure:.6g}"
+        reason = (
+            f"this is the best checkpoint by the key `keep_best`: {keep_best.by} is {figure:.6g}"
+        )
         yield best.checkpoint.path, reason

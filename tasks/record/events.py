@@ -221,7 +221,9 @@ class EventLog:
                     listener(event)
                 except Exception:
                     _log.exception(
-                        "A listener failed to process the event %s of %s", name, self._path
+                        "A function that Muster calls for each event failed for the event %s of %s",
+                        name,
+                        self._path,
                     )
 
     def _write(self, event: Event) -> None:

@@ -105,13 +105,13 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
     """
     if is_adopted:
         return (
-            "Within a minute, Muster starts the next flow process of the run, which attaches to "
-            "the Ray jobs of the run. To start it at once: muster reconcile"
+            "The Ray jobs of the run continue. Within a minute, Muster starts a new flow process "
+            "that takes them over. To start this process at once: muster reconcile"
         )
     return (
-        "If Muster's worker or its upkeep process runs on this host, it ends the remaining "
-        "processes of the run and completes the record within a minute. Otherwise, or to do this "
-        f"at once: muster reconcile. To continue the run after that: muster retry {run_id}"
+        "Within a minute, Muster's worker or upkeep process ends the remaining processes of the "
+        "run and completes its record. If neither of them runs on this host, run `muster "
+        f"reconcile`. To continue the run after that: muster retry {run_id}"
     )
 
 
@@ -147,7 +147,9 @@ def write_final_record(
         before = RunJson.read(place.record)
     except (FileNotFoundError, ValueError) as error:
         _log.warning(
-            "%s cannot be read as a run record, and is not changed: %s", place.record, error
+            "The file %s is not a valid run record, so Muster leaves it unchanged: %s",
+            place.record,
+            error,
         )
         return None, False
     after = finalize_record(before, loss, clock())

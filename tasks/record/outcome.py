@@ -198,8 +198,8 @@ class Verdict:
         """
         listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
         problem = (
-            f"an error in Muster prevented the end of these components ({listed}). "
-            "If processes remain, `muster reconcile` ends them"
+            f"Muster could not end these components because of an error of its own ({listed}). If "
+            "processes remain, `muster reconcile` ends them"
         )
         left = {
             **self.left,

@@ -56,10 +56,10 @@ _OWNER_VARIABLE = HOME_OWNER.name
 CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
 #: Advice to the user if another user could change files in Muster's home directory.
 _REMEDY = (
-    "Muster's home directory, the folders above it and Muster's files in it must belong to you "
-    "or to root, and no other user may write there. Correct their owners and modes, or set "
-    "MUSTER_HOME to a folder of your own. To read the home directory of another user whom you "
-    f"trust, set {_OWNER_VARIABLE} to the name of that user."
+    "Muster's home directory, its files and the folders above it must belong to you or to root, "
+    "and no other user may write there. Correct their owners and modes, or set MUSTER_HOME to a "
+    f"folder of your own. To use the home of another user whom you trust, set {_OWNER_VARIABLE} to "
+    "that user's name."
 )
 #: Home directories of Muster that this process has checked and found trusted. Each entry consists
 #: of the directory's path, the id of this user, and the ids of the trusted users.
@@ -148,7 +148,9 @@ def read_own_file(path: Path) -> bytes:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise PermissionError(
-                errno.EACCES, "this is a symbolic link, which Muster does not follow", str(path)
+                errno.EACCES,
+                "this is a symbolic link, and Muster does not follow symbolic links",
+                str(path),
             ) from None
         raise
     with open(fd, "rb") as file:

@@ -139,7 +139,7 @@ class RankFailure:
         if self.exit_code is None:
             return f"{subject} failed first"
         if self.exit_code == 0:
-            end = "ended first, with exit code 0, although other ranks still trained"
+            end = "ended first, with exit code 0, while other ranks were still training"
         elif self.exit_code < 0:
             end = f"was killed by {_name_signal(-self.exit_code)} first"
         else:
@@ -147,10 +147,8 @@ class RankFailure:
         if not self.alive:
             return f"{subject} {end}"
         ranks = ", ".join(map(str, self.alive))
-        noun, verb = ("rank", "was") if len(self.alive) == 1 else ("ranks", "were")
-        return (
-            f"{subject} {end}, after it waited in vain for {noun} {ranks}, which {verb} still alive"
-        )
+        noun = "rank" if len(self.alive) == 1 else "ranks"
+        return f"{subject} {end}, after it had waited in vain for {noun} {ranks} (still alive)"
 
 
 def find_first_rank(text: str) -> RankFailure | None:

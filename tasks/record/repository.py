@@ -119,7 +119,7 @@ def repository_at(work_tree: Path) -> Repository | None:
         if is_present(git_dir / "commondir"):
             common_dir = _named_in(git_dir / "commondir", "")
         if not is_present(git_dir / "HEAD") or not (common_dir / "objects").is_dir():
-            raise ValueError("the file HEAD or the folder objects is missing")
+            raise ValueError("the file `HEAD` or the folder `objects` is missing")
         if fault := _fault_of(git_dir, common_dir):
             warn_ignored(mark, fault)
             return None
@@ -184,8 +184,8 @@ def _alternates_fault(objects: Path, depth: int) -> str:
         return fault
     if depth == _ALTERNATES_DEPTH:
         return (
-            f"more than {_ALTERNATES_DEPTH} Git object stores refer to each other, the last in "
-            f"{listed}"
+            "the chain of Git object stores (objects/info/alternates) is longer than "
+            f"{_ALTERNATES_DEPTH}; the last file of the chain is {listed}"
         )
     for line in os.fsdecode(listed.read_bytes()).splitlines():
         if not line or line.startswith("#"):
@@ -314,15 +314,15 @@ class GitView:
             If the file is unchanged, an empty string is returned.
         """
         if position >= _COMPARED_FILES:
-            return f"{name}: not compared, because a Git filter creates its content\n"
+            return f"{name}: this file was not compared, because a Git filter creates its content\n"
         path = self._work_tree / name
         try:
             pointer = self._ask(self._work_tree, "cat-file", "blob", f"{commit}:{name}")
         except GitFailed:
-            return f"{name}: a new file, not shown, because a Git filter creates its content\n"
+            return f"{name}: this new file is not shown, because a Git filter creates its content\n"
         match = _LFS_POINTER.fullmatch(os.fsencode(pointer))
         if match is None:
-            return f"{name}: not compared, because a Git filter creates its content\n"
+            return f"{name}: this file was not compared, because a Git filter creates its content\n"
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):

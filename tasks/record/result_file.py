@@ -38,8 +38,8 @@ def read_result_file(path: Path) -> Any:
         size = path.stat().st_size
         if size > MAX_RESULT_BYTES:
             raise InvalidResult(
-                f"the result {path} has {size} bytes, but at most {MAX_RESULT_BYTES} are allowed. "
-                "Write the data to a file, and return the path of the file"
+                f"the result file {path} has {size} bytes, but at most {MAX_RESULT_BYTES} bytes "
+                "are allowed. Write the data to a file, and return the path of the file"
             )
         content = read_own_file(path)
     except FileNotFoundError:

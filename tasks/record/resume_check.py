@@ -33,8 +33,8 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= 1:
             return ""
         return (
-            f"the trainer's first step is {first_step:g}, although no checkpoint was passed to it: "
-            f"the trainer probably loaded {other}, which Muster had refused"
+            "Muster passed no checkpoint to the trainer, but the trainer's first step is "
+            f"{first_step:g}. The trainer probably loaded {other}, which Muster had refused"
         )
     if resume.step is None or next_step == resume.step:
         return ""
@@ -42,11 +42,12 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= resume.step + 1:
             return ""
         return (
-            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}: the trainer "
+            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}. The trainer "
             f"probably loaded {other}, which Muster had refused"
         )
     verb = "passed" if resume.passed else "expected"
     return (
-        f"Muster {verb} {chosen}, but the trainer's first step is {first_step:g}: the trainer "
-        "started from another checkpoint or from the beginning, or counts its steps from zero"
+        f"Muster {verb} the checkpoint {chosen}, but the trainer's first step is {first_step:g}. "
+        "Perhaps the trainer started from another checkpoint or from the beginning, or it counts "
+        "its steps from zero"
     )

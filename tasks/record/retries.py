@@ -92,7 +92,8 @@ def decide_retry(
     if verdict.left:
         # Do not retry the run: a leftover process still holds GPUs, ports and files.
         return RetryDecision(
-            text=f"final: {kind.value}, and processes of the attempt are still running"
+            text=f"final: {kind.value}, and no new attempt is started because processes of this "
+            "attempt are still running"
         )
 
     is_requeue = kind in REQUEUED

@@ -325,8 +325,9 @@ class RunJson(Recorded):
         record = RunJson.read(path)
         if record.flow_run_id not in ("", flow_run_id):
             problem = (
-                f"{path.parent} has the record of flow run {record.flow_run_id}: flow run "
-                f"{flow_run_id} cannot use it. Move that folder away, and retry"
+                f"the folder {path.parent} already has the record of flow run "
+                f"{record.flow_run_id}, so flow run {flow_run_id} cannot use the folder. Move the "
+                "folder away, and retry"
             )
             raise FileExistsError(errno.EEXIST, problem)
         return record

@@ -92,13 +92,11 @@ def check_file(path: CheckpointPath) -> FileCheck:
 
 def _examine(path: CheckpointPath, size: int) -> FileCheck:
     if size == 0:
-        return FileCheck(is_known_format=True, damage="is empty")
+        return FileCheck(is_known_format=True, damage="the file is empty")
     with path.open("rb") as file:
         head = file.read(_ZERO_CHECK_BYTES)
         if size > _PLACEHOLDER_BYTES and not any(head):
-            return FileCheck(
-                is_known_format=True, damage="contains only zero bytes at its beginning"
-            )
+            return FileCheck(is_known_format=True, damage="the file begins with zero bytes only")
         check = _find_check(path.suffix.lower(), head, size)
         if check is None:
             return FileCheck(is_known_format=False)
@@ -151,7 +149,7 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
 
 
 def _describe_wrong_size(size: int, expected: int) -> str:
-    return f"has {size} bytes, but its header requires {expected} bytes"
+    return f"the file has {size} bytes, but its header requires {expected} bytes"
 
 
 def _check_safetensors(file: BinaryIO, size: int) -> str:
@@ -161,12 +159,12 @@ def _check_safetensors(file: BinaryIO, size: int) -> str:
     """
     head = file.read(8)
     if len(head) < 8:
-        return f"has {size} bytes, fewer than the header of a safetensors file"
+        return f"the file has only {size} bytes, fewer than the header of a safetensors file"
     (header_bytes,) = struct.unpack("<Q", head)
     if header_bytes > _SAFETENSORS_HEADER_BYTES:
-        return "has no safetensors header"
+        return "the file has no safetensors header"
     if size < 8 + header_bytes:
-        return f"has {size} bytes, but its header alone needs {8 + header_bytes} bytes"
+        return f"the file has {size} bytes, but its header alone needs {8 + header_bytes} bytes"
 
     header: Mapping[str, Any] = json.loads(file.read(header_bytes))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -184,9 +182,12 @@ def _check_zip(file: BinaryIO, size: int) -> str:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.header_offset + entry.compress_size > size:
-                    return f"has {size} bytes, but its part {entry.filename} should end after that"
+                    return (
+                        f"the file is cut short: it ends at byte {size}, before the end of its "
+                        f"part {entry.filename}"
+                    )
     except zipfile.BadZipFile as error:
-        return f"is cut short: {str(error).lower()}"
+        return f"the file is cut short: {str(error).lower()}"
     return ""
 
 
@@ -233,12 +234,12 @@ def _check_tar(file: BinaryIO, size: int) -> str:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             ends = [member.offset_data + member.size for member in archive]
     except tarfile.TarError as error:
-        return f"is cut short: {error}"
+        return f"the file is cut short: {error}"
     expected = max(ends, default=0)
     return (
         ""
         if size >= expected
-        else f"has {size} bytes, but its last member should end at byte {expected}"
+        else f"the file has {size} bytes, but its last member should end at byte {expected}"
     )
 
 
@@ -246,7 +247,7 @@ def _check_json(file: BinaryIO, size: int) -> str:
     try:
         json.loads(file.read())
     except ValueError as error:
-        return f"is not JSON: {error}"
+        return f"the file is not JSON: {error}"
     return ""
 
 
@@ -321,7 +322,11 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
         if _is_old_torch(head):
             return ""  # A complete check would have to parse all pickles in this large file.
         file.seek(-1, os.SEEK_END)
-        return "" if file.read(1) == pickle.STOP else "is cut short: the pickle in it has no end"
+        return (
+            ""
+            if file.read(1) == pickle.STOP
+            else "the file is cut short: the pickle in it has no end"
+        )
     first = SafeUnpickler(file).load()
     if first == _TORCH_MAGIC_NUMBER:
         return _check_old_torch(file, size)
@@ -365,11 +370,11 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
             return ""
         count_field = file.read(8)
         if len(count_field) < 8:
-            return "is cut short: a tensor is missing"
+            return "the file is cut short: a tensor is missing"
         (count,) = struct.unpack("<q", count_field)
         end = file.tell() + count * item_bytes[key]
         if end > size:
-            return f"has {size} bytes, but a tensor in it should end at byte {end}"
+            return f"the file has {size} bytes, but a tensor in it should end at byte {end}"
         file.seek(end)
     return ""
 

@@ -148,7 +148,8 @@ def test_run_is_not_retried_while_processes_remain() -> None:
 
     assert sequel.delay_s is None
     assert sequel.text == (
-        "final: INSUFFICIENT_RESOURCES, and processes of the attempt are still running"
+        "final: INSUFFICIENT_RESOURCES, and no new attempt is started because processes of this "
+        "attempt are still running"
     )
 
 

@@ -159,7 +159,7 @@ def test_checkpoints_of_two_runs_at_the_same_time_are_told_apart_by_their_steps(
 
     assert other.resume()[0] == "step_30.pt"
     assert one.resume()[0] == "step_1000.pt"
-    assert "belongs to one" in other.resume()[1]["step_1000.pt"]
+    assert "belongs to the run one" in other.resume()[1]["step_1000.pt"]
     kept = {f"step_{step}.pt" for step in (800, 900, 1000, 20, 30)}
     assert kept <= names_in(folder)
 
@@ -178,7 +178,7 @@ def test_checkpoint_that_two_runs_may_have_written_is_neither_used_nor_removed(
     for run, rival in ((one, "other"), (other, "one")):
         chosen, refused = run.resume()
         assert chosen == ""
-        assert f"may belong to {rival}" in refused["step_40.pt"]
+        assert f"may belong to the run {rival}" in refused["step_40.pt"]
 
 
 @pytest.mark.parametrize(

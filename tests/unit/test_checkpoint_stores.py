@@ -333,7 +333,9 @@ def test_checkpoint_of_two_runs_in_one_folder_is_used_by_neither(store: Store) -
         for run in (first, second)
     ]
 
-    assert all("writes to the same folder" in refusal[0].why for refusal in refusals)
+    assert all(
+        "writes its checkpoints to the same folder" in refusal[0].why for refusal in refusals
+    )
 
 
 def test_growth_of_an_unfinished_checkpoint_is_noticed(store: Store) -> None:

@@ -317,7 +317,7 @@ def test_huge_folder_is_rejected_before_all_of_it_is_read(
         store_project(root)
 
     message = str(error_info.value)
-    assert "has more than 1 MiB: Muster stopped counting at 2 MiB in 2 files" in message
+    assert "has more than 1 MiB of files (Muster stopped counting at 2 MiB in 2 files)" in message
     assert "The largest files: a/model.bin 2.0 MiB" in message
     assert "ignored.bin" not in message
 

@@ -91,7 +91,7 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
             KILLED,
             "flows.train.train",
             {**SPEC, "on_lost_flow": "adopt"},
-            ["was killed by SIGKILL", "starts the next flow process"],
+            ["was killed by SIGKILL", "starts a new flow process"],
         ),
         (KILLED, "flows.pipeline.pipeline", {}, ["SIGKILL", "muster pipeline --resume"]),
         (KILLED, None, {}, ["was killed by SIGKILL"]),

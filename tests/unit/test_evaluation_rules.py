@@ -213,9 +213,9 @@ def test_checkpoints_in_evaluation_and_the_best_one_are_kept(place: RunPlace) ->
     )
 
     assert reasons == {
-        "/c/step_10": "the best checkpoint by `keep_best`: math.accuracy is 0.2",
-        "/c/step_30": "the evaluation math of the checkpoint has not ended",
-        "/c/step_40": "the evaluation math of the checkpoint has not begun",
+        "/c/step_10": "this is the best checkpoint by the key `keep_best`: math.accuracy is 0.2",
+        "/c/step_30": "the evaluation math of this checkpoint has not ended yet",
+        "/c/step_40": "the evaluation math of this checkpoint has not begun yet",
     }
 
 

@@ -291,7 +291,7 @@ def test_programs_named_by_the_user_s_repository_do_not_run(
     assert len(code.commit) == 40
     assert "+name: b\n" in code.diff
     # train.py is not compared, because git would run the attacker's filter program to compare it.
-    assert "train.py: not compared" in code.diff and "print(2)" not in code.diff
+    assert "train.py: this file was not compared" in code.diff and "print(2)" not in code.diff
 
 
 def test_hooks_and_settings_of_nested_repositories_do_not_run(tmp_path: Path) -> None:

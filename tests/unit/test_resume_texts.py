@@ -7,7 +7,9 @@ from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.show.lines import lines_of
 from tasks.show.resume import describe_attempt, describe_resume
 
-REFUSED = [{"path": "/c/step_20", "why": ".metadata, which is written last, is missing"}]
+REFUSED = [
+    {"path": "/c/step_20", "why": "the file .metadata, which the trainer writes last, is missing"}
+]
 
 
 def record_of(passed: str | None, **fields: object) -> ResumeRecord:
@@ -19,7 +21,8 @@ def test_choice_and_refused_checkpoints_are_named() -> None:
 
     assert [*describe_resume(resume, attempt=2)] == [
         "starts from /c/step_10: the rule",
-        "refused checkpoint /c/step_20: .metadata, which is written last, is missing",
+        "refused checkpoint /c/step_20: the file .metadata, which the trainer writes last, "
+        "is missing",
         "the pointer is newer",
     ]
 
@@ -37,8 +40,8 @@ def test_checkpoint_that_is_not_passed_is_not_claimed() -> None:
     [sentence] = describe_resume(record_of(None, expected="/c/step_10"), attempt=2)
 
     assert sentence == (
-        "Muster passes no checkpoint to the trainer, which probably finds /c/step_10 by itself "
-        "(the rule)"
+        "Muster passes no checkpoint to the trainer. The trainer probably finds /c/step_10 by "
+        "itself (the rule)"
     )
 
 
@@ -61,7 +64,10 @@ def test_terminal_shows_the_choice_at_the_start_of_an_attempt() -> None:
     lines = [line.plain for line in lines_of(Event(at=0.0, name="attempt.begun", fields=fields))]
 
     assert "starts from /c/step_10: the rule" in lines
-    assert "refused checkpoint /c/step_20: .metadata, which is written last, is missing" in lines
+    assert (
+        "refused checkpoint /c/step_20: the file .metadata, which the trainer writes last, "
+        "is missing" in lines
+    )
 
 
 def test_warnings_follow_the_choice() -> None:

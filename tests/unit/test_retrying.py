@@ -166,7 +166,7 @@ def test_refusal_names_reconcile_if_the_process_of_the_run_was_killed(
 
     error = capsys.readouterr().err
     assert "is still recorded as running" in error
-    assert "to do this at once: muster reconcile" in error
+    assert "run `muster reconcile`" in error
     assert not recorded.retried
 
 

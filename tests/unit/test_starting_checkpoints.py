@@ -248,7 +248,7 @@ def test_step_back_starts_from_the_chosen_step_and_sets_later_checkpoints_aside(
     assert after_new_checkpoint.passed == parent.folder / "step_20.pt"
     [refused] = after_new_checkpoint.refused
     assert Path(refused.path).name == "step_30.pt"
-    assert refused.why == "a person retried the run from the earlier step 10"
+    assert refused.why == "a person retried the run from step 10, so later checkpoints are not used"
 
 
 def test_step_back_counts_progress_and_retries_from_the_new_attempt(parent: Run) -> None:
@@ -286,7 +286,7 @@ def test_reasons_to_keep_each_checkpoint_are_listed(parent: Run) -> None:
     reasons = {one.checkpoint.path.name: one.why_kept for one in judged}
     assert reasons == {
         "step_10.pt": ("another run was started from the checkpoint",),
-        "step_20.pt": ("a symbolic link in the folder leads to the checkpoint",),
+        "step_20.pt": ("a symbolic link in the folder points to the checkpoint",),
         "step_30.pt": (),
         "step_40.pt": ("the second newest complete checkpoint",),
         "step_50.pt": ("the newest complete checkpoint",),
