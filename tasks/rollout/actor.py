@@ -103,7 +103,9 @@ class ServerActor:
             OSError: The server is running already, or the wrapper cannot be started.
         """
         if self._process is not None and self._process.poll() is None:
-            raise OSError(f"the server of rank {self._rank} already runs (pid {self._process.pid})")
+            raise OSError(
+                f"the server of rank {self._rank} is already running (pid {self._process.pid})"
+            )
         options = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(

@@ -127,8 +127,8 @@ class Admission:
             self._table.open()
         except OSError as error:
             _log.warning(
-                "the kernel refuses sock_diag requests, which find the user of a connection, so "
-                "/proc/net/tcp is read instead: %s",
+                "the kernel does not allow sock_diag requests. So Muster reads the users of "
+                "connections from /proc/net/tcp: %s",
                 error,
             )
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -164,7 +164,7 @@ class Admission:
             or self._strangers_in_all > bounds.strangers
         ):
             self._note_closed(
-                f"too many connections without a valid token from {connection.client}"
+                f"there are too many connections from {connection.client} without a valid token"
             )
             return False
         return True
@@ -186,7 +186,7 @@ class Admission:
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")
         if not peer or not own:
-            connection.client = "an unknown address (the connection is already closed)"
+            connection.client = "an unknown address, because the connection is already closed"
             return
         connection.client = _network_of(peer[0])
         try:

@@ -28,7 +28,7 @@ async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
         return
     _, still_running = await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S)
     for task in still_running:
-        _log.error("The task %s still runs although it was cancelled", task.get_name())
+        _log.error("The task %s was cancelled, but is still running", task.get_name())
 
 
 def choose_pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:

@@ -164,7 +164,7 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
         plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:
         remedy = (
-            "change the number of GPUs of an engine, for example tensor_parallel, or "
+            "change the number of GPUs of an engine (for example tensor_parallel), or "
             "gang.gpus_per_node"
         )
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
@@ -189,8 +189,8 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     path = f"components.{FLEET}.nodes_per_engine"
     if node_count > 1 and plan.placement == "local":
         problem = (
-            "engines with `placement: local` run only on this machine, but an engine spans "
-            f"{node_count} nodes"
+            "with `placement: local`, an engine runs only on this machine, but here an engine "
+            f"needs {node_count} nodes"
         )
         remedy = "write nodes_per_engine: 1"
         if not has_one_server:
@@ -198,12 +198,13 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif node_count > 1 and has_one_server:
         problem = (
-            f"an engine spans {node_count} nodes, but has only one server. This server requests "
-            "the GPUs of the other nodes from Ray, but the placement group of the fleet holds "
-            "these GPUs"
+            f"an engine needs {node_count} nodes, but has only one server. This server would "
+            "request the GPUs of the other nodes from Ray. But Ray has already reserved these GPUs "
+            "for Muster"
         )
         remedy = (
-            "write nodes_per_engine: 1, or set expert_parallel, which starts a server for each rank"
+            "write nodes_per_engine: 1. Or set expert_parallel, which starts one server for each "
+            "rank"
         )
         yield Fault(path=path, problem=problem, remedy=remedy)
 
@@ -218,15 +219,15 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
     for path, name in _remote_uses(spec, ROLLOUT_URL):
         if is_loopback(fleet.host):
             problem = (
-                f"{name} runs on the Ray cluster, but the gateway of the fleet listens only on "
-                f"{fleet.host}"
+                f"{name} runs on the Ray cluster, and cannot reach the gateway of the inference "
+                f"servers, which listens only on {fleet.host}"
             )
             remedy = f'write {host}: "0.0.0.0", or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
         elif fleet.host in EVERY_ADDRESS and _find_reachable_address(spec, fleet.host) is None:
             problem = (
-                f"{name} runs on the Ray cluster, but cannot reach the gateway of the fleet there, "
-                "because this machine has only loopback addresses"
+                f"{name} runs on the Ray cluster, and cannot reach the gateway of the inference "
+                "servers, because this machine has only loopback addresses"
             )
             remedy = f"set {host} to an address of this machine that the cluster can reach"
             yield Fault(path=path, problem=problem, remedy=remedy)
@@ -236,7 +237,10 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
         if use.name != ROLLOUT_ENGINES:
             continue
         if fleet.placement == "ray":
-            problem = f"{use}: the addresses of engines on Ray are unknown before they run"
+            problem = (
+                f"{use}: Muster knows the addresses of engines on Ray only after the engines have "
+                "started"
+            )
             remedy = (
                 f"let the program read the addresses from GET ${{{ROLLOUT_URL}}}/muster/rollout"
             )
@@ -244,11 +248,11 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
         elif use.path in remote_components:
             name = remote_components[use.path]
             problem = (
-                f"{name} runs on the Ray cluster, but engines with `placement: local` listen only "
-                "on this machine"
+                f"{name} runs on the Ray cluster, and cannot reach engines with `placement: "
+                "local`, which listen only on this machine"
             )
             remedy = (
-                f"write ${{{ROLLOUT_URL}}}, the URL of the gateway, or write launcher: process, so "
+                f"use the gateway, with its URL ${{{ROLLOUT_URL}}}. Or write launcher: process, so "
                 f"that {name} runs on this machine"
             )
             yield Fault(path=use.path, problem=problem, remedy=remedy)
@@ -304,8 +308,8 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            "engines with `placement: local` run only on this machine, but only "
-            f"{engines_on_first_node} of {engine_count} engines fit on one node of the run (`gang`)"
+            "engines with `placement: local` run only on this machine, but a node with the GPUs of "
+            f"`gang` has room for only {engines_on_first_node} of {engine_count} engines"
         )
         remedy = f"write engines: {engines_on_first_node}, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)

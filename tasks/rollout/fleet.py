@@ -251,8 +251,8 @@ class Fleet:
         async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused(
-                    "a weight sync is open, so engines may not answer the health check. Request "
-                    "the check again after the sync"
+                    "engines may not answer a health check during a weight sync, and a sync is in "
+                    "progress. Request the health check again after the sync"
                 )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
@@ -299,7 +299,8 @@ class Fleet:
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
             raise FleetRefused(
-                f"engine {engine} has no running server, because its state is {group.state.value}"
+                f"engine {engine} has no running server: the state of the engine is "
+                f"{group.state.value}"
             )
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
@@ -321,8 +322,8 @@ class Fleet:
             needed = max(1, self.settings.recovery.min_active or 0)
             if kept <= needed:
                 raise FleetRefused(
-                    f"engine {group.index} cannot be retired: the fleet must keep at least "
-                    f"{needed} of its engines (recovery.min_active), and {kept} are not retired yet"
+                    f"engine {group.index} cannot be shut down for good: only {kept} engines are "
+                    f"left, and recovery.min_active requires at least {needed}"
                 )
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
@@ -370,15 +371,16 @@ class Fleet:
         matching = [slot for slot in slots if slot.is_entrypoint and slot.url == url.rstrip("/")]
         if not matching:
             raise FleetRefused(
-                f"{url} is no server of this fleet, and a running fleet takes no further servers. "
-                "For more servers, set a larger number in components.rollout.engines"
+                f"{url} is not a server of this run, and a running run accepts no new servers. For "
+                "more servers, set a larger number in components.rollout.engines, and start the "
+                "run again"
             )
         slot = matching[0]
         engine = slot.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has_case(engine):
                 raise FleetRefused(
-                    f"the servers of engine {engine} are being ended: try again later"
+                    f"Muster is still stopping the servers of engine {engine}. Try again later"
                 )
             self.registry.bring_back(engine, "restarted by order")
             group = self.registry.group(engine)
@@ -586,13 +588,13 @@ class Fleet:
         is_time_to_serve = self.has_started and self.syncs.id is None
         if kept < needed:
             reason = (
-                f"{total - kept} of {total} engines are not restarted any more, but the fleet "
-                f"needs at least {needed}"
+                f"Muster no longer restarts {total - kept} of {total} engines, but the run needs "
+                f"at least {needed}"
             )
         elif checks_min_active and is_time_to_serve and serving < min_active:
             reason = (
-                f"only {serving} of {total} engines serve requests, but at least {min_active} must "
-                "(recovery.min_active)"
+                f"only {serving} of {total} engines serve requests, but recovery.min_active "
+                f"requires at least {min_active}"
             )
         else:
             return

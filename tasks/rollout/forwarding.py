@@ -238,10 +238,10 @@ ANY_PATH = "*"
 #: Header that asks a client to send the request again after one second.
 _RETRY_SOON = {"Retry-After": "1"}
 _NOT_PASSED_ON = (
-    "is not forwarded, because it would reach only one of the servers. The gateway forwards "
-    "requests that generate tokens, /v1/models, and the paths in components.rollout.paths. To "
-    "send new weights to every engine, begin a sync with POST /muster/rollout/sync, then "
-    "POST /muster/rollout/sync/ID/broadcast"
+    "is not forwarded, because it would reach only one server. The gateway forwards only requests "
+    "that generate tokens, /v1/models, and the paths in components.rollout.paths. To send new "
+    "weights to all engines, use POST /muster/rollout/sync, then POST "
+    "/muster/rollout/sync/ID/broadcast"
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
@@ -392,7 +392,8 @@ class _ForwardedRequest:
             return request.send(make_unreadable_body_error(error))
         if not is_whole:
             message = (
-                f"the request body is larger than {_LONGEST_BODY} bytes, the limit of the gateway"
+                f"the request body is larger than {_LONGEST_BODY} bytes, which is the limit of the "
+                "gateway"
             )
             return request.send(make_error(413, "bad_request", message))
         session = read_session(request.headers, self._body, by_user=shared.by_user)
@@ -422,7 +423,7 @@ class _ForwardedRequest:
                 break
             self._tried_ranks.add(entrypoint.rank)
         message = (
-            f"no server answered the request in {tries} tries (the limit is {_TRIES} tries); last "
+            f"no server answered the request in {tries} tries (at most {_TRIES} are allowed); last "
             f"failure: {failure}"
         )
         return request.send(make_server_lost_error(message))
@@ -485,7 +486,9 @@ class _ForwardedRequest:
                 # The task was cancelled, but not by `Forwarder.abort`. So the reason is that the
                 # client has closed its connection.
                 raise
-            failure = f"the server of rank {entrypoint.rank} receives no requests any more"
+            failure = (
+                f"the gateway no longer sends requests to the server of rank {entrypoint.rank}"
+            )
         except Unconnected as error:
             if error.is_own_fault:
                 remedy = "try again"
@@ -536,7 +539,7 @@ class _ForwardedRequest:
             # server if the engine has died.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
-                raise _NotBegun("the server answered 500 and is no longer ready")
+                raise _NotBegun("the server answered with HTTP status 500, and is no longer ready")
             self._has_head = True
             self._error_status = server.status if server.status >= 500 else 0
             return await self._send_response(server, entrypoint)

@@ -72,8 +72,8 @@ class Access:
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
             raise ValueError(
-                f"the gateway needs a token, because it listens on {host}, which other machines "
-                "can reach"
+                f"the gateway listens on {host}, which other machines can reach, so it needs a "
+                "token"
             )
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
@@ -103,14 +103,15 @@ class Access:
             return self._find_token_refusal(headers, self._token, is_order=is_order)
         if not is_own and unknown_because:
             message = (
-                f"the user of this connection is unknown ({unknown_because}): try again, or write "
-                "`require_token: true` into components.rollout"
+                "the gateway could not find out which user opened this connection "
+                f"({unknown_because}). Try again, or write `require_token: true` into "
+                "components.rollout"
             )
             return make_error(503, "unknown_user", message, is_retryable=True)
         if not is_own:
             message = (
-                f"only processes of user {os.geteuid()} may connect: write "
-                "`require_token: true` into components.rollout to allow other users"
+                f"only processes of user {os.geteuid()} may connect. To allow other users, write "
+                "`require_token: true` into components.rollout"
             )
             return make_error(403, "forbidden", message)
         return self.find_page_refusal(headers)
@@ -161,12 +162,12 @@ class Access:
             if not is_order:
                 return None
             message = (
-                "this token does not allow changes of the fleet: use the trainer's "
-                "MUSTER_ROLLOUT_TOKEN"
+                "this token does not allow changes of the inference servers. Use the token in the "
+                "trainer's MUSTER_ROLLOUT_TOKEN"
             )
             return make_error(403, "forbidden", message)
         message = (
-            "the token of the gateway is missing or wrong: send the header `Authorization: Bearer "
+            "the token of the gateway is missing or wrong. Send the header `Authorization: Bearer "
             "TOKEN`, or pass the token as api_key to OpenAI's client"
         )
         return make_error(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
@@ -174,9 +175,9 @@ class Access:
     def _make_page_refusal(self, header: str, value: str) -> Answer:
         port = "" if self.port is None else f":{self.port}"
         message = (
-            f"the header {header} of the request is {value[:100]!r}, which the gateway rejects. "
-            f"Without a token, the gateway answers only programs that connect to 127.0.0.1{port}, "
-            "and no web pages. To use a token, write `require_token: true` into components.rollout"
+            f"the gateway rejects a request with the header {header}: {value[:100]!r}. Without a "
+            f"token, only programs that connect to 127.0.0.1{port} are allowed, and no web pages. "
+            "To use a token, write `require_token: true` into components.rollout"
         )
         return make_error(403, "forbidden", message)
 
@@ -275,7 +276,7 @@ def _parse_number(id: str, kind: str) -> int:
         KeyError: The text is not a number.
     """
     if not id.isdecimal():
-        raise KeyError(f"the fleet has no {kind} {id!r}: write the number of the {kind}, 0 or more")
+        raise KeyError(f"there is no {kind} {id!r}: write the number of the {kind}, 0 or more")
     return int(id)
 
 
@@ -440,7 +441,8 @@ class Gateway:
         try:
             if late_tasks := await _wait_for_end(running_tasks, grace_s):
                 _log.warning(
-                    "%d requests are cut off, because the grace period of the gateway is over",
+                    "the gateway aborts %d requests, because its grace period for the "
+                    "shutdown is over",
                     len(late_tasks),
                 )
         finally:
@@ -557,8 +559,8 @@ class Gateway:
             body, is_whole = await request.read_up_to(_LONGEST_ORDER)
             if not is_whole:
                 message = (
-                    f"the request body is larger than {_LONGEST_ORDER} bytes, the limit of this "
-                    "path"
+                    f"the request body is larger than {_LONGEST_ORDER} bytes, which is the limit "
+                    "for this path"
                 )
                 return make_bad_request_error(message)
             order = model.model_validate_json(body.strip() or b"{}")
@@ -581,7 +583,8 @@ class Gateway:
         except asyncio.CancelledError:
             if not task.done():
                 _log.warning(
-                    "the client of %s closed its connection; its request is still carried out",
+                    "the client of the request %s closed its connection, but Muster still "
+                    "carries out the request",
                     request.target,
                 )
             elif task.cancelled():
@@ -589,7 +592,9 @@ class Gateway:
             raise
         except Exception as error:
             _log.exception("the request %s failed", request.target)
-            message = f"{type(error).__name__}: {error}; the fleet's log has the details"
+            message = (
+                f"{type(error).__name__}: {error}. The log of the component rollout has the details"
+            )
             return make_error(500, "failed", message)
 
 

@@ -37,8 +37,8 @@ _HOST_EXTRA_S = 15.0
 #: Smallest number of seconds between two warnings that this machine could not send a probe.
 _WARN_EVERY_S = 60.0
 _NO_TOKEN = (
-    "this backend has no probe that generates a token, so a dead engine behind a working HTTP "
-    "server is not detected"
+    "this backend has no health check that generates a token. So Muster does not notice a dead "
+    "engine whose HTTP server still works"
 )
 
 
@@ -408,7 +408,8 @@ class Health:
         except Exception:
             # An error in Muster itself must not count as a failure of the server.
             _log.exception(
-                "no probe could be sent to the server of rank %d (epoch %d of its engine)",
+                "Muster could not send a health check to the server of rank %d (start number "
+                "%d of its engine)",
                 rank,
                 epoch,
             )
@@ -431,8 +432,8 @@ class Health:
             watch.token_or_yes_s = now_s()
         if watch.yes_after_failures > settings.misses > 0:
             what = (
-                f"the server of rank {rank} answers probes, but requests to it fail and generate "
-                "no token"
+                f"the server of rank {rank} passes its health checks, but all requests to this "
+                "server fail without a single token"
             )
             reason = watch.failed_request_reason
             self._report_failed(watch, f"{what}; last failure: {reason}")
@@ -486,8 +487,8 @@ class Health:
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()
             message = (
-                f"the server of rank {rank} was not probed, because this machine lacks resources: "
-                f"{reason}"
+                f"Muster could not check the server of rank {rank}, because this machine lacks "
+                f"resources: {reason}"
             )
             self._fleet.emit("rollout.warning", message=message)
 
@@ -509,7 +510,7 @@ class Health:
             return None
         except Exception:
             _log.exception(
-                "the machine of rank %d could not send a probe to the server of this rank",
+                "the machine of rank %d could not send a health check to the server of this rank",
                 watch.slot.rank,
             )
             return None
@@ -529,13 +530,14 @@ class Health:
             return
         if succeeds_locally:
             warning = (
-                f"the server of rank {rank} works, but cannot be reached from the gateway's "
-                f"machine: {reason}"
+                f"the server of rank {rank} works, but the machine of the gateway cannot reach the "
+                f"server: {reason}"
             )
         elif succeeds_locally is None and self._are_most_silent():
             warning = (
-                "most servers and their machines cannot be reached, so Muster suspects the network "
-                f"and does not restart the servers. The first of them is rank {rank}: {reason}"
+                "Muster cannot reach most servers, nor their machines. The network is the probable "
+                "cause, so Muster does not restart the servers. The first unreachable server is "
+                f"rank {rank}: {reason}"
             )
         else:
             self._report_failed(watch, f"the server of rank {rank} does not answer: {reason}")

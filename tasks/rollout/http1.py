@@ -755,7 +755,9 @@ class ServerConnection(Wire):
                 self.transport.abort()
             else:
                 request.send(
-                    self._make_refusal(500, "the request failed; the fleet's log has the details")
+                    self._make_refusal(
+                        500, "the request failed. The log of the component rollout has the details"
+                    )
                 )
         self.task = None
         self._waiting_since_s = self._loop.time()

@@ -215,7 +215,7 @@ class LocalHost:
         """
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
-            return f"the server of rank {rank} has no URL for probes"
+            return f"the server of rank {rank} has no URL for health checks"
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:

@@ -124,7 +124,8 @@ class Metrics:
         )
         yield _gauge(
             "version",
-            "Version of the last weights that the fleet has committed; 0 before the first update.",
+            "Version of the last weights that all engines have committed. 0 before the first "
+            "update.",
             snapshot.get("version", 0),
         )
         states = GaugeMetricFamily(
@@ -141,7 +142,7 @@ class Metrics:
         )
         restarts = CounterMetricFamily(
             f"{_PREFIX}_restarts",
-            "Number of restarts of each engine since the start of the fleet.",
+            "Number of restarts of each inference engine since the start of the run.",
             labels=["engine"],
         )
         for engine in engines:
@@ -153,7 +154,7 @@ class Metrics:
         yield restarts
         tokens = CounterMetricFamily(
             f"{_PREFIX}_tokens",
-            "Number of pieces of responses that each server rank has generated. A piece of a "
+            "Number of response pieces that the server of each rank has generated. A piece of a "
             "streamed response is about one token.",
             labels=["rank"],
         )

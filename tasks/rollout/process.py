@@ -98,7 +98,7 @@ async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Pla
             await host.close()
             raise
     except (KeyError, ValueError) as error:
-        raise NoHost(f"the servers of the fleet could not be placed on nodes: {error}") from error
+        raise NoHost(f"Muster could not assign the inference servers to nodes: {error}") from error
 
 
 class Places:
@@ -281,7 +281,9 @@ async def _serve(plan: FleetPlan) -> int:
         try:
             await host.close()
         except Exception:
-            _log.exception("the connection to the host of the servers could not be closed")
+            _log.exception(
+                "Muster could not close the connection to the host of the inference servers"
+            )
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
@@ -317,7 +319,9 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
             if isinstance(result, BaseException):
                 _log.error("the fleet could not be ended", exc_info=result)
             elif result:
-                _log.warning("processes of the fleet could not be ended: %s", result)
+                _log.warning(
+                    "Muster could not end these processes of the inference servers: %s", result
+                )
 
 
 def _log_event(event: Event) -> None:

@@ -359,7 +359,7 @@ class RayHost:
         if server is None or not server.is_alive:
             return f"the server of rank {rank} is not running"
         if server.slot.url is None:
-            return f"the server of rank {rank} has no URL for probes"
+            return f"the server of rank {rank} has no URL for health checks"
         url = f"{server.slot.url}{question.path}"
         result = server.actor.ask.remote(question.method, url, question.body, timeout_s)
         try:
@@ -536,8 +536,9 @@ class RayHost:
         except OSError as error:
             self._log_bound = None
             _log.warning(
-                "%s exceeds log_max_bytes: its file system cannot free the beginning of a file "
-                "(%s). The logs of the servers grow without a limit.",
+                "%s is larger than log_max_bytes. Muster cannot shorten it, because its file "
+                "system cannot free the beginning of a file (%s). The logs of the servers will "
+                "keep growing.",
                 target,
                 error.strerror,
             )

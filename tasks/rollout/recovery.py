@@ -274,7 +274,7 @@ class Recovery:
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
-        reason = f"the fleet has used up its {budget} recoveries (recovery.budget)"
+        reason = f"all {budget} allowed restarts are used up (recovery.budget)"
         self._fleet.states.retire(case.group, f"{reason}; last failure of the engine: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
@@ -292,7 +292,10 @@ class Recovery:
                 case.leftover = await self.end(case.ranks)
                 case.processes_ended.set()
                 if case.leftover:
-                    message = f"old processes of the fleet could not be ended: {case.leftover}"
+                    message = (
+                        "Muster could not end old processes of the inference servers: "
+                        f"{case.leftover}"
+                    )
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
@@ -304,7 +307,7 @@ class Recovery:
                 self._pay_or_retire(case)
         except Exception as error:
             _log.exception(
-                "the server group %d is not restarted any more after an error in its recovery",
+                "Muster no longer restarts engine %d, because an error occurred during its restart",
                 case.group,
             )
             if not self._has_state(case, GroupState.RETIRED):
@@ -342,7 +345,7 @@ class Recovery:
             outcome = "failed"
             message = str(error)
         except Exception as error:
-            _log.exception("the recovery %s of the server group %d has failed", id, case.group)
+            _log.exception("the restart %s of engine %d has failed", id, case.group)
             outcome = "failed"
             message = f"{type(error).__name__}: {error}"
         finally:
@@ -384,7 +387,7 @@ class Recovery:
             StartFailed: Old processes of the group still run, or the group does not work.
         """
         if case.leftover:
-            raise StartFailed(f"old processes of the engine could not be ended: {case.leftover}")
+            raise StartFailed(f"Muster could not end old processes of the engine: {case.leftover}")
         slots = await self._find_new_slots(case.group)
         await self._released.wait()
         await self.start(case.group, slots)
@@ -410,7 +413,7 @@ class Recovery:
                     if error.errno not in OWN_SHORTAGES:
                         raise
                     _log.warning(
-                        "the ports of the server group %d could not be checked yet: %s",
+                        "Muster could not check the ports of engine %d yet: %s",
                         group,
                         error,
                     )
@@ -501,7 +504,7 @@ class Recovery:
         except Exception as error:
             if not isinstance(error, StartFailed):
                 _log.exception(
-                    "the server of rank %d (epoch %d of its engine) could not be started",
+                    "Muster could not start the server of rank %d (start number %d of its engine)",
                     slot.rank,
                     epoch,
                 )
@@ -523,7 +526,7 @@ class Recovery:
                     has_warned = True
                     message = (
                         f"the start of the server of rank {slot.rank} is delayed, because its "
-                        f"machine lacks resources. The delay does not count as a recovery: {error}"
+                        f"machine lacks resources ({error}). The delay does not count as a restart"
                     )
                     self._fleet.emit("rollout.warning", message=message)
             await asyncio.sleep(_LAST_POLL_S)

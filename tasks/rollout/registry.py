@@ -234,7 +234,10 @@ class Registry:
             KeyError: The fleet has no engine with this index.
         """
         if not 0 <= index < len(self._groups):
-            raise KeyError(f"the fleet has no engine {index}: it has {len(self._groups)} engines")
+            raise KeyError(
+                f"there is no engine {index}: the run has {len(self._groups)} engines, counted "
+                "from 0"
+            )
         return self._groups[index]
 
     def group_of(self, rank: int) -> int:
@@ -245,7 +248,9 @@ class Registry:
         """
         if rank not in self._servers:
             known = join_commas(sorted(self._servers))
-            raise KeyError(f"rank {rank} has no server; ranks with a server: {known}")
+            raise KeyError(
+                f"there is no server with rank {rank}. The ranks with a server are: {known}"
+            )
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
@@ -401,7 +406,7 @@ class Registry:
             self.group(index)
         if version < self._version and not force:
             raise IllegalTransition(
-                f"the weight version {version} is lower than the fleet's version {self._version}. "
+                f"the weight version {version} is lower than the current version {self._version}. "
                 f"To go back to version {version}, set `force` to true in the commit"
             )
         self._version = version
@@ -486,7 +491,8 @@ class Registry:
                         # The state of the group has changed, so the other listeners must be called
                         # even if this listener has failed.
                         _log.exception(
-                            "a listener for changes of the server group %d failed for the state %s",
+                            "an error occurred while Muster processed the new state of "
+                            "engine %d: %s",
                             after.index,
                             after.state.value,
                         )

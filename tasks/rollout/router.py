@@ -257,8 +257,8 @@ class Router:
         except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
                 why = (
-                    f"{self._queue_size} requests already wait for a server, which is the limit "
-                    "(queue_size): send fewer requests at once"
+                    f"{self._queue_size} requests already wait for a server, the limit in "
+                    "queue_size. Send fewer requests at once"
                 )
                 raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
@@ -318,7 +318,7 @@ class Router:
         """
         slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
         if slot is None or not slot.outstanding:
-            raise ValueError(f"no request is outstanding on the server of rank {entrypoint.rank}")
+            raise ValueError(f"no request is in progress on the server of rank {entrypoint.rank}")
         self._change_load(slot, -1)
         self._serve_queue()
 
@@ -379,7 +379,7 @@ class Router:
             raise NoEntrypoint(f"no inference server can take the request: {self._why_none}")
         ranks = ", ".join(map(str, sorted(exclude)))
         raise NoEntrypoint(
-            "no inference server can take the request: all servers were tried without success "
+            "no inference server can take the request: Muster tried all servers without success "
             f"(ranks {ranks})"
         )
 

@@ -32,7 +32,7 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 
 #: Body of the answer for an engine whose servers have ended since the weight sync began.
-_SERVERS_ENDED = "the servers of the engine have ended since the weight sync began"
+_SERVERS_ENDED = "the servers of the engine ended during the weight sync"
 #: Number of characters of a server's response that a failure message quotes.
 _QUOTED_CHARACTERS = 300
 #: HTTP methods that cannot change the weights of a server.
@@ -166,13 +166,14 @@ class WeightSyncs:
         if self._open is not None:
             left_s = self._open.until_s - now_s()
             raise FleetRefused(
-                f"the weight sync {self._open.id} is still open, for at most {left_s:.0f} s. "
-                f"Commit it first, or end it with DELETE /muster/rollout/sync/{self._open.id}"
+                f"another weight sync ({self._open.id}) is still open, for at most {left_s:.0f} s. "
+                "First commit that sync, or end it with DELETE "
+                f"/muster/rollout/sync/{self._open.id}"
             )
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
             raise FleetRefused(
-                "this backend can't interrupt requests: set in_flight to wait or abort"
+                "this backend can't interrupt requests. Set in_flight to wait or abort"
             )
 
         began_s = now_s()
@@ -201,9 +202,10 @@ class WeightSyncs:
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "ended without a commit: requests did not end in time")
-            problem = f"{outstanding} requests had not ended after {timeout_s:g} s"
+            problem = f"{outstanding} requests were still running after {timeout_s:g} s"
             raise FleetRefused(
-                f"{problem}: set a longer timeout_s, or abort them with in_flight: abort"
+                f"{problem}. Set a longer timeout_s, or write in_flight: abort to abort such "
+                "requests"
             ) from None
         except BaseException:
             await self._end(sync, "ended without a commit: it could not begin")
@@ -337,8 +339,8 @@ class WeightSyncs:
         sync = self._find_open(id)
         if sync.sending:
             raise FleetRefused(
-                "a broadcast of this sync is not complete: commit the sync after all engines have "
-                "answered the broadcast"
+                "some engines have not answered the broadcast of this sync yet. Commit the sync "
+                "after all engines have answered"
             )
         states = self._fleet.states
         for engine in epochs:
@@ -554,7 +556,7 @@ class WeightSyncs:
         """Mark a target engine as failed, so that the recovery restarts it."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(
-            rank, target.epoch, f"the server of rank {rank} failed in a weight sync: {why}"
+            rank, target.epoch, f"the server of rank {rank} failed during a weight sync: {why}"
         )
 
 
@@ -583,7 +585,9 @@ def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
     def value_of(name: str) -> str:
         if name not in values:
             known = ", ".join(f"${{{known_name}}}" for known_name in values)
-            raise KeyError(f"unknown name `${{{name}}}`: known names are {known}")
+            raise KeyError(
+                f"there is no placeholder `${{{name}}}`. The known placeholders are {known}"
+            )
         return str(values[name])
 
     def fill(value: Any) -> Any:

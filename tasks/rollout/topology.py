@@ -171,14 +171,17 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
         if not engine.servers:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
-            yield f"{name}: no entrypoint among its servers {join_commas(engine.group)}"
+            yield (
+                f"{name}: none of its servers ({join_commas(engine.group)}) is an entrypoint, "
+                "which accepts requests"
+            )
 
         updated_ranks: set[int] = set()
         for slot in engine.servers:
             server = f"{name}, server {slot.rank}"
             yield from _find_repeated(f"{server}: a rank is listed twice", slot.ranks, seen_ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
-                problem = "this server updates the weights of ranks that belong to another engine"
+                problem = "this server would update the weights of ranks of another engine"
                 yield f"{server}: {problem}: {join_commas(sorted(unknown))}"
             problem = "updates the weights of a rank twice"
             yield from _find_repeated(f"{server}: {problem}", slot.weight_ranks, updated_ranks)
@@ -312,7 +315,7 @@ def list_engine_nodes(fleet: Rollout, engine: int, node_gpus: int | None = None)
     gpus_on_node = sizes.gpus // sizes.nodes
     if node_gpus is not None and gpus_on_node > node_gpus:
         raise ValueError(
-            f"an engine needs {gpus_on_node} GPUs on one node, but a node of the run has "
+            f"an engine needs {gpus_on_node} GPUs on one node, but each node of the run has only "
             f"{node_gpus}"
         )
     if sizes.nodes > 1:
@@ -462,5 +465,5 @@ def _assign_devices(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str
     devices = addresses.devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
         named_devices = f"{variables[0]} names only {len(devices)}: {', '.join(devices)}"
-        raise ValueError(f"the fleet needs {needed} GPUs, but {named_devices}")
+        raise ValueError(f"the inference servers need {needed} GPUs, but {named_devices}")
     return dict.fromkeys(variables, devices)

@@ -199,7 +199,7 @@ class Upstreams:
                 raise
             connection.transport.abort()
         raise ConnectionRefusedError(
-            f"the processes that listen at {url} changed during the connection"
+            f"another process began to listen at {url} while the gateway connected"
         )
 
 

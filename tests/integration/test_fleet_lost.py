@@ -191,8 +191,8 @@ def test_fleet_below_min_active_is_not_retried(host_env: HostEnvironment) -> Non
 
     assert not message.startswith("FLEET_LOST")
     assert (
-        "FleetError: only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active)"
-        in message
+        "FleetError: only 1 of 2 engines serve requests, but recovery.min_active requires at "
+        "least 2" in message
     )
     assert len(run.record()["attempts"]) == 1
 

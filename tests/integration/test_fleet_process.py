@@ -346,7 +346,8 @@ def test_fleet_below_min_active_ends_with_all_its_servers(fleet: FleetProcess) -
     assert fleet.wait() == 1
     last_line = fleet.log.splitlines()[-1]
     assert last_line.startswith(
-        "FleetError: only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active)"
+        "FleetError: only 1 of 2 engines serve requests, but recovery.min_active requires at least "
+        "2"
     )
     assert "rank 0 died: killed by SIGKILL" in last_line
     assert not is_alive(second)

@@ -218,7 +218,7 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
             real_fleet.kill(rank)
         async with asyncio.timeout(DEADLINE_S):
             reason = await real_fleet.fleet.fatal
-        assert "the fleet has used up its 1 recoveries" in reason
+        assert "all 1 allowed restarts are used up" in reason
         assert "killed by SIGKILL" in reason
 
     # Servers that die at about the same time use the recovery budget only once. So the test waits

@@ -471,7 +471,10 @@ async def test_error_of_a_server_with_a_dead_engine_is_retried_elsewhere() -> No
         assert await setup.request_rank() == 1
         assert setup.read_counts("begun") == [1, 1]
         [(rank, _, why)] = setup.fleet.failures
-        assert (rank, why) == (0, "the server answered 500 and is no longer ready")
+        assert (rank, why) == (
+            0,
+            "the server answered with HTTP status 500, and is no longer ready",
+        )
 
 
 async def test_only_responses_to_generation_requests_are_counted() -> None:

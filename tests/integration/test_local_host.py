@@ -311,7 +311,7 @@ async def test_server_with_a_killed_guardian_ends_and_counts_as_dead(hosts: Host
 async def test_probe_returns_the_answer_of_the_server(hosts: Hosts) -> None:
     host = hosts()
     port = free_port()
-    assert await host.ask(0, HEALTH, 1.0) == "the server of rank 0 has no URL for probes"
+    assert await host.ask(0, HEALTH, 1.0) == "the server of rank 0 has no URL for health checks"
     await host.start(build_http_slot(port), 1)
     await until(lambda: has_listener(port), "the server listens")
     assert await host.ask(0, HEALTH, DEADLINE_S) is None

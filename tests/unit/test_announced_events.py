@@ -267,7 +267,7 @@ def test_event_of_too_few_engines_has_the_numbers_of_engines(tell: Tell) -> None
     (floor,) = tell(
         "rollout.failed",
         "rollout",
-        reason="only 1 of 3 engines serve requests, but at least 2 must (recovery.min_active)",
+        reason="only 1 of 3 engines serve requests, but recovery.min_active requires at least 2",
     )
 
     assert floor.name == "muster.rollout.floor"

@@ -103,8 +103,8 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
     assert took_s == 0
     assert reason.startswith(
-        "2 of 2 engines are not restarted any more, but the fleet needs at least 1: ranks 0: the "
-        "fleet has used up its 1"
+        "Muster no longer restarts 2 of 2 engines, but the run needs at least 1: ranks 0: all 1 "
+        "allowed restarts are used up"
     )
     assert "rank 0 died: killed by SIGKILL" in reason
     assert reason.endswith("last lines of rank 0:\nCUDA error")
@@ -171,9 +171,11 @@ async def test_check_of_many_hung_servers_takes_only_one_timeout(at_home: str) -
 @in_virtual_time
 async def test_unknown_rank_or_group_is_an_error() -> None:
     registry = FleetHarness(make_topology(2)).fleet.registry
-    with pytest.raises(KeyError, match="rank 7 has no server; ranks with a server: 0, 1"):
+    with pytest.raises(
+        KeyError, match=r"there is no server with rank 7\. The ranks with a server are: 0, 1"
+    ):
         registry.fail(7, 1, "gone")
-    with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
+    with pytest.raises(KeyError, match="there is no engine 2: the run has 2"):
         registry.begin(2)
 
 
@@ -199,7 +201,7 @@ async def test_backend_without_a_token_probe_gets_only_health_probes_and_a_warni
 
     assert {path for _, _, path in harness.prober.asked} == {"/health"}
     [warning] = harness.list_events("rollout.warning")
-    assert "no probe that generates a token" in warning["message"]
+    assert "no health check that generates a token" in warning["message"]
 
 
 @in_virtual_time

@@ -375,8 +375,8 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
         await asyncio.sleep(1.0)
 
     assert harness.last_failure_cause(0) == (
-        "the server of rank 0 answers probes, but requests to it fail and generate no token; "
-        "last failure: the server answered 500"
+        "the server of rank 0 passes its health checks, but all requests to this server fail "
+        "without a single token; last failure: the server answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
     stopped_ranks = {rank for rank in range(3) if len(harness.host.times("stop", rank))}
@@ -511,7 +511,9 @@ async def test_server_behind_a_cut_network_is_not_restarted() -> None:
     assert len(harness.host.times("start", 0)) == 1
     assert harness.host.times("stop", 0) == []
     [warning] = harness.list_events("rollout.warning")
-    assert warning["message"].startswith("the server of rank 0 works, but cannot be reached")
+    assert warning["message"].startswith(
+        "the server of rank 0 works, but the machine of the gateway cannot"
+    )
 
 
 @in_virtual_time
@@ -596,7 +598,10 @@ async def test_exception_in_a_probe_does_not_end_the_health_checks(
     monkeypatch.setattr(harness.prober, "ask", _raise_bug)
     assert (await harness.fleet.check())["failed"] == []
 
-    assert "no probe could be sent to the server of rank 0 (epoch 1 of its engine)" in caplog.text
+    assert (
+        "Muster could not send a health check to the server of rank 0 (start number 1 of its "
+        "engine)"
+    ) in caplog.text
 
 
 async def _raise_bug(*_: object) -> str:

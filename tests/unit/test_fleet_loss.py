@@ -107,13 +107,12 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         (
             {"code": 1},
-            "FleetError: 1 of 2 engines are not restarted any more, but the fleet needs at least "
-            "2\n",
+            "FleetError: Muster no longer restarts 1 of 2 engines, but the run needs at least 2\n",
             "RUNTIME_ERROR",
         ),
         (
             {"code": 2},
-            "FleetError: the servers of the fleet could not be placed on nodes: no GPUs\n",
+            "FleetError: Muster could not assign the inference servers to nodes: no GPUs\n",
             "RUNTIME_ERROR",
         ),
         # the fleet's process was killed after its log had named an error: this error is the cause

@@ -112,8 +112,8 @@ async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     assert not harness.fleet.fatal.done()
     [group, _] = harness.fleet.registry.view.groups
     assert group.cause == (
-        "the fleet has used up its 3 recoveries (recovery.budget); last failure of the engine: "
-        "the server of rank 0 died: killed by SIGKILL"
+        "all 3 allowed restarts are used up (recovery.budget); last failure of the engine: the "
+        "server of rank 0 died: killed by SIGKILL"
     )
 
 
@@ -186,7 +186,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     assert harness.list_events("rollout.failed") == [{"reason": reason}]
 
     assert reason.startswith(
-        "only 1 of 3 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
+        "only 1 of 3 engines serve requests, but recovery.min_active requires at least 2: ranks 0: "
         "the server of rank 0 died: "
     )
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
@@ -198,7 +198,7 @@ async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> Non
     harness.host[1].start_errors = ["no GPU"] * 9
     with pytest.raises(
         FleetFailed,
-        match="1 of 3 engines are not restarted any more, but the fleet needs at least 3",
+        match="Muster no longer restarts 1 of 3 engines, but the run needs at least 3",
     ):
         await harness.fleet.start()
 
@@ -274,10 +274,10 @@ async def test_group_does_not_restart_before_its_old_processes_have_ended() -> N
 
     assert harness.host.faults == []
     assert harness.list_events("rollout.warning")[0] == {
-        "message": "old processes of the fleet could not be ended: pid 1"
+        "message": "Muster could not end old processes of the inference servers: pid 1"
     }
     [first, *_] = harness.list_events("rollout.recovery.ended")
-    assert first["message"] == "old processes of the engine could not be ended: pid 1"
+    assert first["message"] == "Muster could not end old processes of the engine: pid 1"
 
 
 @in_virtual_time

@@ -245,7 +245,7 @@ def test_lower_version_requires_force() -> None:
     registry.commit(3, {0: 1, 1: 1})
     before = registry.view
 
-    with pytest.raises(IllegalTransition, match="version 2 is lower than the fleet's version 3"):
+    with pytest.raises(IllegalTransition, match="version 2 is lower than the current version 3"):
         registry.commit(2, {0: 1, 1: 1})
     assert registry.view is before
     registry.commit(2, {0: 1, 1: 1}, force=True)

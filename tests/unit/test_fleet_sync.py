@@ -110,12 +110,12 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
     sync = await begin(harness)
 
     with pytest.raises(
-        FleetRefused, match=f"the weight sync {sync} is still open, for at most 100 s"
+        FleetRefused, match=rf"another weight sync \({sync}\) is still open, for at most 100 s"
     ):
         await harness.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no weight sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
-    with pytest.raises(FleetRefused, match="a weight sync is open"):
+    with pytest.raises(FleetRefused, match="during a weight sync"):
         await harness.fleet.check()
     await harness.fleet.syncs.commit(sync, 1, {})
     with pytest.raises(NoSuchSync, match=f"the weight sync {sync} is over: committed, version 1"):
@@ -131,12 +131,12 @@ async def test_sync_stays_open_after_a_rejected_commit() -> None:
     sending = asyncio.create_task(harness.fleet.syncs.broadcast(sync, LOAD, 5.0))
     await asyncio.sleep(0)
 
-    with pytest.raises(FleetRefused, match="a broadcast of this sync is not complete"):
+    with pytest.raises(FleetRefused, match="have not answered the broadcast of this sync"):
         await harness.fleet.syncs.commit(sync, 6, {0: 1})
     await sending
-    with pytest.raises(IllegalTransition, match="version 4 is lower than the fleet's version 5"):
+    with pytest.raises(IllegalTransition, match="version 4 is lower than the current version 5"):
         await harness.fleet.syncs.commit(sync, 4, {0: 1})
-    with pytest.raises(KeyError, match="the fleet has no engine 7: it has 2"):
+    with pytest.raises(KeyError, match="there is no engine 7: the run has 2"):
         await harness.fleet.syncs.commit(sync, 6, {7: 1})
     committed = await harness.fleet.syncs.commit(sync, 4, {0: 1, 1: 1}, force=True)
 
@@ -184,7 +184,7 @@ async def test_outstanding_requests_at_the_time_limit_end_only_the_sync() -> Non
     harness = await start_fake_fleet(2)
     harness.fleet.router.pick(None)
 
-    with pytest.raises(FleetRefused, match=r"1 requests had not ended after 5 s: .* abort"):
+    with pytest.raises(FleetRefused, match=r"1 requests were still running after 5 s\. .* abort"):
         await begin(harness, timeout_s=5.0)
 
     assert (harness.fleet.state, harness.states(), harness.list_routed_ranks()) == (
@@ -247,7 +247,7 @@ async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
     # An engine that does not resume after the sync must fail. Otherwise its requests would stay
     # paused forever.
     assert harness.last_failure_cause(2).endswith(
-        "in a weight sync: POST /resume: 500 truncated file"
+        "during a weight sync: POST /resume: 500 truncated file"
     )
     assert harness.fleet.router.outstanding == 1
 
@@ -257,7 +257,7 @@ async def test_interrupt_is_rejected_if_the_backend_cannot_pause() -> None:
     harness = await start_fake_fleet(1)
 
     with pytest.raises(
-        FleetRefused, match="can't interrupt requests: set in_flight to wait or abort"
+        FleetRefused, match=r"can't interrupt requests\. Set in_flight to wait or abort"
     ):
         await begin(harness, in_flight=INTERRUPT)
 
@@ -383,7 +383,7 @@ async def test_min_active_is_checked_after_each_sync() -> None:
 
     reason = harness.fleet.fatal.result()
     assert reason.startswith(
-        "only 1 of 2 engines serve requests, but at least 2 must (recovery.min_active): ranks 0: "
+        "only 1 of 2 engines serve requests, but recovery.min_active requires at least 2: ranks 0: "
         "the server of rank 0 died"
     )
 
@@ -413,7 +413,9 @@ async def test_placeholders_of_a_broadcast_form_one_process_group() -> None:
             **{"offset": 3, "size": 2, "names": ["engine-2", "$${engine.index}", "${run.id}"]},
         },
     }
-    with pytest.raises(KeyError, match=r"unknown name `\$\{engine.rank\}`: known names are"):
+    with pytest.raises(
+        KeyError, match=r"no placeholder `\$\{engine.rank\}`\. The known placeholders are"
+    ):
         ask = Ask(method="POST", path="/init", body={"rank": "${engine.rank}"})
         await harness.fleet.syncs.broadcast(sync, ask, 5.0)
 
@@ -491,7 +493,7 @@ async def test_check_has_a_time_limit_even_if_a_server_cannot_be_ended() -> None
     await harness.fleet.check()
 
     assert now_s() - began_s <= 15.0 + 15.0 + harness.stop_within_s + 0.1
-    assert "could not be ended" in harness.list_events("rollout.warning")[0]["message"]
+    assert "Muster could not end" in harness.list_events("rollout.warning")[0]["message"]
 
 
 @in_virtual_time
@@ -565,10 +567,10 @@ async def test_engine_is_restarted_by_order() -> None:
 
     assert await harness.fleet.restart(1) == {"engine": 1, "state": "inactive"}
     with pytest.raises(
-        FleetRefused, match="engine 1 has no running server, because its state is inactive"
+        FleetRefused, match="engine 1 has no running server: the state of the engine is inactive"
     ):
         await harness.fleet.restart(1)
-    with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
+    with pytest.raises(KeyError, match="there is no engine 2: the run has 2"):
         await harness.fleet.restart(2)
     await harness.wait_until_active()
 
@@ -582,7 +584,7 @@ async def test_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> 
     assert (await harness.fleet.retire(2))["engine"] == 1
     assert not harness.host[2].is_alive and not harness.host[3].is_alive
     with pytest.raises(
-        FleetRefused, match=r"must keep at least 2 of its engines .*, and 2 are not retired yet"
+        FleetRefused, match=r"only 2 engines are left, and recovery\.min_active requires at least 2"
     ):
         await harness.fleet.retire(0)
     await asyncio.sleep(1000.0)
@@ -603,7 +605,7 @@ async def test_only_the_fleets_own_entrypoints_are_workers() -> None:
         ("http://10.0.0.1:8001", False),
     ]
     assert (await harness.fleet.add("http://10.0.0.1:8001/"))["worker_id"] == "1"
-    with pytest.raises(FleetRefused, match="is no server of this fleet"):
+    with pytest.raises(FleetRefused, match="is not a server of this run"):
         await harness.fleet.add("http://10.0.0.9:8000")
 
 
@@ -631,7 +633,7 @@ async def test_retired_worker_cannot_be_added_if_the_budget_is_spent() -> None:
 
     with pytest.raises(
         FleetRefused,
-        match="engine 1 cannot be started again: the fleet has used up its 1 recoveries",
+        match="engine 1 cannot be started again: all 1 allowed restarts are used up",
     ):
         await harness.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)

@@ -317,8 +317,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             JOB,
             {},
             "components.trainer.command.1",
-            "trainer runs on the Ray cluster, but the gateway of the fleet listens only on "
-            "127.0.0.1",
+            "trainer runs on the Ray cluster, and cannot reach the gateway of the inference "
+            "servers, which listens only on 127.0.0.1",
             'components.rollout.host: "0.0.0.0"',
         ),
         (
@@ -355,7 +355,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {"command": ["train", "${rollout.engines}"]},
             {},
             "components.trainer.command.1",
-            "${rollout.engines}: the addresses of engines on Ray are unknown before they run",
+            "${rollout.engines}: Muster knows the addresses of engines on Ray only after the "
+            "engines have started",
             "GET ${rollout.url}/muster/rollout",
         ),
         (
@@ -363,8 +364,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {**JOB, "command": ["train", "${rollout.engines}"]},
             {},
             "components.trainer.command.1",
-            "trainer runs on the Ray cluster, but engines with `placement: local` listen only on "
-            "this machine",
+            "trainer runs on the Ray cluster, and cannot reach engines with `placement: local`, "
+            "which listen only on this machine",
             "launcher: process",
         ),
     ],
@@ -577,8 +578,8 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
         (
             "local",
             2,
-            "engines with `placement: local` run only on this machine, but only 2 of 3 engines fit "
-            "on one node of the run (`gang`)",
+            "engines with `placement: local` run only on this machine, but a node with the GPUs "
+            "of `gang` has room for only 2 of 3 engines",
             "write engines: 2, or placement: ray",
         ),
     ],
@@ -607,14 +608,14 @@ def test_fleet_that_fits_its_gang_has_no_faults(placement: str, engines: int, no
 
 LMDEPLOY_TP16 = {"backend": "lmdeploy", "tensor_parallel": 16, "nodes_per_engine": 2}
 SGLANG_TP16 = {"backend": "sglang", "tensor_parallel": 16, "nodes_per_engine": 2}
-ONE_MACHINE = "`placement: local` run only on this machine, but an engine spans 2"
+ONE_MACHINE = "an engine runs only on this machine, but here an engine needs 2"
 
 
 @pytest.mark.parametrize(
     ("fleet", "placement", "problem", "remedy"),
     [
         # A single server of LMDeploy would span several nodes, so the fleet is rejected.
-        (LMDEPLOY_TP16, "ray", "requests the GPUs of the other nodes from Ray", "expert_parallel"),
+        (LMDEPLOY_TP16, "ray", "request the GPUs of the other nodes from Ray", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write nodes_per_engine: 1"),
         # An engine on several nodes cannot run on a single machine, so the fleet is rejected.
         (SGLANG_TP16, "local", ONE_MACHINE, "write nodes_per_engine: 1, or placement: ray"),

@@ -94,7 +94,7 @@ async def test_requests_to_a_retired_entrypoint_end_with_a_retryable_error() -> 
     assert await asyncio.gather(*(task for task, _ in started)) == [503] * 3
     for _, request in started:
         assert (
-            "earlier failure: the server of rank 0 receives no requests any more"
+            "earlier failure: the gateway no longer sends requests to the server of rank 0"
             in request.sent.text
         )
     assert request_setup.router.outstanding == 0
@@ -139,7 +139,8 @@ async def test_answer_at_the_moment_of_an_abort_is_discarded() -> None:
 
     assert await task == 503
     assert (
-        "earlier failure: the server of rank 0 receives no requests any more" in request.sent.text
+        "earlier failure: the gateway no longer sends requests to the server of rank 0"
+        in request.sent.text
     )
 
 

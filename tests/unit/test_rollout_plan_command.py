@@ -118,21 +118,27 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
             None,
             None,
             [
-                "components: the spec has no component `rollout`, so "
-                "it has no inference servers to plan (write"
+                "components: the spec has no component `rollout`, so there are no inference "
+                "servers to plan (write"
             ],
         ),
         # an engine needs more GPUs than a node has
         (
             {"backend": "sglang", "model": "m", "tensor_parallel": 8},
             {"gpus_per_node": 4},
-            ["components.rollout: an engine needs 8 GPUs on one node, but a node of the run has 4"],
+            [
+                "components.rollout: an engine needs 8 GPUs on one node, but each node of the run "
+                "has only 4"
+            ],
         ),
         # an engine needs two nodes, but a local fleet has only one
         (
             {**FLEET, "placement": "local"},
             None,
-            ["components.rollout.nodes_per_engine: engines with `placement: local` run only on"],
+            [
+                "components.rollout.nodes_per_engine: with `placement: local`, an engine runs "
+                "only on"
+            ],
         ),
     ],
 )

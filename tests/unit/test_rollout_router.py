@@ -121,7 +121,7 @@ def test_excluded_ranks_are_not_chosen() -> None:
     assert router.pick("a").rank == 0
     assert router.pick("a", exclude=[0]).rank == 1
     assert router.pick("a", exclude=[0, 1]).rank == 2
-    with pytest.raises(NoEntrypoint, match=r"tried without success \(ranks 0, 1, 2\)"):
+    with pytest.raises(NoEntrypoint, match=r"tried all servers without success \(ranks 0, 1, 2\)"):
         router.pick("a", exclude=[0, 1, 2])
 
 
@@ -165,7 +165,7 @@ def test_request_cannot_end_twice() -> None:
     taken = router.pick(None)
     router.done(taken)
 
-    with pytest.raises(ValueError, match="no request is outstanding on the server of rank 0"):
+    with pytest.raises(ValueError, match="no request is in progress on the server of rank 0"):
         router.done(taken)
 
 

@@ -255,7 +255,9 @@ def test_engines_are_packed_onto_nodes_by_their_gpus(
 def test_engine_larger_than_a_node_is_rejected() -> None:
     fleet = fleet_of(backend="sglang", tensor_parallel=8)
 
-    with pytest.raises(ValueError, match="needs 8 GPUs on one node, but a node of the run has 4"):
+    with pytest.raises(
+        ValueError, match="needs 8 GPUs on one node, but each node of the run has only 4"
+    ):
         ports_needed(fleet, 4)
 
 
@@ -320,7 +322,7 @@ def test_visible_gpus_are_set_by_the_variables_of_their_kind(
 def test_too_few_devices_are_rejected() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2)
 
-    with pytest.raises(ValueError, match="needs 2 GPUs, but CUDA_VISIBLE_DEVICES names only 1: 3"):
+    with pytest.raises(ValueError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES names only 1: 3"):
         build(fleet, replace(addresses_of(fleet), devices=("3",)))
 
 
@@ -444,13 +446,13 @@ def plan(*engines: Engine) -> TopologyPlan:
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
-            "engine 0: no entrypoint among its servers 0, 1",
+            "engine 0: none of its servers (0, 1) is an entrypoint, which accepts requests",
         ),
         # wrong `weight_ranks`: the ranks whose weights a server receives in a weight update
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
-            "engine 0, server 0: this server updates the weights of ranks that belong to another "
-            "engine: 7",
+            "engine 0, server 0: this server would update the weights of ranks of another engine: "
+            "7",
         ),
         (
             (engine(slot(0), slot(1, weight_ranks=(0, 1))),),
