@@ -107,10 +107,13 @@ def _explain_failed_pass(error: httpx.HTTPError | PrefectException | LeaseLost) 
             return f"waits for the Prefect server, which does not answer: {error!r}"
         case ObjectNotFound():
             return (
-                "waits, because the flow run, or its work pool or deployment, was deleted from the "
-                "Prefect server"
+                "waits, because somebody deleted the flow run, its work pool or its deployment "
+                "from the Prefect server"
             )
-    return f"waits, because the last scheduling pass failed and will be repeated: {error}"
+    return (
+        "waits, because Muster's last check of the queue failed. Muster will repeat the check: "
+        f"{error}"
+    )
 
 
 @dataclass(slots=True)
@@ -349,7 +352,9 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         if (not spare_nodes and not settings.clusters) or len(faulty) >= _MAX_FAULTY:
             cause = "the work pool has no other node"
             if faulty:
-                cause = f"{len(faulty)} nodes are already drained as faulty, which is the limit"
+                cause = (
+                    f"it has already drained {len(faulty)} faulty nodes, the largest allowed number"
+                )
             _log.warning(
                 "the node %s seems faulty, but Muster does not drain it, because %s", node, cause
             )
@@ -357,8 +362,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 
         kind = failure.kind.value
         reason = (
-            f"the runs {other_runs[0].name} and {run_id} failed on this node within a day; "
-            f"the failure of {run_id} is of the kind {kind}"
+            f"the runs {other_runs[0].name} and {run_id} failed on this node within a day "
+            f"({run_id} failed as {kind})"
         )
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})

@@ -114,8 +114,8 @@ async def _read_view(client: PrefectClient, pool: str) -> QueueView:
         if await read_copy(client, pool) is None:
             raise
         problems = (
-            f"the work pool {pool} was deleted, so none of its waiting runs starts. A running "
-            "worker of the pool creates it again within a minute, and so does `muster up`",
+            f"the work pool {pool} was deleted, so its waiting runs cannot start. To create the "
+            "pool again, run `muster up`, or wait a minute if a worker of the pool is running",
         )
     view = await read_queue_view(client, pool)
     return replace(view, troubles=(*problems, *view.troubles))
@@ -244,7 +244,7 @@ async def _change(
     print(f"Settings of the work pool {pool.name}: {settings.format_settings(new_settings)}")
     if pool.type != TYPE:
         note = (
-            f"Note: the work pool is of type {pool.type}, but only work pools of type gang use "
-            "these settings."
+            f"Note: these settings have no effect, because the work pool is of type {pool.type} "
+            "and not of type gang."
         )
         print(note, file=sys.stderr)

@@ -62,7 +62,7 @@ def describe_crash(flow_run: FlowRun, exit_code: int, entrypoint: str | None) ->
     if exit_code < 0:
         ending = f"was killed by {signal_name(-exit_code)}"
     else:
-        ending = f"ended with exit code {exit_code}, without a final state of the run"
+        ending = f"ended with exit code {exit_code} before it set a final state of the run"
     sentences = [f"The flow process of this run {ending} on the host {host_name()}."]
     if entrypoint == _TRAIN:
         spec = mapping_or_empty(flow_run.parameters.get("spec"))
@@ -71,7 +71,7 @@ def describe_crash(flow_run: FlowRun, exit_code: int, entrypoint: str | None) ->
         sentences.append(describe_cleanup_after_loss(run_id, is_adopted=is_adopted))
     elif entrypoint == _PIPELINE:
         sentences.append(
-            "The runs of its stages continue. To resume the pipeline: "
-            f"muster pipeline --resume {flow_run.id}"
+            "The runs of the pipeline's stages continue. To resume the pipeline: muster pipeline "
+            f"--resume {flow_run.id}"
         )
     return " ".join(sentences)

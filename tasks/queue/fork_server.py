@@ -134,8 +134,8 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
         # A fork copies only one thread. Locks that other threads hold at that time would stay
         # locked forever in the forked process.
         raise SystemExit(
-            "the fork server cannot fork processes for runs, because an imported module has "
-            "started a thread"
+            "the fork server cannot start processes for runs, because an imported Python module "
+            "has started a thread"
         )
     fork_server_logging = _read_logging_settings()
     gc.collect()
@@ -524,8 +524,8 @@ class ForkServer:
         self._environment_bytes = int(message or 0)
         if not message:
             _log.warning(
-                "The fork server of this worker, which starts the processes of runs quickly, has "
-                "ended. Until a new fork server is ready, runs start more slowly."
+                "The fork server of this worker has ended. The fork server makes the start of runs "
+                "faster, so runs start more slowly until a new fork server is ready."
             )
             self.close()
             if was_ready:
@@ -630,7 +630,7 @@ class ForkServer:
                     own_socket.send(b"g")
         except (OSError, ValueError, TimeoutError) as error:
             _log.warning(
-                "The fork server could not start a run, so the worker starts the run without it, "
+                "The fork server could not start a run. So the worker starts the run itself, "
                 "which takes longer: %r",
                 error,
             )

@@ -198,8 +198,8 @@ class Caller:
         order = json.loads(first_byte + connection.makefile("rb").readline())
         if order["made_of"] != _describe_code() or len(files) != 3:
             raise ValueError(
-                "the code of the command differs from the code of this process, or the command "
-                "sent too few open files"
+                "the command and this process run different code, or the command sent too few open "
+                "files"
             )
         return cls(connection=connection, order=order, files=tuple(files))
 
@@ -257,9 +257,9 @@ class Caller:
         """
         pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
-            raise ValueError("the command belongs to another user or namespace than this process")
+            raise ValueError("the command and this process have different users or namespaces")
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            raise ValueError("the command belongs to another cgroup than this process")
+            raise ValueError("the command and this process are in different cgroups")
 
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT")]
         for limit in limits:

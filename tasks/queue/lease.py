@@ -69,8 +69,8 @@ _LOCK_TIMEOUT_S = 2.0
 _READ_INTERVAL_S = (0.1, 0.25)
 #: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
 _NOTE = (
-    "Muster wrote this variable. It is the lock of the scheduler that currently decides which "
-    "runs start. Muster removes the variable automatically."
+    "Muster wrote this variable, and removes it automatically. It is a lock: its holder is the "
+    "scheduler that currently decides which runs start."
 )
 
 T = TypeVar("T")
@@ -215,13 +215,14 @@ class HeldLease:
         """
         if self.is_over:
             raise LeaseLost(
-                "this process has released the scheduler's lease, so it must not change the queue"
+                "this process has released the scheduler lock, so it must not change the queue any "
+                "more"
             )
         if self.remaining_s <= 0:
             age_s = self.clock() - self.requested_at
             raise LeaseLost(
-                f"the scheduler's lease was requested {age_s:.1f} s ago and allows changes of the "
-                f"queue for {self.hold_s:g} s. Another scheduler may have taken the lease over"
+                f"this process got the scheduler lock {age_s:.1f} s ago, and may change the queue "
+                f"for only {self.hold_s:g} s. Another scheduler may now hold the lock"
             )
 
 
@@ -297,8 +298,8 @@ class SchedulingLease:
             except TimeoutError as error:
                 if limit.expired():
                     raise LeaseLost(
-                        f"the scheduler's lease allows changes of the queue for {self.hold_s:g} s, "
-                        "and this time is over. Another scheduler may have taken the lease over"
+                        f"the {self.hold_s:g} s in which this process may change the queue are "
+                        "over. Another scheduler may now hold the scheduler lock"
                     ) from error
                 raise
             finally:
@@ -387,7 +388,7 @@ class SchedulingLease:
                 holder = "another process of this host"
                 if lease is not None:
                     holder = lease.description
-                _log.info("this scheduler waits, because %s holds the scheduler's lease", holder)
+                _log.info("this scheduler waits, because %s holds the scheduler lock", holder)
                 return None
             if lease is None:
                 await self.sleep(_LOCK_INTERVAL_S)
@@ -426,7 +427,7 @@ class SchedulingLease:
             return True
         if lease.lock_id and lease.lock_id == lock.lock_id:
             _log.warning(
-                "the scheduler's lease is taken over, because its holder %s has ended",
+                "this scheduler takes over the scheduler lock, because the holder %s has ended",
                 lease.description,
             )
             await self.sleep(_SETTLE_S)
@@ -436,7 +437,10 @@ class SchedulingLease:
             self._foreign_lease = (lease.id, now)
         is_expired = now - self._foreign_lease[1] >= self.expire_s
         if is_expired:
-            message = "the scheduler's lease is taken over: %s has held it for more than %g s"
+            message = (
+                "this scheduler takes over the scheduler lock, because %s has held the lock for "
+                "more than %g s"
+            )
             _log.warning(message, lease.description, self.expire_s)
         return is_expired
 
@@ -536,14 +540,14 @@ class SchedulingLease:
             async with asyncio.timeout(_RETURN_TIMEOUT_S):
                 if not await self._delete(held_lease.lease):
                     _log.warning(
-                        "another process deleted the scheduler's lease before this process "
-                        "released it"
+                        "another process deleted the scheduler lock before this process released "
+                        "the lock"
                     )
         except (TimeoutError, httpx.HTTPError) as error:
             self._undeleted_holders.add(held_lease.lease.holder)
             reason = str(error) or type(error).__name__
             _log.warning(
-                "this process could not release the scheduler's lease, which expires in %g s: %s",
+                "this process could not release the scheduler lock. The lock expires in %g s: %s",
                 self.expire_s,
                 reason,
             )
@@ -561,7 +565,10 @@ class SchedulingLease:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 return await request
         except TimeoutError as error:
-            reason = f"no answer about the scheduler's lease within {_REQUEST_TIMEOUT_S:g} s"
+            reason = (
+                "the Prefect server did not answer a request for the scheduler lock within "
+                f"{_REQUEST_TIMEOUT_S:g} s"
+            )
             raise httpx.ReadTimeout(reason) from error
 
 

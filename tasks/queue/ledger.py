@@ -122,7 +122,8 @@ def parse_request(flow_run: FlowRun) -> Request:
             name=name,
             tags=tags,
             fault=find_spec_fault(flow_run)
-            or "the key `gang` of the run's spec (the GPUs that the run needs) can't be read",
+            or "Muster can't read the key `gang` of the run's spec, which requests the GPUs of "
+            "the run",
         )
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
     max_s = (gang.max_hours or math.inf) * _HOUR_S

@@ -55,9 +55,9 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     if only_node and not nodes:
         node_names = join_commas(node.name for node in cluster.nodes) or "none"
         return (
-            f"the run was started on {only_node}, which is no node of the work pool (its nodes: "
-            f"{node_names}). Start the run on one of them, queue it with `muster submit`, or add "
-            f"{only_node} to the pool: `muster queue set node.{only_node}=GPUS`"
+            f"the run was started on {only_node}, but the work pool has only these nodes: "
+            f"{node_names}. Start the run on one of these nodes, or queue the run with `muster "
+            f"submit`. To add {only_node} to the pool: `muster queue set node.{only_node}=GPUS`"
         )
     fitting = [
         node
@@ -84,10 +84,9 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
         verb = "is" if len(fitting) == 1 else "are"
         count = f"only {len(fitting)} of the cluster's {node_count} nodes {verb} large enough"
     return (
-        f"the run needs {demand.describe(cluster.accelerator)}, but {count}. "
-        f"The nodes are: {existing}. "
-        "Request fewer GPUs or CPUs, use another cluster, or remove `gang` from the spec if the "
-        "run needs no GPUs"
+        f"the run needs {demand.describe(cluster.accelerator)}, but {count}. The nodes are: "
+        f"{existing}. Request fewer GPUs or CPUs, or use another cluster. If the run needs no "
+        "GPUs, remove `gang` from the spec"
     )
 
 
@@ -102,9 +101,9 @@ _DEVICES_LIFETIME_S = 60.0
 
 #: Message if a run without a Ray cluster waits, but no work pool lists nodes.
 NO_TABLE = (
-    "the settings of the work pool list no nodes, and the run names no Ray cluster (ray.address). "
-    "To list the machine of this worker with its number of GPUs, run "
-    f"`muster queue set node.{host_name()}=GPUS`"
+    "the work pool lists no nodes, and the spec of the run names no Ray cluster (ray.address). To "
+    "add the machine of this worker, write its number of GPUs for GPUS: `muster queue set "
+    f"node.{host_name()}=GPUS`"
 )
 
 
@@ -261,8 +260,8 @@ class Capacity:
             if credentials.has_token:
                 raise NoCapacity(str(error)) from error
             raise NoCapacity(
-                f"{error}. Muster sends a token and headers only to clusters that the work pool "
-                f"lists. To list this cluster: muster queue set cluster.{address}=0"
+                f"{error}. The work pool does not list this cluster, so Muster sent no token and "
+                f"no headers. To list the cluster: muster queue set cluster.{address}=0"
             ) from error
         except NoAnswer as error:
             took_too_long = self.clock() - started_s >= self.within_s
@@ -272,7 +271,8 @@ class Capacity:
             raise NoCapacity(str(error)) from error
         except Exception as error:  # Users choose the address, so the reply can be anything.
             raise NoCapacity(
-                f"{address} does not answer like a Ray cluster. Check the address: {error!r}"
+                f"the answer from {address} is not that of a Ray cluster. Check the address: "
+                f"{error!r}"
             ) from error
 
 

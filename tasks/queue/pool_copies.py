@@ -90,7 +90,8 @@ def parse_copy(variable: Variable | None) -> PoolCopy | None:
         return PoolCopy.model_validate(variable.value)
     except ValidationError as error:
         _log.warning(
-            "the copy of a work pool's settings in the Prefect variable %s cannot be read: %s",
+            "Muster cannot read the backup copy of a work pool's settings in the Prefect "
+            "variable %s: %s",
             variable.name,
             error,
         )
@@ -181,9 +182,9 @@ class PoolCopies:
         length = len(json.dumps(value))
         if length > MAX_VARIABLE_VALUE_LENGTH:
             _log.warning(
-                "The settings of the work pool %s have %d characters as JSON, but a Prefect "
-                "variable may have at most %d. So Muster wrote no backup copy, from which it "
-                "could restore the settings of a deleted pool.",
+                "Muster could not back up the settings of the work pool %s. They have %d "
+                "characters as JSON, but a Prefect variable may have at most %d. If the pool is "
+                "deleted, Muster cannot restore its settings.",
                 pool_name,
                 length,
                 MAX_VARIABLE_VALUE_LENGTH,

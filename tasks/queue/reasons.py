@@ -184,7 +184,7 @@ def _explain_missing_gpus(
             if reason.is_start_assumed:
                 # The parts of the message are separated by semicolons, so this part must not
                 # contain a semicolon.
-                expected += " (assumed, because a spec sets no `gang.hours`)"
+                expected += " (an estimate, because a spec does not set `gang.hours`)"
         parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 
     if _has_enough_gpus(demand, free):
@@ -255,8 +255,8 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
         f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
     )
     cause = (
-        "possible causes are that the worker is at its limit of runs, that other runs use GPUs of "
-        "that host, or that GPUs are faulty"
+        "perhaps the worker has reached its limit of runs, other runs use GPUs of that host, or "
+        "GPUs are faulty"
     )
     return Message(demand=demand, reason=f"{wait} to start it: {cause}")
 

@@ -336,13 +336,14 @@ class Scheduler:
             await grants.set_state(self._client, entry.flow_run, cancelled)
             return
         _log.warning(
-            "%s was granted GPUs, but its worker did not start it. It is requeued.",
+            "The worker did not start the run %s, although the run had got its GPUs. The run "
+            "returns to the queue.",
             entry.request.name,
         )
         if entry.is_scheduled:
             await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
             return
-        message = "the worker that was to start the run was lost before the start"
+        message = "the worker was lost before it started the run"
         if await grants.requeue_unstarted(self._client, entry.flow_run, message):
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
@@ -450,7 +451,8 @@ class Scheduler:
                 self._demands[address] = demand, now
             except (NoAnswer, Denied) as error:
                 _log.warning(
-                    "the GPUs of waiting runs could not be requested from the autoscaler of %s: %s",
+                    "Muster could not request the GPUs of waiting runs from the autoscaler "
+                    "of %s: %s",
                     address,
                     error,
                 )
@@ -488,7 +490,7 @@ class Scheduler:
             await self._client.create_logs(logs)
         except httpx.HTTPError as error:
             _log.warning(
-                "could not write the reasons for waiting into the logs of the flow runs: %r", error
+                "Muster could not write into the logs of the flow runs why they wait: %r", error
             )
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> bool:

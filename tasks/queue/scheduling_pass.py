@@ -194,18 +194,20 @@ class QueueReader:
         if silent_runs:
             run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
-                f"these runs get no GPUs, because their processes send no heartbeats: {run_names}"
+                "these runs get no GPUs, because their processes no longer report to the Prefect "
+                f"server: {run_names}"
             )
         if set_back:
             run_names = join_commas(entry.request.name for entry in set_back)
             troubles.append(
-                "these runs are not started, because a user has set their states back to Scheduled "
-                f"and their earlier processes may still run: {run_names}"
+                "Muster does not start these runs. A user has set their states back to Scheduled, "
+                f"but their earlier processes may still run: {run_names}"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows
             troubles.append(
-                f"the scheduler considers only the first {count} waiting runs of each queue"
+                f"the queue is very long, so the scheduler considers only the first {count} "
+                "waiting runs of each queue"
             )
 
         scheduling_pass = SchedulingPass(
@@ -422,9 +424,9 @@ class QueueReader:
             limit = rules.limits[tag]
             if not reason and demand.gpus > limit:
                 reason = (
-                    f"the run needs {demand.gpus} GPUs in all, but the limit of its tag {tag} is "
-                    f"{limit}. Request fewer GPUs, or raise the limit: "
-                    f"muster queue set limit.{tag}=N"
+                    f"the run needs {demand.gpus} GPUs in all, but runs with its tag {tag} may use "
+                    f"at most {limit}. Request fewer GPUs, or raise the limit: muster queue set "
+                    f"limit.{tag}=N"
                 )
         return FailureKind.INFEASIBLE, reason
 

@@ -66,7 +66,7 @@ class PoolSettings(BaseModel):
         title="Policy",
         description=(
             "fifo: runs start strictly in the order of the queue. backfill: a later run may start "
-            "earlier if, by the estimates, it does not delay the first run of the queue."
+            "first, if it probably does not delay the first run of the queue."
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
@@ -82,8 +82,8 @@ class PoolSettings(BaseModel):
     limits: dict[str, int] = Field(
         default_factory=dict,
         title="GPUs per tag",
-        description="For each tag: largest number of GPUs that all runs with this tag may hold "
-        "at the same time. A tag can stand for a team, for example.",
+        description="Largest number of GPUs that all runs with the same tag may use at the "
+        "same time, for each tag. A tag can stand for a team, for example.",
     )
     drained: tuple[str, ...] = Field(
         (),
@@ -94,8 +94,8 @@ class PoolSettings(BaseModel):
     faulty: tuple[FaultyNode, ...] = Field(
         (),
         title="Faulty nodes",
-        description="Nodes that Muster has drained for a day, because two runs failed on them "
-        "for reasons that may lie in the node.",
+        description="Nodes that Muster has drained for a day. On each of them, two runs "
+        "failed, and the node may be the cause.",
     )
 
     def drained_at(self, now: float) -> frozenset[str]:
@@ -148,9 +148,9 @@ class PoolSettings(BaseModel):
         """
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
-            "ray.address is missing, and the work pool does not list exactly one cluster (listed: "
-            f"{addresses}). "
-            "Write ray: {address: URL}, or list one cluster: muster queue set cluster.URL=0"
+            "the spec has no ray.address, so the work pool must list exactly one cluster (it "
+            f"lists: {addresses}). Write ray: {{address: URL}} into the spec, or list one cluster: "
+            "muster queue set cluster.URL=0"
         )
 
 
@@ -229,9 +229,9 @@ async def read_pool(client: PrefectClient, name: str) -> WorkPool:
     except ObjectNotFound:
         existing = _join_names(pool.name for pool in await client.read_work_pools())
         raise MissingFromServer(
-            f"the Prefect server has no work pool {name}. Its work pools are: {existing}. Name one "
-            f"of them with --pool, or create the pool: `prefect work-pool create {name} --type "
-            "gang`. `muster up` creates the work pool `gang`"
+            f"the Prefect server has no work pool {name}. Choose one of its work pools with "
+            f"--pool: {existing}. Or create the pool: `prefect work-pool create {name} --type "
+            "gang` (`muster up` creates the pool `gang`)"
         ) from None
 
 
@@ -270,8 +270,8 @@ async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSe
     """
     if not pool.base_job_template.get("job_configuration"):
         raise MissingFromServer(
-            f"the work pool {pool.name} has no job template yet, so it can store no settings. "
-            "Start its worker once, which creates the template: prefect worker start --pool "
+            f"the work pool {pool.name} has no job template yet, so it cannot store settings. To "
+            "create the template, start a worker of the pool once: prefect worker start --pool "
             f"{pool.name}"
         )
     template = with_settings(pool.base_job_template, settings)
@@ -313,9 +313,9 @@ def with_drained(
     known |= {faulty.node for faulty in settings.faulty}
     if unknown := [name for name in names if name not in known]:
         raise MissingFromServer(
-            f"there is no node {join_commas(unknown)}; the nodes are: {_join_names(known)}. "
-            "The settings are unchanged. "
-            "To drain an absent node, write its name into the pool's settings in the UI"
+            f"there is no node {join_commas(unknown)}; the nodes are: {_join_names(known)}. The "
+            "settings are unchanged. To drain an absent node, write its name into the pool's "
+            "settings in the UI"
         )
     if is_drained:
         drained = tuple(dict.fromkeys((*settings.drained, *names)))
@@ -363,7 +363,8 @@ def with_values(
         elif unset:
             if tables[kind].pop(name, None) is None:
                 reason = (
-                    f"the work pool has no {kind} of this name, only: {_join_names(tables[kind])}"
+                    f"the work pool has no {kind} with this name. It has only: "
+                    f"{_join_names(tables[kind])}"
                 )
                 raise BadSetting(f"{key}: {reason}")
         elif not value.isdecimal():

@@ -78,7 +78,7 @@ def summarize(view: QueueView) -> tuple[str, ...]:
         f"{node_text}"
     ]
     if view.is_paused:
-        lines.append("paused: no run starts until the pool is resumed")
+        lines.append("paused: no run starts until you resume the pool")
     if view.paused_queues:
         lines.append(f"paused queues: {join_commas(view.paused_queues)}")
     if view.tags:
@@ -89,8 +89,8 @@ def summarize(view: QueueView) -> tuple[str, ...]:
     if drained := [node.name for node in view.nodes if node.is_drained]:
         lines.append(f"drained: {join_commas(drained)}")
     lines += [
-        f"{faulty.node} is drained until {format_date_minute(faulty.until)} after the failure of "
-        f"{faulty.by}: {faulty.reason}"
+        f"{faulty.node} is drained until {format_date_minute(faulty.until)}, because the run "
+        f"{faulty.by} failed: {faulty.reason}"
         for faulty in view.faulty
     ]
     return (*lines, *(f"{_PROBLEM} {trouble}" for trouble in view.troubles))
@@ -437,8 +437,8 @@ async def _warn_of_silent_worker(client: PrefectClient, flow_run: FlowRun, now: 
     if silent_s < SILENT_AFTER_S:
         return ""
     return (
-        f"the last heartbeat of the run's worker {name} was {format_minutes(silent_s)} ago; "
-        f"if that host is permanently lost, run: muster reconcile --lost-host {name}"
+        f"the run's worker {name} last reported {format_minutes(silent_s)} ago; if its host is "
+        f"permanently lost, run: muster reconcile --lost-host {name}"
     )
 
 

@@ -221,7 +221,7 @@ class Waker:
             except Exception as error:
                 # Log the error only as DEBUG, because it may be temporary. Prefect's worker also
                 # runs a scheduling pass in its regular poll, and logs an error that persists.
-                _log.debug("the scheduling pass after an event has failed: %r", error)
+                _log.debug("Muster's check of the queue after an event has failed: %r", error)
             # Pause for the duration of the call, but for at most 2 seconds, so that the worker has
             # time for its other tasks. With a long queue, a call is slow.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
@@ -257,7 +257,8 @@ class Waker:
                             self._woken.set()
             except Exception as error:
                 _log.debug(
-                    "the connection for Prefect's events broke; next try in %.0f s: %r",
+                    "the connection for events of the Prefect server broke. Muster connects "
+                    "again in %.0f s: %r",
                     reconnect_s,
                     error,
                 )
@@ -273,8 +274,8 @@ class GangVariables(ProcessVariables):
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
         title="Gang queue",
-        description="Settings of the queue of this work pool. Values of these settings in a "
-        "deployment have no effect.",
+        description="Settings of this work pool's queue. If a deployment sets them, its "
+        "values have no effect.",
     )
 
 
@@ -327,7 +328,8 @@ async def _end_process(process: ProcessHandle) -> None:
             await anyio.sleep(_CHECK_EVERY_S)
         return
     _log.error(
-        "the process %s of a flow run did not end within %.0f s after SIGTERM and is killed",
+        "the process %s of a flow run did not end within %.0f s after SIGTERM, so the worker "
+        "kills it",
         process.pid,
         within_s,
     )
@@ -409,8 +411,8 @@ class GangWorker(ProcessWorker):
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
     _description = (
-        "Start flow runs as processes, in the order of a queue. Each flow run starts when all "
-        "GPUs that it needs are free."
+        "Start flow runs as processes, in the order of a queue. Each flow run starts as soon as "
+        "all its GPUs are free."
     )
     _display_name = "Gang"
 
@@ -547,8 +549,8 @@ class GangWorker(ProcessWorker):
             # The process of a flow run that has lost its concurrency lease exits before the flow
             # starts, see `flows/__main__.py`.
             message = (
-                "the run lost its place within the concurrency limit of its deployment before it "
-                "started"
+                "the deployment allows only a limited number of runs at once, and this run lost "
+                "its place before it started"
             )
             if await requeue_unstarted(self.client, flow_run, message):
                 name = parse_request(flow_run).name
@@ -628,7 +630,9 @@ class GangWorker(ProcessWorker):
             try:
                 return await self._next_flow_run()
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                self._logger.warning("The scheduling pass failed and will be repeated: %r", error)
+                self._logger.warning(
+                    "Muster's check of the queue failed. Muster will repeat the check: %r", error
+                )
                 return []
 
     async def _open(self) -> None:
@@ -842,7 +846,7 @@ class GangWorker(ProcessWorker):
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
             self._logger.debug(
-                "The results of a scheduling pass were not written to the Prefect server: %r", error
+                "Muster could not write the new state of the queue to the Prefect server: %r", error
             )
 
     async def _stop_publishing(self) -> None:

@@ -23,8 +23,8 @@ from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = (
-    "Muster wrote this variable. It contains the process of a worker, so that Muster notices a "
-    "second worker with the same name."
+    "Muster wrote this variable. It names the process of a worker, so that Muster notices a second "
+    "worker with the same name."
 )
 
 

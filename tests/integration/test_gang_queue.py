@@ -177,7 +177,7 @@ def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run
     wait_for_grant(active)
     run = pool.submit(pool.spec(gpus=16))
 
-    wait_for_message(run, "assumed, because a spec sets no `gang.hours`")
+    wait_for_message(run, "an estimate, because a spec does not set `gang.hours`")
     # The training needs about 6 hours, and the default duration of a run is 24 hours. The scheduler
     # reads the labels of unchanged runs once a minute.
     wait_for(

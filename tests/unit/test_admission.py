@@ -121,13 +121,13 @@ def test_run_that_waits_in_its_process_returns_to_the_queue(
         ),
         (
             ObjectNotFound(Exception()),
-            "waits, because the flow run, or its work pool or deployment, was deleted from the "
-            "Prefect server",
+            "waits, because somebody deleted the flow run, its work pool or its deployment from "
+            "the Prefect server",
         ),
         (
             LeaseLost("the lease is over"),
-            "waits, because the last scheduling pass failed and will be repeated: the lease is "
-            "over",
+            "waits, because Muster's last check of the queue failed. Muster will repeat the "
+            "check: the lease is over",
         ),
     ],
 )
@@ -170,11 +170,14 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
 @pytest.mark.parametrize(
     ("pools", "message"),
     [
-        ({}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
-        ({"gang": []}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
+        ({}, "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster"),
+        (
+            {"gang": []},
+            "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster",
+        ),
         (
             {"gang": ["http://a:8265", "http://b:8265"]},
-            "(listed: http://a:8265, http://b:8265). Write ray: {address: URL}",
+            "(it lists: http://a:8265, http://b:8265). Write ray: {address: URL}",
         ),
     ],
 )

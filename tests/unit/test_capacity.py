@@ -125,7 +125,7 @@ async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> 
 
 
 async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
-    with pytest.raises(NoCapacity, match=r"list no nodes.*`muster queue set node.[^ ]+=GPUS`"):
+    with pytest.raises(NoCapacity, match=r"lists no nodes.*`muster queue set node.[^ ]+=GPUS`"):
         await capacity.read_cluster("", {})
 
 
@@ -135,7 +135,7 @@ async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
         (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
         (Denied("401; Ray's token is read from ..."), "token"),
         # the program at the address is not the dashboard of a Ray cluster
-        (KeyError("summary"), "http://ray:8265 does not answer like a Ray cluster"),
+        (KeyError("summary"), "http://ray:8265 is not that of a Ray cluster"),
     ],
 )
 async def test_unreadable_cluster_raises_with_the_reason(
@@ -156,7 +156,7 @@ async def test_unreadable_cluster_raises_with_the_reason(
         (
             (),
             "",
-            "^401. Muster .* pool lists. To list this cluster: muster queue set cluster.http://ray:8265=0",
+            "^401. The work pool .* no headers. To list the cluster: muster queue set cluster.http://ray:8265=0",
         ),
         ((), RAY, "^401"),
         ((RAY,), "", "^401"),

@@ -404,8 +404,8 @@ async def test_holder_may_write_only_for_a_limited_time_after_its_request(
     assert lost == (
         None
         if is_safe
-        else "the scheduler's lease was requested 30.0 s ago and allows changes of the queue for "
-        "30 s. Another scheduler may have taken the lease over"
+        else "this process got the scheduler lock 30.0 s ago, and may change the queue for only 30 "
+        "s. Another scheduler may now hold the lock"
     )
 
 
@@ -455,7 +455,7 @@ async def test_slow_body_is_cancelled(make_lease: MakeLease, server: Server) -> 
     loop = asyncio.get_running_loop()
     scheduling_lease = make_lease(hold_s=0.05, clock=loop.time)
 
-    with pytest.raises(LeaseLost, match="Another scheduler may have taken the lease over"):
+    with pytest.raises(LeaseLost, match="Another scheduler may now hold the scheduler lock"):
         async with holding(scheduling_lease):
             await asyncio.sleep(60)
 
@@ -528,7 +528,8 @@ async def test_silent_server_is_given_up(
     asyncio.get_running_loop().call_later(0.2, server.may_answer.set)
 
     with pytest.raises(
-        httpx.TimeoutException, match=r"no answer about the scheduler's lease within 0\.05 s"
+        httpx.TimeoutException,
+        match=r"did not answer a request for the scheduler lock within 0\.05 s",
     ):
         await can_take(scheduling_lease)
 

@@ -112,8 +112,12 @@ def test_run_without_an_address_gets_the_pools_only_cluster(gpus: int | None) ->
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ((), "(listed: none). Write ray: {address: URL}, or list one cluster: muster queue set"),
-        ((A, B), f"(listed: {A}, {B}). Write ray: {{address: URL}}"),
+        (
+            (),
+            "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster: "
+            "muster queue set",
+        ),
+        ((A, B), f"(it lists: {A}, {B}). Write ray: {{address: URL}}"),
     ],
 )
 def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
@@ -124,7 +128,7 @@ def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
 
     assert started(server) == []
 
-    assert message(server, run).startswith("Failed: USER_ERROR: ray.address is missing, and ")
+    assert message(server, run).startswith("Failed: USER_ERROR: the spec has no ray.address, so ")
     assert said in message(server, run)
 
 
@@ -151,7 +155,7 @@ def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
     waits = message(server, run)
     server.change(template(B))
 
-    assert "waits for a Ray cluster: ray.address is missing, and the work pool" in waits
+    assert "waits for a Ray cluster: the spec has no ray.address, so the work pool" in waits
     assert [entry.id for entry in started(server)] == [run]
 
 

@@ -376,15 +376,18 @@ def test_settings_are_changed_and_printed(
         (("set", "limit.=1"), "limit.: no such setting"),
         (("set", "node.gpu-1=some"), "the value must be a whole number"),
         (("set", "node.=1"), "node.: no such setting"),
-        (("unset", "node.gpu-7"), "the work pool has no node of this name, only: gpu-1"),
+        (("unset", "node.gpu-7"), "the work pool has no node with this name. It has only: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; the settings are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
-        (("unset", "limit.team-b"), "the work pool has no limit of this name, only: team-a"),
+        (
+            ("unset", "limit.team-b"),
+            "the work pool has no limit with this name. It has only: team-a",
+        ),
         (("unset", "nodes"), "nodes: no such setting"),
         (("set", "cluster.head:8265=0"), "clusters.1.address: must be an http address"),
         (
             ("unset", f"cluster.{RAY}"),
-            "the work pool has no cluster of this name, only: http://known:8265",
+            "the work pool has no cluster with this name. It has only: http://known:8265",
         ),
     ],
 )
@@ -455,7 +458,7 @@ def test_unknown_pool_is_reported_with_the_remedy(
     code, output = command(*arguments)
 
     assert code == 1
-    assert "no work pool other. Its work pools are: gang" in output
+    assert "no work pool other. Choose one of its work pools with --pool: gang" in output
     assert "prefect work-pool create other --type gang" in output
 
 

@@ -19,8 +19,8 @@ from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SILENT = (
-    "  host           the last heartbeat of the run's worker there was 14 min ago; if that host is "
-    "permanently lost, run: muster reconcile --lost-host there"
+    "  host           the run's worker there last reported 14 min ago; if its host is permanently "
+    "lost, run: muster reconcile --lost-host there"
 )
 
 

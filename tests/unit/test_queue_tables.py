@@ -80,7 +80,7 @@ PLAIN = """\
 work pool gang, fifo: 2 of at most 8 running, 2 waiting; 3 of 24 GPUs are free on 3 nodes
 GPUs of runs with a tag: team-a 8 of at most 16
 drained: gpu-3
-gpu-3 is drained until 2026-01-02 14:05 UTC after the failure of run-7: two runs failed
+gpu-3 is drained until 2026-01-02 14:05 UTC, because the run run-7 failed: two runs failed
 problem: http://ray:8265 does not answer
 
 position  run    needs                     waiting since         expected start        queue    tags
@@ -202,7 +202,7 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
     [
         ({"limit": None}, "work pool gang, fifo: 2 running, 0 waiting; no nodes are known"),
         ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no nodes are known"),
-        ({"is_paused": True}, "paused: no run starts until the pool is resumed"),
+        ({"is_paused": True}, "paused: no run starts until you resume the pool"),
         ({"paused_queues": ("high", "low")}, "paused queues: high, low"),
         (
             {"tags": {"b": (0, 4), "a": (8, 8)}},
