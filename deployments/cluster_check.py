@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not selected_nodes:
         addresses = ", ".join(sorted({node.ip for node in nodes}))
         print(
-            f"no node of the cluster has an address that --node names ({', '.join(options.node)}). "
-            f"The addresses of the cluster's nodes are: {addresses or 'none'}",
+            f"--node names {', '.join(options.node)}, but the nodes of the cluster have only "
+            f"these addresses: {addresses or 'none'}",
             file=sys.stderr,
         )
         return EXIT_INVALID
@@ -126,17 +126,17 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
         )
     if leaks - {*_HELD_BY_GROUPS}:
         lines.append(
-            "Processes that leave the process group of their Ray worker keep running. Do not "
-            "enable Ray's subreaper to end them, because Ray has deprecated it. Muster searches "
-            "every node for such processes after each job, and ends them."
+            "Processes that leave the process group of their Ray worker keep running. You need not "
+            "change a setting: Muster searches every node for such processes after each job, and "
+            "ends them. Do not enable Ray's subreaper, which Ray has deprecated."
         )
     if any(code != _EXIT_CODE for code in codes):
         lines.append(
-            "Programs in this Ray cluster do not see the exit codes of their child processes, so "
-            "a crash looks like success. Remove "
-            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment "
-            "of `ray start`, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your "
-            "programs. Muster already resets SIGCHLD in the driver of each job."
+            "Programs in this Ray cluster do not see the exit codes of their child processes, so a "
+            "crash looks like success. Remove the variable "
+            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment of "
+            "`ray start`. Or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your programs, "
+            "as Muster does in the driver of each job."
         )
     if not lines:
         lines.append(
@@ -148,7 +148,10 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 def _describe_ending(ending: ShapeEnding) -> str:
     """Return the time until the child processes ended, or the pids of leaked processes, as text."""
     if ending.gone_after_s is None:
-        return f"keeps running (this check ended it: pid {', '.join(map(str, ending.leaked))})"
+        return (
+            "keeps running (this check has ended the process: pid "
+            f"{', '.join(map(str, ending.leaked))})"
+        )
     return f"ended after {ending.gone_after_s:.2f} s"
 
 
@@ -209,9 +212,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Check whether a Ray cluster ends the child processes of killed Ray workers, "
         "and print the settings to change. The check starts a few `sleep` processes on each "
         "node, and ends those that Ray does not end.",
-        epilog="Exit: 0 Ray ends all child processes that it can end, and exit codes are "
-        "correct; 1 child processes keep running, or exit codes are lost; 2 the cluster does not "
-        "answer, or the arguments are wrong.",
+        epilog="Exit: 0 child processes end and exit codes are correct; 1 child processes "
+        "keep running, or exit codes are lost; 2 the cluster does not answer, or the "
+        "arguments are wrong.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="URL of the Ray dashboard")
@@ -227,7 +230,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_LEAKED_AFTER_S,
         metavar="S",
-        help="Seconds that a process may outlive its Ray actor before the process counts as a leak",
+        help="Seconds that a process may run after the end of its Ray actor. After this "
+        "time, the process counts as a leak",
     )
     return parser
 

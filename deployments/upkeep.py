@@ -60,8 +60,8 @@ class Served:
 SERVED = (
     Served(
         flow=reconcile,
-        description="Cleans up after the runs of this host whose flow process has died. Muster's "
-        "upkeep process also does this every minute, without a flow run.",
+        description="Cleans up after runs of this host whose flow process has died. Muster's "
+        "upkeep process does the same every minute, without a flow run.",
         # The upkeep process already does the same work every minute, without a flow run. The rare
         # flow runs show in the Prefect UI that the host is maintained. They also do the work if
         # the upkeep process fails to do it.
@@ -69,8 +69,8 @@ SERVED = (
     ),
     Served(
         flow=prune,
-        description="Removes the files of each run of this host when MUSTER_PRUNE_DAYS days have "
-        "passed since the end of the run.",
+        description="Removes the files of ended runs of this host, MUSTER_PRUNE_DAYS days "
+        "after the end of each run.",
         interval_s=6 * 3600,
     ),
 )
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Prefect's runner ends with an error if the server fails to answer several times.
                 # Start it again after a pause.
                 _log.warning(
-                    "Serving the flows has failed, and is tried again in %g s: %r",
+                    "Muster could not serve the flows, and tries again in %g s: %r",
                     _RETRY_AFTER_S,
                     error,
                 )
@@ -176,16 +176,17 @@ def serve() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     flows = "; ".join(
-        f"`{served.flow.name}/<host>`, which runs every {served.interval_s} s "
+        f"`{served.flow.name}/<host>`, every {served.interval_s} s "
         f"({served.description.rstrip('.')})"
         for served in SERVED
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
-        description="Maintain this host: every minute, clean up after the runs whose flow "
-        "process (the process of the Prefect flow run) has died. This program also serves "
-        f"deployments on the Prefect server of PREFECT_API_URL: {flows}. Start it once on each "
-        "host that starts runs. If the server does not answer, the program waits.",
+        description="Maintain this host: every minute, clean up after runs whose flow "
+        "process (the process of the Prefect flow run) has died. Start this "
+        "program once on each host that starts runs. The program also serves "
+        f"deployments on the Prefect server of PREFECT_API_URL: {flows}. If the "
+        "server does not answer, the program waits.",
         epilog="Exit: 0 the program was ended by SIGINT or SIGTERM; 2 the program takes no "
         "arguments but got one, or another user may write in MUSTER_HOME.",
     )

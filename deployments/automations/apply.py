@@ -60,7 +60,10 @@ class Applied:
     what: str
 
     def __str__(self) -> str:
-        reasons = {"kept": ": a user changed it on the server. To overwrite it, use --replace"}
+        reasons = {
+            "kept": ", because a user changed this automation on the server. To "
+            "overwrite the automation, use --replace"
+        }
         return f"automation {self.name!r}: {self.what}{reasons.get(self.what, '')}"
 
 
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (url := PREFECT_API_URL.value()):
         print(
             "no Prefect server is set: run `muster up`, and set PREFECT_API_URL to the address "
-            "that it prints",
+            "that the command prints",
             file=sys.stderr,
         )
         return 1

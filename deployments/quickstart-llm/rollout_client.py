@@ -143,7 +143,7 @@ class RolloutClient:
                 status = 0
                 reason = str(error) or type(error).__name__
             if 400 <= status < 500 or self._clock() >= deadline:
-                raise FleetError(f"the request to the fleet at {self._url} failed: {reason}")
+                raise FleetError(f"the request to the gateway at {self._url} failed: {reason}")
             self.failures[status] += 1
             self._sleep(_RETRY_EVERY_S)
 
@@ -199,7 +199,7 @@ class RolloutClient:
         if not epochs:
             self._order("DELETE", path)
             raise SyncLost(
-                f"no engine loaded the weights of version {version}: "
+                f"no inference engine loaded the weights of version {version}: "
                 f"{left_out or 'no engine was running'}"
             )
         commit = self._order("POST", f"{path}/commit", {"version": version, "epochs": epochs})
@@ -261,8 +261,8 @@ class RolloutClient:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
                 reason = (
-                    f"the fleet answered {method} {self._url}{path} with HTTP status {error.code}: "
-                    f"{error.read(500)!r}"
+                    f"the gateway answered {method} {self._url}{path} with HTTP status "
+                    f"{error.code}: {error.read(500)!r}"
                 )
                 # Status 409 means that running requests did not end in time. Status 404 means that
                 # the time limit of the weight sync has passed, so the gateway has ended the sync.
@@ -270,7 +270,7 @@ class RolloutClient:
                     raise SyncLost(reason) from error
                 raise FleetError(reason) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = f"the fleet no longer answers: {method} {self._url}{path}: {error}"
+                reason = f"the gateway no longer answers: {method} {self._url}{path}: {error}"
                 is_unsent = isinstance(getattr(error, "reason", None), ConnectionRefusedError)
                 if not is_unsent or self._clock() >= deadline:
                     raise FleetError(reason) from error
@@ -331,5 +331,5 @@ def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> li
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"the fleet's answer has an unexpected form ({error!r}): {str(content)[:300]}"
+            f"the answer of the gateway has an unexpected form ({error!r}): {str(content)[:300]}"
         ) from error

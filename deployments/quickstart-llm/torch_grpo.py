@@ -245,6 +245,6 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
 def _describe_source(answer: Answer) -> str:
     """Return a text that names the engine, the engine's epoch and the weights of an answer."""
     return (
-        f"engine {answer.engine} (epoch {answer.epoch}) answered with weights of version "
+        f"engine {answer.engine} (start number {answer.epoch}) answered with weights of version "
         f"{answer.version}"
     )

@@ -290,7 +290,9 @@ def _say(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train the quickstart's model on a fleet of vLLM.")
+    parser = argparse.ArgumentParser(
+        description="Train the quickstart's model, with vLLM servers for inference."
+    )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Folder of the initial model")
     add("--fleet", required=True, metavar="URL", help="URL of the gateway")
@@ -313,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
         "--in-flight",
         default="wait",
         choices=actions,
-        help="Treatment of unfinished answers when a weight sync begins",
+        help="Treatment of unfinished answers at the beginning of a weight sync",
     )
     add("--sync-s", type=float, default=60.0, help="Time limit of a weight sync, in seconds")
     add(

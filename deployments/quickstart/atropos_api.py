@@ -66,8 +66,8 @@ class AtroposApi:
         """
         if self._call("GET", "/info").get("batch_size") != -1:
             raise ApiError(
-                f"the Atropos API at {self.url} already has a trainer. Start a new API for each "
-                "attempt"
+                f"another trainer has already registered with the Atropos API at {self.url}. Start "
+                "a new API for each attempt"
             )
         if "uuid" not in (answer := self._call("POST", "/register", asdict(registration))):
             raise ApiError(f"the Atropos API at {self.url} refused the registration: {answer}")

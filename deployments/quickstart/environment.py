@@ -54,8 +54,8 @@ class CopyConfig(BaseEnvConfig):
     seed: int = Field(default=0, description="Seed of the digits in the prompts")
     gone_after_s: float = Field(
         default=6.0,
-        description="Seconds without a successful health check, after which a server counts as "
-        "ended",
+        description="A server counts as ended after this number of seconds without a "
+        "successful health check",
     )
 
 

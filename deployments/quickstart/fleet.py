@@ -149,13 +149,13 @@ class Fleet:
                 return self._send_once(method, path, body)
             except urllib.error.HTTPError as error:
                 raise FleetError(
-                    f"the fleet answered {method} {self._url}{path} with HTTP status {error.code}: "
-                    f"{error.read(500)!r}"
+                    f"the gateway answered {method} {self._url}{path} with HTTP status "
+                    f"{error.code}: {error.read(500)!r}"
                 ) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if self._clock() >= deadline:
                     raise FleetError(
-                        f"the fleet no longer answers: {method} {self._url}{path}: {error}"
+                        f"the gateway no longer answers: {method} {self._url}{path}: {error}"
                     ) from error
             self._sleep(RETRY_EVERY_S)
 

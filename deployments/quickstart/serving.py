@@ -293,7 +293,7 @@ def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = body.get("model_path")
     if not isinstance(path, str):
-        raise BadRequest(f"model_path must be the path of a file, found {path!r}")
+        raise BadRequest(f"model_path must be the path of a file, but is {path!r}")
     try:
         weights = Weights.of(Path(path).read_bytes())
     except (OSError, BadWeights) as error:
@@ -309,7 +309,7 @@ def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:
         BadRequest: A value of the request is not valid.
     """
     if body.get("stream"):
-        raise BadRequest("this server cannot stream answers: leave out `stream`")
+        raise BadRequest("this server cannot stream answers: leave `stream` out of the request")
     return sampler.sample(
         _parse_prompt(body.get("prompt")),
         count=_parse_integer(body, "n", default=1, most=MAX_COMPLETIONS),

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--resume-from: {error}")
     if state.step >= options.steps:
         parser.error(
-            f"--steps must be more than {state.step}, the step of the checkpoint, found "
+            f"--steps must be more than {state.step}, the step of the checkpoint, but is "
             f"{options.steps}"
         )
     plan = Plan(

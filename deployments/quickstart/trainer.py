@@ -80,7 +80,7 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
         parser.error(str(error))
     if state.step >= options.steps:
         parser.error(
-            f"--steps must be more than {state.step}, the step of the checkpoint, found "
+            f"--steps must be more than {state.step}, the step of the checkpoint, but is "
             f"{options.steps}"
         )
     plan = Plan(

@@ -77,8 +77,8 @@ Gpus = Annotated[
         accepts_keys=False,
         n_tokens=1,
         converter=lambda _type, tokens: Fleet.parsed(tokens[0].value),
-        help="Ray nodes to start on this machine: NxG starts N nodes with G logical GPUs each, "
-        "and G means 1xG. Default: only the head node of Ray.",
+        help="Ray nodes to start on this machine. NxG starts N nodes with G logical GPUs "
+        "each; G alone starts one node. Default: only the head node of Ray.",
     ),
 ]
 #: Type of an option that takes a port, or 0 for any free port.
@@ -149,8 +149,8 @@ def down(*, port: Port = None) -> int:
             _stop_with_reason(stack)
         elif stack.state in ("starting", "up"):
             _say(
-                "The supervisor of the Muster stack was killed. This command waits until the "
-                "other processes of the stack have ended."
+                "The supervisor process of the Muster stack was killed. This command waits until "
+                "the other processes of the stack have ended."
             )
         with place.no_supervisor():
             place.clear()
@@ -278,8 +278,8 @@ def _apply_deployments_again(
             )
         except subprocess.SubprocessError as error:
             raise StackError(
-                f"the deployments were not applied: {error}\n"
-                f"Last lines of {log}:\n{read_last_lines(log)}"
+                f"Muster could not apply the deployments: {error}\nLast lines of "
+                f"{log}:\n{read_last_lines(log)}"
             ) from None
     _say(_summarize(place, stack))
     return EXIT_DONE
@@ -342,7 +342,10 @@ and the address of its Ray cluster with
 def _describe_nodes(stack: Stack) -> str:
     """Return the names and GPU counts of the Ray nodes as one line."""
     if not stack.nodes:
-        return "only the head node, which runs no work (add logical GPUs: muster up --gpus 2x8)"
+        return (
+            "only the head node, which runs no work (to add nodes with logical GPUs: muster up "
+            "--gpus 2x8)"
+        )
     names = ", ".join(f"{node.name} ({node.gpus})" for node in stack.nodes)
     return f"{names}: {sum(node.gpus for node in stack.nodes)} logical GPUs in all"
 
@@ -367,8 +370,8 @@ def _refuse_taken_port(port: int) -> None:
         holders.append(f"{stack}{process}")
     if holders:
         raise StackError(
-            f"port {port} is taken by {' and '.join(holders)}: end it, or choose another port with "
-            "--port (muster up --port 4201)"
+            f"port {port} is already used by {' and '.join(holders)}. End that program, or choose "
+            "another port, for example: muster up --port 4201"
         )
 
 
@@ -381,8 +384,8 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
     """
     if port not in (None, stack.port):
         raise StackError(
-            f"the stack of this MUSTER_HOME has port {stack.port}, not {port}; omit --port, "
-            "or set another MUSTER_HOME for a second stack"
+            f"the running stack uses port {stack.port}, not {port}. Omit --port, or set another "
+            "MUSTER_HOME to start a second stack"
         )
 
 
@@ -396,8 +399,8 @@ def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
     if fleet is not None and str(fleet) != stack.fleet:
         current_fleet = f"with --gpus {stack.fleet}" if stack.fleet else "without --gpus"
         raise StackError(
-            f"the running stack was started {current_fleet}, and cannot get other nodes: "
-            f"run `muster down`, then `muster up --gpus {fleet}`"
+            f"the running stack was started {current_fleet}, and its nodes cannot be changed. Run "
+            f"`muster down`, then `muster up --gpus {fleet}`"
         )
 
 

@@ -100,7 +100,10 @@ def launch(
         supervisor.kill()
         supervisor.wait()
         place.clear()
-        say("The Muster stack was not started. All processes that had been started have ended.")
+        say(
+            "The Muster stack could not be started. All processes that Muster had started for it "
+            "have ended."
+        )
         raise
     return stack
 
@@ -170,7 +173,9 @@ def restart_ray(place: StackPlace, stack: Stack) -> None:
             if _has_died_within(place, head.deaths + 1, _RAY_STOP_WITHIN_S):
                 break
         else:
-            raise StackError(f"the Ray head (pid {head.pid}) did not end: see {place.log(RAY)}")
+            raise StackError(
+                f"the head process of Ray (pid {head.pid}) did not end: see {place.log(RAY)}"
+            )
     wait_until_answering(stack, _RAY_RESTART_WITHIN_S)
 
 

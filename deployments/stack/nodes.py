@@ -48,7 +48,8 @@ class Fleet:
         match = re.fullmatch(r"(?:([0-9]{1,4})x)?([0-9]{1,4})", text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no number of nodes and GPUs: write 2x8 for two nodes with 8 GPUs each"
+                f"{text!r} is not a number of nodes and GPUs. For example, write 2x8 for two nodes "
+                "with 8 GPUs each"
             )
         nodes = int(match[1] or 1)
         gpus = int(match[2])

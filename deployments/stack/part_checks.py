@@ -140,8 +140,8 @@ def describe_listed_nodes(stack: Stack) -> str:
     if not nodes:
         command = f"muster queue set node.{host_name()}=GPUS"
         return (
-            "none, because Muster found no GPU of this machine (to list its GPUs, set MUSTER_GPUS, "
-            f"or run: {command})"
+            "none, because Muster found no GPU on this machine (to add GPUs, set MUSTER_GPUS, or "
+            f"run: {command})"
         )
     return ", ".join(f"{node['name']} ({format_count(node['gpus'], 'GPU')})" for node in nodes)
 
@@ -153,7 +153,7 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
     received a heartbeat of the worker since the start of the stack.
     """
     workers_url = f"{stack.api_url}/work_pools/{POOL}/workers/filter"
-    problem = "the server has received no heartbeat of the worker yet"
+    problem = "has not yet reported to the Prefect server"
     try:
         _request_json(client, "GET", stack.worker_health)
         for worker in _request_json(client, "POST", workers_url, json={}):
@@ -202,8 +202,8 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
             raise _NoAnswer(
-                f"{_REFUSED}: set {AUTH} in this shell to the value that it had when `muster up` "
-                "was typed"
+                f"{_REFUSED}: set {AUTH} in this shell to the same value as at the start of "
+                "`muster up`"
             ) from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 

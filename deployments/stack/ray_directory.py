@@ -122,8 +122,9 @@ def _create(directory: Path) -> None:
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not is_own or status.st_mode & 0o077:
         raise PermissionError(
-            f"{directory} must be a directory that only user {os.geteuid()} may enter, but it has "
-            f"mode {stat.filemode(status.st_mode)} and owner {status.st_uid}. Delete it"
+            f"only user {os.geteuid()} may have access to the directory {directory}, but its mode "
+            f"is {stat.filemode(status.st_mode)} and its owner is {status.st_uid}. Delete "
+            f"{directory}"
         )
 
 

@@ -43,7 +43,7 @@ def check_session(stack: Stack) -> None:
         os.environ.setdefault(name, value)
     nodes = asyncio.run(list_living_nodes(stack.ray_address))
     if not nodes:
-        raise NoAnswer(f"the Ray control store at {stack.ray_address} has no living node")
+        raise NoAnswer(f"the Ray control store at {stack.ray_address} has no running node")
 
     for node in nodes:
         session = Path(node.raylet_socket_name).parents[1]
@@ -59,7 +59,7 @@ def find_session_problem(stack: Stack) -> str:
     try:
         check_session(stack)
     except BrokenSession as error:
-        return f"{error}, so new Ray jobs fail. `muster up` restarts the Ray cluster"
+        return f"{error}, so new Ray jobs fail. To restart the Ray cluster, run `muster up`"
     except (NoAnswer, Denied) as error:
         return f"does not answer: {error}"
     return ""

@@ -53,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
-        description="Interrupt all runs of a Prefect worker on this host, and wait until all of "
-        "them have ended. The command stops the worker with SIGSTOP. To end the worker "
-        "afterwards, send it SIGTERM, then SIGCONT.",
+        description="Interrupt all runs of a Prefect worker on this host, and wait until all "
+        "of them have ended. The command pauses the worker with SIGSTOP. "
+        "Afterwards, to end the worker, send SIGTERM and then SIGCONT to the "
+        "worker.",
     )
     parser.add_argument("pid", help="Process id of the worker. Empty: the worker has ended already")
     parser.add_argument(
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=300.0,
         metavar="S",
-        help="Seconds to wait after the grace periods of the runs. Default: 300",
+        help="Seconds to wait for the runs after the end of their grace periods. Default: 300",
     )
     options = parser.parse_args(arguments)
     if options.pid.strip():

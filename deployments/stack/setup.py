@@ -132,7 +132,8 @@ def _read_local_node() -> TableNode | None:
         gpus = len(asyncio.run(read_local_devices()).indices)
     except NoCapacity as error:
         print(
-            f"The GPUs of this machine were not added to the work pool {POOL}: {error}", flush=True
+            f"Muster could not add the GPUs of this machine to the work pool {POOL}: {error}",
+            flush=True,
         )
         return None
     return TableNode(name=host_name(), gpus=gpus) if gpus else None
@@ -171,9 +172,9 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
-        description="Flow runs of Muster's pipelines. Each pipeline has its own process. This "
-        "pool needs no concurrency limit, because the training runs of a pipeline wait in the "
-        f"queue of the pool {POOL}.",
+        description="Flow runs of Muster's pipelines. Each pipeline has its own process. "
+        "This pool needs no concurrency limit: the training runs of a pipeline "
+        f"wait in the queue of the pool {POOL}.",
         base_job_template=ProcessWorker.get_default_base_job_template(),
     )
     with suppress(ObjectAlreadyExists):
@@ -195,8 +196,8 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
             if deployment.work_pool_name is None and deployment.pull_steps is not None:
                 client.update_deployment(deployment.id, DeploymentUpdate(work_pool_name=pool))
                 print(
-                    f"The deployment {flow}/{deployment.name} had no work pool any more. Muster "
-                    f"moved it back to the work pool {pool}.",
+                    f"The deployment {flow}/{deployment.name} no longer had a work pool. Muster "
+                    f"moved the deployment back to the work pool {pool}.",
                     flush=True,
                 )
 
@@ -249,10 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog="python -m deployments.stack.setup",
-        description="Create the work pools, the automations and the deployments of prefect.yaml "
-        "on the Prefect server of PREFECT_API_URL. The command can be repeated: it then updates "
-        "the code and specs of the deployments, and keeps your changes of pools, automations and "
-        "deployments.",
+        description="Create the work pools, the automations and the deployments of "
+        "prefect.yaml on the Prefect server of PREFECT_API_URL. You may repeat "
+        "the command: it updates the code and specs of the deployments, and "
+        "keeps your own changes.",
         epilog="Exit: 0 the setup is done; 1 the setup failed for a reason that was printed; 2 "
         "the program takes no arguments but got one.",
     )

@@ -233,8 +233,8 @@ class StackPlace:
             raise StackError(f"{self._state_file} can't be read: {error.strerror}") from None
         except (OSError, ValidationError) as error:
             raise StackError(
-                f"{self._state_file} can't be read ({str(error).splitlines()[0]}): if `pgrep "
-                f"-af deployments.stack` shows no process of the stack, delete this file"
+                f"{self._state_file} can't be read ({str(error).splitlines()[0]}). If `pgrep -af "
+                "deployments.stack` shows no process of the stack, delete this file"
             ) from None
 
     def save(self, stack: Stack) -> None:
@@ -291,7 +291,9 @@ class StackPlace:
                 guardian.send(signal.SIGKILL)
         surviving_pids = _kill_processes_of(stack.stack_id)
         if surviving_pids:
-            raise StackError(f"these processes of the stack outlived SIGKILL: {surviving_pids}")
+            raise StackError(
+                f"these processes of the stack are still running after SIGKILL: {surviving_pids}"
+            )
         delete_ray_directory(stack.ray_temp, self.directory.parent)
         self._state_file.unlink()
 
@@ -375,8 +377,8 @@ class StackPlace:
                     return
             if time.monotonic() > deadline:
                 raise StackError(
-                    f"{path} is locked by another `muster up` or `muster down`, which has not "
-                    f"ended within {limit_s:.0f} s"
+                    f"another `muster up` or `muster down` has locked {path}, and has not ended "
+                    f"within {limit_s:.0f} s"
                 )
             time.sleep(_POLL_EVERY_S)
 
@@ -407,8 +409,8 @@ def wait_while_starting(
     if start is None or (api_url is not None and not start.is_start_of(api_url)):
         return
     say(
-        f"`muster up` (pid {start.process.pid}) is starting the Muster stack of this machine. "
-        f"This command waits until the stack is up, at most {limit_s:g} s."
+        f"`muster up` (pid {start.process.pid}) is starting the Muster stack of this machine. This "
+        f"command waits for the stack for at most {limit_s:g} s."
     )
     deadline = time.monotonic() + limit_s
     while place.load_start() is not None:

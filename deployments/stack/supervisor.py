@@ -182,7 +182,7 @@ class Supervisor:
         except OSError as error:
             # Only print the error, for example that the disk is full. The programs of the `muster
             # up` stack must keep running even if `stack.json` cannot be written.
-            print(f"The state of {report.name} could not be saved: {error}", flush=True)
+            print(f"Muster could not save the state of {report.name}: {error}", flush=True)
 
     def _record_end(
         self,
@@ -203,7 +203,7 @@ class Supervisor:
         """
         if survivors:
             listed = "; ".join(f"{name}: {join_commas(texts)}" for name, texts in survivors.items())
-            message = f"{message}; these processes could not be ended: {listed}"
+            message = f"{message}; Muster could not end these processes: {listed}"
         if failure is None and not survivors:
             self._save(state="stopped", message=message)
             return 0

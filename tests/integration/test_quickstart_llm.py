@@ -308,7 +308,7 @@ def test_sync_that_all_engines_fail_raises_and_the_next_sync_succeeds(
     fleet.sync(1)
     missing = str(fleet.directory / "nowhere")
 
-    with pytest.raises(SyncLost, match="no engine loaded the weights of version 2"):
+    with pytest.raises(SyncLost, match="no inference engine loaded the weights of version 2"):
         fleet.client.sync(missing, version=2, broadcast_s=2.0)
     wait_until(
         lambda: all(fleet.state(engine)[0] == "stale" for engine in ENGINES),

@@ -208,4 +208,4 @@ def test_second_trainer_on_a_used_api_is_refused(stack: Stack, tmp_path: Path) -
     stack.start_trainer(steps=5, out=tmp_path / "second")
 
     assert stack.exit_status("trainer") == 1
-    assert "already has a trainer" in stack.log("trainer")
+    assert "another trainer has already registered" in stack.log("trainer")

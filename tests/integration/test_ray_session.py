@@ -70,7 +70,7 @@ def test_deleted_ray_session_is_named_and_repaired(stack: OwnStack) -> None:
     assert code_of_broken == 1
     assert "Ray session" in report
     assert f"its directory {directory}/r/session_" in report
-    assert "`muster up` restarts the Ray cluster" in report
+    assert "To restart the Ray cluster, run `muster up`" in report
     assert code_of_up == 0, output
     assert os.stat(directory).st_mode & 0o777 == 0o700
     assert is_skipped_by_tmpfiles(directory)

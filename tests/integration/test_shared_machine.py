@@ -69,7 +69,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
         # create its folder. So the checks below come after this wait.
         wait_for(
             lambda: re.search(
-                f"{start_pattern}|Error|Serving the flows has failed", log.read_text()
+                f"{start_pattern}|Error|Muster could not serve the flows", log.read_text()
             ),
             "the process reports its start or an error",
             within_s=120,
@@ -81,7 +81,8 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
         )
 
         assert (
-            "Error" not in log.read_text() and "Serving the flows has failed" not in log.read_text()
+            "Error" not in log.read_text()
+            and "Muster could not serve the flows" not in log.read_text()
         )
         assert process.poll() is None
         assert len(storage) == 1

@@ -91,7 +91,7 @@ def test_lock_of_the_stack_is_exclusive_if_its_file_is_replaced(
 
     with (
         place.locked(lambda: None, 5.0),
-        pytest.raises(StackError, match="is locked"),
+        pytest.raises(StackError, match="has locked"),
         place.locked(lambda: None, 0.0),
     ):
         pass

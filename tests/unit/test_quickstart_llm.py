@@ -213,7 +213,7 @@ def test_sync_is_aborted_if_no_engine_loaded_the_weights(
     gateway.respond_to_broadcasts((500, None), (200, None))
     gateway.respond("DELETE", f"{SYNC}/ab", (200, {}))
 
-    with pytest.raises(SyncLost, match="no engine loaded the weights of version 9"):
+    with pytest.raises(SyncLost, match="no inference engine loaded the weights of version 9"):
         client.sync("/weights", version=9)
 
     assert gateway.requests[-1][:2] == ("DELETE", f"{SYNC}/ab")

@@ -194,10 +194,10 @@ def test_default_port_is_the_port_of_a_local_server_or_4200(
         (["up", "--gpus", "2x0"], "1 to 16 GPUs each"),
         (["up", "--gpus", "99x99"], "1 to 16 nodes"),
         (["up", "--gpus", "17"], "1 to 16 GPUs each"),
-        (["up", "--gpus", "ax8"], "is no number of nodes and GPUs"),
+        (["up", "--gpus", "ax8"], "is not a number of nodes and GPUs"),
         (["up", "--gpus", "2x"], "write 2x8"),
-        (["up", "--gpus=-1x8"], "is no number of nodes and GPUs"),
-        (["up", "--gpus", "²x8"], "is no number of nodes and GPUs"),
+        (["up", "--gpus=-1x8"], "is not a number of nodes and GPUs"),
+        (["up", "--gpus", "²x8"], "is not a number of nodes and GPUs"),
         (["up", "--port", "0"], "--port. Must be >= 1"),
         (["up", "--port", "65536"], "--port. Must be <= 65535"),
         (["down", "--port", "x"], "--port"),
@@ -243,7 +243,7 @@ def test_error_about_a_taken_port_names_the_process(
         code = run(STACK, ["up", "--port", str(port)])
 
     assert code == 1
-    assert f"port {port} is taken by pid {os.getpid()} (" in capsys.readouterr().err
+    assert f"port {port} is already used by pid {os.getpid()} (" in capsys.readouterr().err
     assert not (muster_home / "stack" / "stack.json").exists()
 
 
@@ -255,7 +255,7 @@ def test_port_that_differs_from_the_running_stack_is_rejected(
     codes = [run(STACK, [command, "--port", "4300"]) for command in ("up", "down", "status")]
 
     assert codes == [1, 1, 1]
-    assert capsys.readouterr().err.count("has port 4200, not 4300") == 3
+    assert capsys.readouterr().err.count("uses port 4200, not 4300") == 3
 
 
 def test_down_does_not_signal_a_process_that_reuses_the_supervisors_pid(
@@ -430,7 +430,7 @@ def test_file_system_without_locks_is_named(
 def test_wait_for_another_command_is_limited(place: StackPlace) -> None:
     with (
         place.locked(lambda: None, 1),
-        pytest.raises(StackError, match="lock is locked"),
+        pytest.raises(StackError, match=r"has locked .*lock, and"),
         place.locked(lambda: None, 0.1),
     ):
         pass
@@ -508,7 +508,7 @@ def test_fleet_that_differs_from_the_running_stack_is_rejected(
     code = run(STACK, ["up", "--gpus", "4x8"])
 
     assert code == 1
-    assert "run `muster down`, then `muster up --gpus 4x8`" in capsys.readouterr().err
+    assert "Run `muster down`, then `muster up --gpus 4x8`" in capsys.readouterr().err
 
 
 def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -> None:

@@ -80,7 +80,7 @@ def test_ray_directory_that_other_users_may_enter_is_refused(short_home: Path) -
     directory.mkdir()
     directory.chmod(0o755)
 
-    with pytest.raises(PermissionError, match=r"drwxr-xr-x.*Delete it"):
+    with pytest.raises(PermissionError, match=r"drwxr-xr-x.*Delete /"):
         create_ray_directory(short_home)
 
 
@@ -155,8 +155,8 @@ def test_missing_directory_of_the_ray_session_is_named(session: Path, name: str)
     problem = find_session_problem(make_stack())
 
     assert problem == (
-        f"Ray's session directory {session / name} is missing, so new Ray jobs fail. "
-        "`muster up` restarts the Ray cluster"
+        f"Ray's session directory {session / name} is missing, so new Ray jobs fail. To restart "
+        "the Ray cluster, run `muster up`"
     )
 
 
@@ -180,12 +180,12 @@ def test_ray_socket_without_a_listener_is_named(session: Path) -> None:
 
 def test_silent_control_store_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(gcs_address: str) -> list[Any]:
-        raise NoAnswer(f"no answer from the Ray control store at {gcs_address}: UNAVAILABLE")
+        raise NoAnswer(f"the Ray control store at {gcs_address} does not answer: UNAVAILABLE")
 
     monkeypatch.setattr(ray_session, "list_living_nodes", fail)
 
     problem = find_session_problem(make_stack())
 
     assert problem == (
-        "does not answer: no answer from the Ray control store at 127.0.0.1:6379: UNAVAILABLE"
+        "does not answer: the Ray control store at 127.0.0.1:6379 does not answer: UNAVAILABLE"
     )
