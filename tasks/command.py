@@ -442,9 +442,9 @@ def warn_about_missing_init() -> None:
     """
     if os.getpid() == 1:
         print(
-            "warning: muster is process 1 of this container, which has no init. Processes that end "
-            "stay as zombies. Start the container with an init: `docker run --init`, `init: true` "
-            "in a compose file, or `tini` as the entrypoint.",
+            "warning: muster is process 1 of this container, so nothing removes ended processes "
+            "(zombies). Start the container with an init: `docker run --init`, `init: true` in a "
+            "compose file, or `tini` as the entrypoint.",
             file=sys.stderr,
         )
 

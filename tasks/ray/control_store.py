@@ -275,4 +275,4 @@ def convert_grpc_errors(gcs_address: str) -> Iterator[None]:
                 f"{error.details()}"
             )
             raise Denied(message) from error
-        raise NoAnswer(f"no answer from the Ray control store at {gcs_address}: {code}") from error
+        raise NoAnswer(f"the Ray control store at {gcs_address} does not answer: {code}") from error

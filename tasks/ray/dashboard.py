@@ -116,9 +116,10 @@ class ListedCluster(BaseModel):
         None,
         ge=1,
         title="Most nodes",
-        description="Largest number of nodes with GPUs that the autoscaler of the Ray cluster "
-        "may start. If a run fits on that many nodes, it waits, and Muster requests the nodes "
-        "from the autoscaler. If omitted, the cluster has no autoscaler.",
+        description="Largest number of nodes with GPUs that the autoscaler of the Ray "
+        "cluster may start. If a run waits for more nodes, Muster requests nodes "
+        "from the autoscaler, up to this number. If omitted, the cluster has no "
+        "autoscaler.",
     )
 
     @field_validator("address")
@@ -186,7 +187,7 @@ class Credentials:
             return ssl.create_default_context(cafile=self.ca) if self.ca else True
         except OSError as error:
             raise Denied(
-                f"the cluster's CA certificates cannot be read from {self.ca}: {error}"
+                f"Muster cannot read the CA certificates of the cluster from {self.ca}: {error}"
             ) from error
 
 
@@ -202,13 +203,13 @@ def _environment_value(name: str) -> str:
     variable = name.removeprefix(_ENV_PREFIX)
     if variable == name:
         raise Denied(
-            f"the cluster's headers contain the unknown placeholder ${{{name}}}: "
-            "write ${env.NAME}, or `$${` for a literal `${`"
+            f"the headers of the cluster contain the unknown placeholder ${{{name}}}. Write "
+            "${env.NAME} for an environment variable, or `$${` for a literal `${`"
         )
     if (value := os.environ.get(variable)) is None:
         raise Denied(
-            f"the cluster's headers need the environment variable {variable}, which is not set "
-            "in this process"
+            f"the headers of the cluster need the environment variable {variable}, but this "
+            "process does not have this variable"
         )
     return value
 
@@ -414,8 +415,8 @@ class Dashboard:
                     if name == "--gcs-address":
                         return str(value)
         raise NoAnswer(
-            f"the Ray dashboard at {self.address} does not report the address of its control "
-            "store (GCS) yet"
+            f"the Ray dashboard at {self.address} does not show the address of Ray's control store "
+            "(GCS) yet"
         )
 
     async def gpu_use(self, gpus_by_node: Mapping[str, int]) -> dict[str, float]:
@@ -649,8 +650,8 @@ def _parse_object(response: httpx.Response) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
     raise Denied(
-        f"{response.request.url} did not answer with a JSON object: check that the address is "
-        "that of a Ray dashboard"
+        f"the answer from {response.request.url} is not a JSON object. Check that this is the "
+        "address of a Ray dashboard"
     )
 
 

@@ -148,7 +148,10 @@ def job_exit(
     if job.status == "STOPPED" and was_stopped_by_us:
         note = "stopped by Muster"
     elif job.status == "STOPPED":
-        note = "stopped from outside Muster (with ray job stop or in the Ray dashboard)"
+        note = (
+            "stopped by a person or a program other than Muster (with `ray job stop` or in the Ray "
+            "dashboard)"
+        )
     else:
         # Ray's message may have many lines. The first line names the cause.
         lines = [line.strip() for line in job.message.splitlines() if line.strip()]
@@ -312,8 +315,8 @@ class TakeDown:
         except (NoAnswer, Denied) as error:
             file.note(status="unknown", message=str(error))
             left = (
-                f"the state of job {self.submission_id} is unknown and its processes may still "
-                f"run, because the Ray cluster does not answer: {error}"
+                f"the Ray cluster does not answer. So the state of job {self.submission_id} is "
+                f"unknown, and its processes may still run: {error}"
             )
             return JobEnd(state=None, left=(left,))
         file.note(left=list(ended.left), unseen=list(ended.unseen))

@@ -393,7 +393,8 @@ class RayJob(RunningComponent):
             )
         except (NoAnswer, Denied, OSError, ValueError) as error:
             _log.warning(
-                "The signal that warns of the end could not be sent to the processes of %s: %s",
+                "Muster could not send the signal that warns the processes of %s before the "
+                "end: %s",
                 self,
                 error,
             )
@@ -428,7 +429,7 @@ class RayJob(RunningComponent):
             actors, groups = await list_actors_and_groups(self._dashboard, drivers)
         except (NoAnswer, Denied) as error:
             _log.debug(
-                "The nodes that Ray drains in the cluster %s are unknown: %s",
+                "Muster could not ask the Ray cluster %s which nodes Ray drains: %s",
                 self._job.address,
                 error,
             )
@@ -679,8 +680,8 @@ class RayJob(RunningComponent):
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
             message = (
-                f"the state of job {self._job.submission_id} is unknown, because "
-                f"{self._job.address} has not answered for {silent_s:.0f} s: {self._problem}"
+                f"the state of job {self._job.submission_id} is unknown, because the Ray dashboard "
+                f"at {self._job.address} has not answered for {silent_s:.0f} s: {self._problem}"
             )
             return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
@@ -721,8 +722,8 @@ class RayJob(RunningComponent):
         """Return advice for the user: raise the time limit for the start of the job in the spec."""
         return (
             "If the job needs more time before it uses its GPUs, for example to copy its model, "
-            f"raise ray.start_within_s (now {self._job.start_within_s:g} s). The GPUs are idle "
-            "during this time"
+            f"raise ray.start_within_s (now {self._job.start_within_s:g} s). Note that the GPUs "
+            "are idle until then"
         )
 
     def _never_started(self) -> GiveUpReason:

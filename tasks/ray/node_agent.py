@@ -283,8 +283,8 @@ class NodeAgent:
                     send(**execute_order(**json.loads(order)))
                 elif order:
                     send(
-                        why="refused: the request is not signed with the key of Muster's agent on "
-                        "this node"
+                        why="refused: the request is not signed with the key of Muster's "
+                        "agent on this node"
                     )
         finally:
             self._client_slots.release()

@@ -455,7 +455,7 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
     key = await asyncio.to_thread(AgentKey.of, muster_home())
     nodes = _parse_nodes(await control_store.list_living_nodes(gcs_address))
     if not nodes:
-        raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no living node")
+        raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no running node")
     agents = await _read_agents(gcs_address, key, nodes)
     with tempfile.TemporaryFile() as errors:
         client = NodeClient(nodes, gcs_address, key, agents, errors)
@@ -740,7 +740,9 @@ async def make_nodes_ready(address: str) -> None:
             each: dict[str, Any] = {node.node_id: {} for node in client.nodes}
             await client.send_order("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
-        _log.info("Muster's agents could not be started on the nodes of %s: %s", address, error)
+        _log.info(
+            "Muster could not start its agent processes on the nodes of %s: %s", address, error
+        )
 
 
 async def warn(

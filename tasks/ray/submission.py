@@ -180,7 +180,7 @@ class SubmissionFile:
             write_json(self.path, content.as_json(), durable=True)
         except OSError as error:
             _log.warning(
-                "The file %s, which records the submission of a Ray job, could not be written: %s",
+                "Muster could not write the file %s, which records the submission of a Ray job: %s",
                 self.path,
                 error,
             )

@@ -201,11 +201,13 @@ def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
         _handle_sdk_error(error, plan)
     except (ValueError, TypeError, RuntimeEnvSetupError) as error:
         raise Denied(
-            f"the working directory {plan.command.cwd} cannot be shipped to the cluster: {error}"
+            f"Muster cannot send the working directory {plan.command.cwd} to the cluster: {error}"
         ) from error
     except OSError as error:
         # The errors of the `requests` library are OSErrors, too.
-        raise NoAnswer(f"no answer from {plan.address} to the submit request: {error}") from error
+        raise NoAnswer(
+            f"{plan.address} did not answer the request to submit the job: {error}"
+        ) from error
 
 
 def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
@@ -222,16 +224,16 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
     if "already exists" in text and plan.submission_id in text:
         return
     _, separator, rest = text.partition("Request failed with status code ")
-    problem = f"the working directory {plan.command.cwd} cannot be shipped to the cluster"
+    problem = f"Muster cannot send the working directory {plan.command.cwd} to the cluster"
     if not separator:
         raise Denied(f"{problem}: {text[:2000]}") from error
     if rest.startswith("413"):
         # HTTP status 413 means that the package is too large for the dashboard. The dashboard's
         # size limit is lower than Ray's own limit for packages.
         raise Denied(
-            f"{problem}: the package with the files of this directory exceeds the size limit of "
-            f"the dashboard at {plan.address} ({rest[5:].strip(' .')}). Exclude files that the "
-            "job does not need, or move them to a directory that the nodes can read."
+            f"{problem}: the files of this directory exceed the size limit of the dashboard at "
+            f"{plan.address} ({rest[5:].strip(' .')}). Exclude files that the job does not need, "
+            "or move them to a directory that the nodes can read."
         ) from error
     if rest.startswith("4"):
         raise Denied(f"{plan.address} rejected the job: {text[:2000]}") from error
@@ -366,9 +368,9 @@ class Submitter:
             raise self._give_up(
                 FailureKind.NETWORK,
                 "submit-unanswered",
-                f"the Ray dashboard at {self._plan.address} did not answer {_MAX_SUBMITS} requests "
-                f"to submit job {self._plan.submission_id}, and it does not list the job: "
-                f"{problem}",
+                f"Muster sent {_MAX_SUBMITS} requests to submit job {self._plan.submission_id}, "
+                f"but the Ray dashboard at {self._plan.address} did not answer, and does not list "
+                f"the job: {problem}",
             )
         self._note_submitted()
         plan = self._plan
@@ -494,7 +496,7 @@ class Submitter:
 def _job_unknown(plan: JobPlan) -> GiveUpReason:
     """Return the reason for giving up a job that the cluster had accepted and no longer has."""
     message = (
-        f"the Ray cluster at {plan.address} had accepted job {plan.submission_id}, but has no "
-        "record of it now; it may have been deleted there"
+        f"the Ray cluster at {plan.address} accepted job {plan.submission_id}, but no longer knows "
+        "the job; perhaps somebody deleted it there"
     )
     return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="job-unknown", message=message)

@@ -38,9 +38,12 @@ class UncheckedNode:
     def __str__(self) -> str:
         if self.node_id:
             return (
-                f"node {self.name} could not be checked for leftover processes ({self.why[:200]})"
+                f"Muster could not check node {self.name} for leftover processes ({self.why[:200]})"
             )
-        return f"no node of the cluster could be checked for leftover processes ({self.why[:200]})"
+        return (
+            "Muster could not check any node of the cluster for leftover processes "
+            f"({self.why[:200]})"
+        )
 
 
 async def split_departed_nodes(
@@ -109,8 +112,8 @@ class UncheckedNodesNote(BaseModel):
             write_json(path, self.model_dump(mode="json"), durable=True)
         except OSError as error:
             _log.warning(
-                "The file %s, which names nodes to check for leftover processes, could not be "
-                "written: %s",
+                "Muster could not write the file %s, which lists nodes that must be checked for "
+                "leftover processes: %s",
                 path,
                 error,
             )
@@ -137,8 +140,8 @@ def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
             note = UncheckedNodesNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
             _log.warning(
-                "The file %s, which names nodes to check for leftover processes, cannot be read "
-                "and is skipped: %s",
+                "Muster cannot read the file %s, which lists nodes that must be checked for "
+                "leftover processes, and skips the file: %s",
                 path,
                 error,
             )

@@ -362,7 +362,9 @@ class ClusterReader:
             async with asyncio.timeout(within_s), self._lock:
                 return await self._read_snapshot(within_s)
         except TimeoutError as error:
-            raise NoAnswer(f"no answer from {self._address} within {within_s:g} s") from error
+            raise NoAnswer(
+                f"the Ray dashboard at {self._address} did not answer within {within_s:g} s"
+            ) from error
 
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
         """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.

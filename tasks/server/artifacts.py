@@ -74,7 +74,7 @@ def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
         with override_client_settings(retries=1):
             create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:
-        log.warning("An artifact of the run in the Prefect UI could not be created: %r", error)
+        log.warning("Muster could not create an artifact of the run in the Prefect UI: %r", error)
 
 
 def find_artifacts(

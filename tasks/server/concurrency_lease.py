@@ -117,9 +117,9 @@ def renew_lease(
         except httpx.HTTPStatusError as error:
             if error.response.status_code == HTTPStatus.GONE:
                 _log.info(
-                    "The Prefect server no longer has the concurrency lease %s, which this run "
-                    "got for the concurrency limit of its deployment. The run continues without "
-                    "the lease.",
+                    "The Prefect server no longer counts this run for the concurrency limit of "
+                    "its deployment (it has lost the lease %s). The run continues, so more runs "
+                    "than the limit may run at the same time.",
                     lease_id,
                 )
                 return

@@ -236,8 +236,8 @@ def describe_overlap(deployment: DeploymentResponse) -> str:
     options = deployment.concurrency_options
     runs = format_count(limit.limit, "run")
     if options and options.collision_strategy is ConcurrencyLimitStrategy.CANCEL_NEW:
-        return f"skip: at most {runs} at a time, and a further run is cancelled"
-    return f"queue: at most {runs} at a time, and a further run waits"
+        return f"skip: at most {runs} at a time; each further run is cancelled"
+    return f"queue: at most {runs} at a time; each further run waits"
 
 
 def remove_cron(client: SyncPrefectClient, existing: DeploymentResponse) -> None:
@@ -302,7 +302,9 @@ def _describe_start(
     if not schedule.active:
         return "paused, so it starts no run; resume the schedule in the Prefect UI"
     if deployment.paused:
-        return "the deployment is paused, so it starts no run; resume it in the Prefect UI"
+        return (
+            "the deployment is paused, so it starts no run; resume the deployment in the Prefect UI"
+        )
     try:
         start = find_next_start(schedule.schedule, now)
     except ValueError as error:

@@ -178,7 +178,9 @@ class Announcer:
         unsent_count = len(self._pending) + self._dropped_count
         if unsent_count:
             _log.warning(
-                "%d events were not sent to the Prefect server at %s", unsent_count, self._api_url
+                "Muster could not send %d events to the Prefect server at %s",
+                unsent_count,
+                self._api_url,
             )
 
     def _work(self) -> None:
@@ -204,7 +206,8 @@ class Announcer:
                     if self._is_closing:
                         return
                     _log.debug(
-                        "The Prefect server at %s accepted no events, and Muster tries again: %r",
+                        "The Prefect server at %s did not accept events of Muster. Muster "
+                        "tries again: %r",
                         self._api_url,
                         error,
                     )
@@ -214,7 +217,7 @@ class Announcer:
                     continue
                 # The server will never accept this batch. Drop it, so that later events are sent.
                 _log.exception(
-                    "%d events could not be sent to the Prefect server, and are not sent again",
+                    "Muster could not send %d events to the Prefect server, and does not try again",
                     len(batch),
                 )
             pause_s = self._again_s

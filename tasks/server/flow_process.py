@@ -137,7 +137,9 @@ def get_current_flow_run() -> FlowRun:
     """Return the flow run that executes this code. Raises: RuntimeError, outside of a flow."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("no flow run in this context: call this function in a flow only")
+        raise RuntimeError(
+            "this code does not run in a flow run: call this function only in a flow"
+        )
     return context.flow_run
 
 

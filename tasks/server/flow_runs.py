@@ -47,9 +47,9 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_NEXT_ATTACHES = "the next process of the run attaches to the run's Ray jobs"
-_NEXT_RESUMES = "the next process of the pipeline resumes at the present stage"
-_REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
+_NEXT_ATTACHES = "a new process of the run will take over the Ray jobs of the run"
+_NEXT_RESUMES = "a new process of the pipeline will continue at the current stage"
+_REMEDY = "set PREFECT_API_AUTH_STRING to the value of PREFECT_SERVER_API_AUTH_STRING of the server"
 
 
 def read_refusal(answer: httpx.Response) -> str:
@@ -446,23 +446,23 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
     is_requeued = run.name in host.waiting and run.infrastructure_pid is None
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(
-            message="a user has set the state to Running, but the flow run has no process, so it "
-            "is scheduled again"
+            message="a user set the state to Running, but the flow run had no process, so "
+            "the flow run is scheduled again"
         )
     spec = mapping_or_empty(run.parameters.get("spec"))
-    gone = f"its process does not run any more on the host {host.name}"
+    gone = f"the process of the flow run is no longer running on the host {host.name}"
     if host.is_lost:
-        gone = f"its process was lost together with the host {host.name}"
+        gone = f"the process of the flow run was lost together with the host {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
-            return Crashed(message=f"{gone}: it was killed before it began the run")
+            return Crashed(message=f"{gone}: the process was killed before it began the run")
         case StateType.PENDING:
             # The flow run never started, so it can safely be scheduled again.
             return Scheduled(message=f"{gone}, so the flow run is scheduled again")
         case StateType.CANCELLING:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
-            return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
+            return _state_of_lost_pipeline(run, host, f"{gone}: the process was killed or lost")
         # With `on_lost_flow: adopt`, the Ray jobs of the run survive the loss of the host. A new
         # flow process can attach to these jobs.
         case StateType.RUNNING if (
@@ -473,7 +473,7 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
             jobs = "the run's jobs on the Ray cluster may still run; check with `ray job list`"
             return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:
-            return Crashed(message=f"{gone}: it was killed or lost")
+            return Crashed(message=f"{gone}: the process was killed or lost")
         case _:
             return None
 
@@ -491,7 +491,7 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """
     if run.deployment_id is None or _process_of(run, host.name) is not None:
         remedy = f"To resume the pipeline: muster pipeline --resume {run.id}"
-        return Crashed(message=f"{cause}. The run of the present stage continues. {remedy}")
+        return Crashed(message=f"{cause}. The run of the current stage continues. {remedy}")
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; {_NEXT_RESUMES}")
 
 

@@ -52,8 +52,8 @@ _CANCELLED = "cancelled from Prefect"
 INTERRUPTED_BY = "interrupted by"
 _DELETED = "cancelled, because its flow run was deleted on the Prefect server"
 _AFTER_HANGUP = (
-    "interrupted by SIGHUP: its terminal was closed. A run outlives its terminal if it is started "
-    "by `nohup muster train SPEC &` or queued by `muster submit SPEC`"
+    "interrupted by SIGHUP: its terminal was closed. To let a run continue without its terminal, "
+    "use `nohup muster train SPEC &` or `muster submit SPEC`"
 )
 
 
@@ -123,7 +123,7 @@ def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
             return ObservedFlowRun(change=Change.DELETED)
         _log.debug("Flow run %s could not be read: %r", flow_run_id, error.http_exc)
     except Exception as error:
-        _log.debug("The state of flow run %s could not be read: %r", flow_run_id, error)
+        _log.debug("Muster could not read the state of flow run %s: %r", flow_run_id, error)
     return ObservedFlowRun(change=Change.NONE)
 
 
@@ -145,7 +145,7 @@ def correct_state(flow_run_id: UUID, observed: State[Any], corrected: State[Any]
                 client.set_flow_run_state(flow_run_id, corrected, force=True)
                 _log.warning("Flow run %s: %s", flow_run_id, corrected.message)
     except Exception as error:
-        _log.debug("The state of flow run %s was not corrected: %r", flow_run_id, error)
+        _log.debug("Muster could not correct the state of flow run %s: %r", flow_run_id, error)
 
 
 class Interruptible(Protocol):
@@ -236,13 +236,15 @@ class ForwardedRequests:
                 if state is not None and state.is_final():
                     self._set_cancelling(state, "cancelled; its processes are being ended")
             case Change.ENDED if state is not None:
-                message = f"its flow run was set to {state.name} while its process was working"
+                message = (
+                    f"a user set the flow run to {state.name} while its process was still running"
+                )
                 self._session.interrupt(f"cancelled, because {message}")
                 self._set_cancelling(state, f"{message}; its processes are being ended")
             case Change.SET_BACK if state is not None and not self._session.is_handing_over:
                 message = (
-                    f"Muster has set the state back to Running: a user set {state.name}, but the "
-                    "process of the flow run still works"
+                    f"a user set the state {state.name}, but the process of the flow run is still "
+                    "running, so Muster set the state back to Running"
                 )
                 remedy = "To end the run, cancel the flow run."
                 running: State[Any] = Running(message=f"{message}. {remedy}")

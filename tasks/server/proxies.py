@@ -53,7 +53,10 @@ class Proxy:
     @property
     def remedy(self) -> str:
         """Advice for a user whose proxy does not work."""
-        return f"correct {self.variable}, unset {self.variable}, or add {self.host} to no_proxy"
+        return (
+            f"correct or unset the variable {self.variable}, or add {self.host} to the variable "
+            "no_proxy"
+        )
 
 
 def is_on_this_machine(url: str) -> bool:
@@ -135,9 +138,9 @@ def name_unusable_proxy(url: str) -> Iterator[None]:
         if proxy is None:
             raise
         if isinstance(error, ImportError):
-            reason = "SOCKS needs the Python package socksio, which is not installed"
+            reason = "a SOCKS proxy needs the Python package socksio, which is not installed"
         else:
             reason = f"{proxy.variable} must have the form http://HOST:PORT"
         raise UnusableProxy(
-            f"the proxy {proxy} for {url} can't be used ({reason}): {proxy.remedy}"
+            f"Muster can't use the proxy {proxy} for {url} ({reason}): {proxy.remedy}"
         ) from error

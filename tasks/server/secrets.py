@@ -42,14 +42,14 @@ def save_secret(
         block_type = client.read_block_type_by_slug(_TYPE)
     except ObjectNotFound as error:
         raise MusterError(
-            f"the Prefect server {client.api_url} has no block type `secret`: restart the server, "
-            "which creates the block type at its start"
+            f"the Prefect server {client.api_url} has no block type `secret`. Restart the server: "
+            "it creates the block type when it starts"
         ) from error
     schema = client.get_most_recent_block_schema_for_block_type(block_type.id)
     if schema is None:
         raise MusterError(
-            f"the Prefect server {client.api_url} has no schema for the block type `secret`: "
-            "restart the server"
+            f"the Prefect server {client.api_url} has an incomplete block type `secret` (without a "
+            "schema): restart the server"
         )
     data = {"value": value}
     try:
@@ -61,7 +61,7 @@ def save_secret(
     except ObjectAlreadyExists:
         if not overwrite:
             raise BadArgument(
-                f"the secret {name} exists already: add --overwrite to replace its value"
+                f"the secret {name} already exists. To replace its value, add --overwrite"
             ) from None
         block = client.read_block_document_by_name(name, _TYPE)
         client.update_block_document(
@@ -79,8 +79,8 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise BadArgument(
-            f"the name of a secret may contain only lower-case letters, digits and dashes, found "
-            f"{name!r}"
+            "the name of a secret may contain only lower-case letters, digits and dashes, but the "
+            f"name is {name!r}"
         )
 
 

@@ -149,7 +149,7 @@ def read_configured_secrets(spec: RunSpec) -> dict[str, str]:
         return {}
     api_url = find_lasting_api_url()
     if api_url is None:
-        problem = "the Prefect Secret block {!r} can't be read: no Prefect server is set"
+        problem = "Muster can't read the Prefect Secret block {!r}: no Prefect server is set"
         problems = {name: problem.format(name) for name in spec.secret_blocks.values()}
         remedy = "set PREFECT_API_URL, or start a server (muster up)"
         raise _make_block_error(spec, problems, remedy)
@@ -184,8 +184,8 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
                 values[name] = value
             case _:
                 problems[name] = (
-                    f"the value of the Prefect Secret block {name!r} is not a text, is empty, or "
-                    "contains a zero byte"
+                    f"the value of the Prefect Secret block {name!r} must be a text that is not "
+                    "empty and has no zero byte"
                 )
     if problems:
         remedy = "create the block with `muster secret set NAME`, or write another name"
@@ -300,7 +300,9 @@ def _save_template(database: Path, template: Path) -> None:
             source.backup(copy)
         draft.replace(template)
     except (OSError, sqlite3.Error) as error:
-        _log.warning("Could not save a template of Prefect's database in %s: %s", template, error)
+        _log.warning(
+            "Muster could not save a template of Prefect's database in %s: %s", template, error
+        )
         draft.unlink(missing_ok=True)
 
 
@@ -321,7 +323,9 @@ def _require_answer(url: str) -> None:
     except (ProxyAway, ServerRefuses) as error:
         raise NoServer(str(error)) from None
     except ServerAway as error:
-        remedy = "start it (`muster up`), or unset PREFECT_API_URL to use a temporary server"
+        remedy = (
+            "start the server (`muster up`), or unset PREFECT_API_URL to use a temporary server"
+        )
         raise NoServer(f"{error}: {remedy}") from None
 
 

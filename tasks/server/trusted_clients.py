@@ -65,7 +65,7 @@ def guard_prefect_clients() -> None:
         return
     if websockets_names["connect"] is not connect or version_names["httpx"] is not httpx:
         raise ImportError(
-            "another Python package has replaced the HTTP clients of Prefect: uninstall that "
+            "another Python package has replaced the HTTP clients of Prefect. Uninstall that "
             "package"
         )
     password = server_password()

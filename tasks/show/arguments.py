@@ -34,9 +34,9 @@ Overrides = Annotated[
     Parameter(
         name="--set",
         show_default=False,
-        help="Replace a value of the spec, for example `--set progress.total=20`. In a pipeline, "
-        "begin the key with the name of the stage: `--set grpo.progress.total=20`. The option "
-        "may be repeated.",
+        help="Replace a value of the spec, for example `--set progress.total=20`. In a "
+        "pipeline, begin the key with the name of the stage: `--set "
+        "grpo.progress.total=20`. You may repeat the option.",
     ),
 ]
 FromRun = Annotated[
@@ -61,8 +61,8 @@ RunName = Annotated[
     str,
     Parameter(
         name="RUN",
-        help="Id of the run, name in its spec, or a part of the id or name that no other run "
-        "has; or `latest` for the newest run.",
+        help="Id of the run, or the name in its spec. A part of the id or name is enough if "
+        "only one run has it. `latest` is the newest run.",
     ),
 ]
 AsJson = Annotated[

@@ -23,7 +23,9 @@ def docs(name: str = "", /) -> None:
     """
     documents = {path.stem: path for path in list_documents()}
     if not documents:
-        raise MusterError("no documents are installed: install Muster again from its wheel")
+        raise MusterError(
+            "the documents of Muster are not installed: install Muster again from its wheel"
+        )
     if not name:
         width = max(map(len, documents))
         for stem, path in documents.items():
@@ -41,7 +43,7 @@ def docs(name: str = "", /) -> None:
         console = console_of(sys.stdout)
         console.print(Markdown(text))
         if len(text.splitlines()) > console.height:
-            print(f"\nTo read it page by page: muster docs {document.stem} | less")
+            print(f"\nTo read this document page by page: muster docs {document.stem} | less")
     else:
         print(text, end="")
 

@@ -52,7 +52,9 @@ def show_evaluations(place: RunPlace, keep_best: KeepBest | None, at: float) -> 
     name = _choose_figure(evaluated, keep_best)
     if points := _list_points(evaluated, name):
         step, value = points[-1]
-        lines = [f"{name} by step: last {number_text(value)} at step {number_text(step)}"]
+        lines = [
+            f"{name} by step: the last value is {number_text(value)} at step {number_text(step)}"
+        ]
         picture = draw_curve(points, x="step", y=name, title=f"{name} by step")
     if best is not None and keep_best is not None:
         figure = number_text(best.figure(keep_best.by) or 0.0)

@@ -16,8 +16,8 @@ from tasks.spec.formatting import format_duration, format_time
 _TAIL_LINES = 12
 #: Advice that replaces the advice to read a hang report, if there is no hang report.
 _NO_HANG_REPORT = (
-    "Read the end of the component's log. There is no hang report, which would show the code at "
-    "which the component hung."
+    "Read the end of the component's log. There is no hang report, so the code at which the "
+    "component hung is unknown."
 )
 
 
@@ -98,7 +98,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
 def describe_next_step(attempt: AttemptRecord) -> str:
     """Return a text that says whether Muster will start another attempt after this attempt."""
     if not attempt.decision:
-        return "decided when all processes of the attempt have ended"
+        return "Muster decides when all processes of the attempt have ended"
     if attempt.is_last:
         return f"not retried: {attempt.decision.removeprefix('final: ')}"
     return attempt.decision

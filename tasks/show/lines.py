@@ -46,7 +46,7 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "contact.back": ("{0.component}: {0.address} answers again", "green"),
     "component.ready": ("{0.component}: ready after {0.after_s:.2f} s", "green"),
     "component.drained": ("{0.component}: finished its work; the run continues", ""),
-    "component.warned": ("{0.component}: got {0.signal} as a warning: {0.reason}", "yellow"),
+    "component.warned": ("{0.component}: was warned with {0.signal}: {0.reason}", "yellow"),
     "component.diagnosed": ("{0.component}: hang report written to {0.path}", ""),
     "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
     "rollout.warning": ("{0.component}: {0.message}", "yellow"),
@@ -88,7 +88,8 @@ def lines_of(event: Event) -> Iterator[Text]:
             yield line_of(f"{name}: {describe_job(event)}")
         case "job.swept" if event.killed or event.left:
             yield line_of(
-                f"{name}: ended leftover processes of its job: {'; '.join(event.killed)}", "yellow"
+                f"{name}: Muster ended leftover processes of the job: {'; '.join(event.killed)}",
+                "yellow",
             )
         case "job.ended" if event.unseen:
             yield line_of(f"{name}: {'; '.join(event.unseen)}", "yellow")
@@ -194,8 +195,10 @@ def end_block(
             for fact in facts_of_run(record, place, spec, now=now):
                 yield _format_field(fact.label, fact.text)
             if not record.state.is_final and state in _FINAL_STATES:
-                yield _format_field("incomplete", f"the end of the run is missing in {record_path}")
-                yield _format_field("what to do", "free disk space, then call `muster reconcile`")
+                yield _format_field(
+                    "incomplete", f"the file {record_path} does not contain the end of the run"
+                )
+                yield _format_field("what to do", "free disk space, then run `muster reconcile`")
         else:
             yield _format_field("record", str(record_path))
     if failure is None and state == "failed" and (remedy := find_remedy(message)):
@@ -323,5 +326,5 @@ def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     others = names[_STORY_ITEMS:]
     if others:
         count = format_count(len(others), "more metric")
-        line = f"and {count}, which `muster metrics` prints: {join_commas(others)}"
+        line = f"and {count} (see `muster metrics`): {join_commas(others)}"
         yield line[:_STORY_COLUMNS]

@@ -66,7 +66,7 @@ def show_components(view: RunView) -> Shown:
         names = ", ".join(view.spec.components)
         return Shown(
             headline="no component was started yet",
-            data="These components of the run have not been started yet: "
+            data="Muster has not started these components of the run yet: "
             f"{escape_markdown(names)}.",
         )
     rows = [[*_component_cells(view, attempt, name)] for name in view.spec.components]

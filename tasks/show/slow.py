@@ -193,8 +193,8 @@ class Slow:
             yield f"Earlier steps took {earlier}, so a step now takes {ratio:.1f} times as long."
             if name:
                 yield (
-                    f"Within a step, the part {name} alone takes {format_duration(growth[name])} "
-                    "longer than before."
+                    f"The part of a step that slowed down most is {name}: it takes "
+                    f"{format_duration(growth[name])} longer than before."
                 )
 
     def _gpu_sentence(self) -> str:

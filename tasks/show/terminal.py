@@ -230,7 +230,7 @@ class Terminal:
             is_live = self._screen.is_live and not is_last
             seen = self._seen.snapshot() if is_live else None
         if dropped_count:
-            note = f"({dropped_count} lines were dropped, because the terminal was too slow)"
+            note = f"({dropped_count} lines are missing here, because the terminal was too slow)"
             lines.insert(0, line_of(note, "dim"))
         self._screen.show(lines, build_region(seen, time.time()) if seen is not None else None)
 

@@ -74,7 +74,7 @@ _PREDECESSOR_TIMEOUT_S = 120.0
 _CHECK_INTERVAL_S = 0.2
 #: Text in the report about a lost run if the Prefect server has rejected the new state of the flow
 #: run. The reason is that another process had just changed the state.
-CHANGED = "another process has just changed the state of the flow run on the Prefect server"
+CHANGED = "another process changed the state of the flow run on the Prefect server at the same time"
 
 
 def complete_owner(lost: LostRun) -> None:
@@ -152,7 +152,7 @@ def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
     except Exception as error:
         # The job may still run, so report it as a leftover. A later `muster reconcile` tries again.
         _log.exception("Muster could not end the Ray job %s.", entry.submission_id)
-        problem = f"job {entry.submission_id} could not be ended: {error!r}"
+        problem = f"Muster could not end the job {entry.submission_id}: {error!r}"
         return JobEnd(state=None, left=(problem,))
 
 
@@ -202,7 +202,7 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
             clear_process(client, owner.flow_run_id)
             after = make_handover_state(
                 f"the flow process (pid {owner.process.pid}) of the run was killed or lost; the "
-                "Ray jobs of the run continue, and its next flow process attaches to them",
+                "Ray jobs of the run continue, and a new flow process will take them over",
                 _DUE_AFTER_S,
             )
             if propose_state(client, owner.flow_run_id, before, after):
@@ -316,7 +316,10 @@ def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
     process = f"the flow process (pid {loss.pid})" if loss.pid else "the flow process"
     parts = [f"{process} was gone", *lost.faults]
     if lost.unreadable_entries:
-        parts.append("Muster found the processes of the run by MUSTER_RUN_ID in their environment")
+        parts.append(
+            "Muster found the processes of the run by the variable MUSTER_RUN_ID in their "
+            "environment"
+        )
     return "; ".join(parts)
 
 
@@ -447,7 +450,8 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
                 if leftovers:
                     raise OSError(
                         errno.EBUSY,
-                        f"an earlier attempt of {run_id} has not ended completely: {leftovers}",
+                        f"an earlier attempt of the run {run_id} has not ended completely: "
+                        f"{leftovers}",
                     )
                 finish_run(lost, loss, goes_on_here=True)
                 return
@@ -455,13 +459,14 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
         if owner is not None and not owner.host:
             raise OSError(
                 errno.EBUSY,
-                f"an earlier attempt of {run_id} may still run on an unknown machine, because "
-                f"{owner.fault}",
+                f"an earlier attempt of the run {run_id} may still run on an unknown machine, "
+                f"because {owner.fault}",
             )
         if owner is None or owner.host != host_name() or owner.process.is_alive():
             return
         if time.monotonic() > deadline:
             raise OSError(
-                errno.EBUSY, f"another process is still ending an earlier attempt of {run_id}"
+                errno.EBUSY,
+                f"another process of Muster is still ending an earlier attempt of the run {run_id}",
             )
         time.sleep(_CHECK_INTERVAL_S)

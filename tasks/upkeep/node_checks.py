@@ -121,12 +121,12 @@ def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
         why: Reason why the nodes could not be checked.
     """
     if time.time() - note.since < _GIVES_UP_AFTER_S:
-        return _report(note, (), f"no node of the cluster could be checked ({why})")
+        return _report(note, (), f"Muster could not check any node of the cluster ({why})")
     note.forget()
     command = f"muster cleanup --address {note.job.address} --run-id {note.job.run_id}"
     result = (
-        f"no node of the cluster could be checked for a day ({why}), so Muster stops checking; "
-        f"to check by hand, run `{command}`"
+        f"for a day, Muster could not check any node of the cluster ({why}), so Muster no longer "
+        f"tries; to check by hand, run `{command}`"
     )
     return _report(note, (result,), "")
 
@@ -145,7 +145,8 @@ def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Ru
     return RunReport(
         name=note.job.run_id,
         flow_run_id=flow_run_id,
-        found=f"nodes could not be checked for leftovers of the Ray job {note.job.submission_id}",
+        found="Muster could not check all nodes for remaining processes of the Ray job "
+        f"{note.job.submission_id}",
         nodes=results,
         open=open,
     )

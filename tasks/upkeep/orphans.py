@@ -111,12 +111,12 @@ def _end_orphan(owner: Owner, reason: str) -> RunReport:
         write_note(owner.directory, f"cancelled, because {reason} on the Prefect server")
     try:
         send_to_owner(owner, signal.SIGTERM)
-        still_open = f"process {pid} got SIGTERM from Muster, and is stopping the run"
+        still_open = f"Muster sent SIGTERM to process {pid}, which is now stopping the run"
     except PermissionError as error:
         still_open = f"process {pid} cannot be ended: {error}"
     return RunReport(
         name=owner.run_id,
         flow_run_id=owner.flow_run_id,
-        found=f"{reason}, but the flow process (pid {pid}) still works",
+        found=f"{reason}, but the flow process (pid {pid}) is still running",
         open=still_open,
     )

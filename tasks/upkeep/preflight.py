@@ -62,17 +62,18 @@ class Limits(BaseModel):
     gpu_held_mib: int = Field(
         1024,
         ge=0,
-        description="Maximum used memory of a GPU that belongs to no running process, in MiB",
+        description="Maximum GPU memory that may be in use without a process that uses it, in MiB",
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",
-        description="Result for a node without a GPU driver on which Ray counts GPUs. real: the "
-        "node is unfit. any: the node is fit. auto: the node is unfit if another node has a driver",
+        description="Check of nodes on which Ray counts GPUs, but which have no GPU driver. "
+        "real: such a node is unfit. any: such a node is fit. auto: such a node "
+        "is unfit if another node has a driver",
     )
     code: Literal["same", "any"] = Field(
         "same",
-        description="Muster code of the nodes. same: each node must have the same code as this "
-        "machine. any: no requirement",
+        description="Check of Muster's code on the nodes. same: each node must have the same "
+        "code as this machine. any: no check",
     )
 
 
@@ -247,20 +248,28 @@ _Check = Callable[[NodeResult, Survey, Limits], _Faults]
 
 
 def _check_reach(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
-    yield node.unreached, "check the node's raylet with `ray status`, and its log raylet.out"
+    yield (
+        node.unreached,
+        (
+            "check Ray's process on the node (the raylet) with `ray status`, and read the log "
+            "raylet.out"
+        ),
+    )
 
 
 def _check_code(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     installed = node.facts["code"]
-    remedy = "install this machine's Muster release on the node, in the Python of its Ray"
+    remedy = (
+        "on the node, install the Muster release of this machine into the Python environment of Ray"
+    )
     if limits.code != "same":
         return
     if installed["problem"]:
         yield f"Muster's package `tasks` cannot be imported: {installed['problem']}", remedy
     elif installed["digest"] != survey.code:
         problem = (
-            f"the node has the Muster code {installed['digest']}, but this machine has "
-            f"{survey.code}"
+            f"the node has another version of Muster's code ({installed['digest']}) than this "
+            f"machine ({survey.code})"
         )
         yield problem, remedy
 
@@ -270,7 +279,10 @@ def _check_shared(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
         yield problem, f"mount the shared file system at {survey.shared}, writable"
     elif node.is_elsewhere:
         problem = f"{survey.shared} on this node is not the same directory as on this machine"
-        yield problem, "mount the same file system on both, or give another path with --shared"
+        yield (
+            problem,
+            "mount the same file system on both machines, or choose another path with --shared",
+        )
 
 
 def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
@@ -279,7 +291,10 @@ def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
         ("Ray's directory", node.facts["ray_free_bytes"], limits.ray_free_gib),
     ):
         if free_bytes is not None and free_bytes < min_gib * _GIB:
-            problem = f"{decimal(free_bytes)} free in {place}, less than {min_gib:g} GiB"
+            problem = (
+                f"only {decimal(free_bytes)} are free in {place}, less than the limit of "
+                f"{min_gib:g} GiB"
+            )
             yield problem, "free disk space there, or lower the limit of free space"
 
 
@@ -287,8 +302,8 @@ def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     """Yield a problem if the clock difference minus its measurement error exceeds the limit."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = (
-            f"the node's clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from "
-            "this machine's clock"
+            f"the clock of the node differs from the clock of this machine by {node.skew_s:+.1f} s "
+            f"(± {node.skew_error_s:.1f} s)"
         )
         yield problem, "start a time service on the node, such as chrony or ntpd"
 
@@ -300,7 +315,8 @@ def _check_leftovers(node: NodeResult, survey: Survey, limits: Limits) -> _Fault
             leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in leftover_pids.items():
         yield (
-            f"run {run_id} has ended, but has processes on the node: {join_commas(sorted(pids))}",
+            f"run {run_id} has ended, but these processes of the run are still running on "
+            f"the node: {join_commas(sorted(pids))}",
             "run `muster reconcile` on the host that started the run, or "
             f"`muster cleanup --address URL --run-id {run_id}`",
         )
@@ -314,22 +330,24 @@ def _check_gpus(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     if not gpu_report["driver"]:
         if node.gpus and limits.gpus == "real":
             problem = f"Ray counts {node.gpus:g} GPUs, but the node has no GPU driver"
-            yield problem, "install the driver, or start the node's raylet with --num-gpus 0"
+            yield problem, "install the driver, or start Ray on the node with --num-gpus 0"
         return
     driver_count = len(gpu_report["gpus"])
     if driver_count != node.gpus:
         problem = f"Ray counts {node.gpus:g} GPUs, but the GPU driver reports {driver_count}"
-        yield problem, "reset the missing GPUs, and restart the node's raylet"
+        yield problem, "reset the missing GPUs, and restart Ray on the node"
     for gpu in gpu_report["gpus"]:
         if gpu.get("problem"):
             problem = f"GPU {gpu['index']} cannot be used for runs: {gpu['problem']}"
             yield problem, "repair or reset the GPU; until then, drain the node"
         lost_mib = _unaccounted_mib(gpu, gpu_report["processes"])
         if lost_mib > limits.gpu_held_mib:
-            problem = f"{lost_mib} MiB of {gpu['uuid']} are in use, but by no process on this node"
+            problem = (
+                f"{lost_mib} MiB of {gpu['uuid']} are in use, but no process on this node uses them"
+            )
             yield (
                 problem,
-                "end the process in another container that uses the GPU, or run `nvidia-smi "
+                "perhaps a process in another container uses the GPU: end it, or run `nvidia-smi "
                 "--gpu-reset`",
             )
 
@@ -338,7 +356,8 @@ def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.facts.get("devices_problem"):
         yield (
             problem,
-            "correct this machine's GPU driver, or MUSTER_GPUS in its workers and runs",
+            "repair the GPU driver of this machine, or correct MUSTER_GPUS for its workers "
+            "and runs",
         )
 
 
@@ -530,7 +549,8 @@ def run_preflight(
     """
     if not address.startswith(("http://", "https://")):
         raise BadArgument(
-            f"--address {address} is not a URL: give the dashboard's, such as http://10.0.0.1:8265"
+            f"--address {address} is not a URL: write the URL of the Ray dashboard, such as "
+            "http://10.0.0.1:8265"
         )
     if within_s <= 0:
         raise BadArgument(f"--within-s {within_s:g} must be more than 0")

@@ -96,8 +96,8 @@ class Retention(BaseModel):
     )
     outputs: bool = Field(
         default=False,
-        description="true: Muster also deletes the files that a run's own programs wrote into "
-        "the directory of the run, such as checkpoints.",
+        description="true: in the directory of a run, Muster also deletes the files that the "
+        "programs of the run wrote, such as checkpoints.",
     )
 
     @staticmethod
@@ -221,7 +221,8 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
         _log.warning(
-            "Could not delete all unused copies of code and all old flow runs of reconcile: %s",
+            "Muster could not delete all unused copies of code and all old flow runs of "
+            "`reconcile`: %s",
             error,
         )
     return PruneResult(

@@ -173,8 +173,8 @@ def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
         yield RunReport(
             name=run_id,
             found="; ".join(files),
-            open="the host of the run is unknown. If the run has ended, remove the folder of the "
-            "run in $MUSTER_HOME/live"
+            open="Muster does not know on which host the run was started. If the run has "
+            "ended, remove the folder of the run in $MUSTER_HOME/live"
             if is_of_unknown_host
             else "",
         )
@@ -224,12 +224,12 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         return [
             RunReport(
                 name=api_url,
-                found="the flow runs of this Prefect server cannot be read",
+                found="Muster cannot read the flow runs of this Prefect server",
                 open=str(error),
             )
         ]
     except ServerAway as error:
-        _log.warning("Flow runs without a process were not checked: %s", error)
+        _log.warning("Muster could not search for flow runs without a process: %s", error)
         return []
     except Exception:
         # Only log an unexpected error, which can occur, for example, if the server has another
@@ -268,7 +268,8 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
         yield RunReport(
             name=run.name,
             flow_run_id=str(run.id),
-            found=f"the flow run is {run.state.name}, but has no process on {host.name}",
+            found=f"the flow run is in the state {run.state.name}, but has no process on "
+            f"{host.name}",
             server=after.name or "" if is_accepted else "",
             open="" if is_accepted else CHANGED,
         )
@@ -399,14 +400,14 @@ def give_up_host(name: str) -> Report:
     """
     if name == host_name():
         raise BadArgument(
-            f"{name} is this host: to clean up after the lost runs of this host, run `muster "
+            f"{name} is this host. To clean up after the lost runs of this host, run `muster "
             "reconcile` without --lost-host"
         )
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise BadArgument(
-            "PREFECT_API_URL is not set: set it to the Prefect server that knows the runs of "
-            f"{name}"
+            "PREFECT_API_URL is not set. Set it to the address of the Prefect server that has the "
+            f"runs of {name}"
         )
     with connect_to_server(api_url) as client:
         _check_is_silent(client, name)
@@ -427,7 +428,7 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
             raise BadArgument(
                 f"The host {name} still reports to the Prefect server: {source} last reported "
                 f"{max(0.0, age_s):.0f} s ago. To end the runs of the host, cancel them. If the "
-                "host will not come back, switch it off, and run this command again after "
+                "host is lost for good, switch it off, and run this command again after "
                 f"{SILENT_AFTER_S:.0f} s."
             )
     owners = filter(None, map(read_owner, registered_runs()))
@@ -438,8 +439,8 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
         other_hosts = sorted(filter(None, known_hosts - {host_name()}))
         others = ", ".join(other_hosts) or "no other host"
         raise BadArgument(
-            f"the Prefect server knows no worker and no run of a host {name!r}; hosts with runs: "
-            f"{others}"
+            f"the Prefect server has no worker and no run of a host {name!r}. The hosts with runs "
+            f"are: {others}"
         )
 
 

@@ -109,7 +109,7 @@ def cancel_evaluations_of_closed_run(client: SyncPrefectClient, place: RunPlace)
                     cancel(
                         client,
                         UUID(evaluation.flow_run_id),
-                        "the training whose checkpoint is evaluated was cancelled",
+                        "the training that saved the checkpoint was cancelled",
                     )
     except Exception as error:
         _log.warning("The evaluations of %s were not cancelled: %r", place.run_id, error)
@@ -136,7 +136,7 @@ def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
         with connect_to_server(api_url) as client:
             return read_page_record(client, flow_run_id)
     except ServerAway as error:
-        _log.warning("The records of this run on other hosts are unknown: %s", error)
+        _log.warning("Muster could not read the records of this run from other hosts: %s", error)
         return None
 
 
@@ -236,7 +236,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     return RunReport(
         name=note.run_id,
         flow_run_id=note.flow_run_id,
-        found=f"the run waited without a process, and its flow run {flow_run_text}",
+        found=f"the run waited for its next attempt, but its flow run {flow_run_text}",
         record=record_state.value,
     )
 
@@ -283,13 +283,13 @@ def _close_record(
         # A user has set the flow run to Completed, although its last attempt did not complete. So
         # record the run as cancelled, and not as completed.
         new_state = RunState.CANCELLED
-        message = "a user set its flow run to Completed while it waited for its next attempt"
+        message = "a user set the flow run to Completed while the run waited for its next attempt"
     elif state is None or state.is_cancelled():
         new_state = RunState.CANCELLED
-        message = "cancelled while it waited for its next attempt"
+        message = "cancelled while the run waited for its next attempt"
     else:
         new_state = RunState.FAILED
-        message = f"ended while it waited for its next attempt: {state.message or state.name}"
+        message = f"ended while the run waited for its next attempt: {state.message or state.name}"
     record = RunRecord(
         place.record, run_id=note.run_id, flow_run_id=note.flow_run_id, earlier=page_record
     )

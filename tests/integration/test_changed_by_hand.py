@@ -82,7 +82,9 @@ def test_run_ends_after_its_flow_run_got_a_final_state(pool: GangPool) -> None:
         wait_for(lambda run=run: run.state()[0] == "CANCELLED", f"{type} is corrected", WITHIN_S)
         record = run.record()
         assert record["state"] == "cancelled"
-        assert type == "CANCELLED" or f"was set to {type.capitalize()}" in record["message"]
+        assert (
+            type == "CANCELLED" or f"set the flow run to {type.capitalize()}" in record["message"]
+        )
 
 
 def test_run_that_was_set_back_keeps_its_process_and_is_running_again(pool: GangPool) -> None:

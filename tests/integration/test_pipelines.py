@@ -455,7 +455,7 @@ def test_pipeline_continues_after_its_process_was_killed(
 
     assert (
         state_type == "SCHEDULED"
-        and "the next process of the pipeline resumes at the present stage" in message
+        and "a new process of the pipeline will continue at the current stage" in message
     )
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1

@@ -261,7 +261,7 @@ def test_job_of_an_unreachable_cluster_stays_registered(lost_run: LostRun) -> No
     second = stop_jobs(lost_run, LOSS, unknown_after_s=0.1)
 
     assert first.jobs == second.jobs == ()
-    assert "is unknown and its processes may still run" in first.jobs_left
+    assert "is unknown, and its processes may still run" in first.jobs_left
     assert [entry.submission_id for entry in lost_run.jobs] == ["r--a01"]
     assert json.loads(file.read_text())["status"] == "unknown"
 

@@ -157,7 +157,7 @@ async def test_working_directory_that_is_too_large_is_a_user_error(jobs: Jobs) -
         file.truncate(110 * 1024 * 1024)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(ComponentFailed, match="cannot be shipped") as refused:
+    with pytest.raises(ComponentFailed, match="cannot send the working directory") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()

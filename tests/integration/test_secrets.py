@@ -70,7 +70,7 @@ def test_existing_secret_is_replaced_only_with_overwrite(
     refused = set_secret(monkeypatch, prefect_url, name, "second")
 
     assert refused == 2
-    assert "add --overwrite to replace its value" in capsys.readouterr().err
+    assert "To replace its value, add --overwrite" in capsys.readouterr().err
     assert read_block(prefect_url, name) == "first"
     assert set_secret(monkeypatch, prefect_url, name, "second", "--overwrite") == 0
     assert read_block(prefect_url, name) == "second"
@@ -94,7 +94,7 @@ def test_list_has_names_without_values(
 @pytest.mark.parametrize(
     ("name_and_text", "message"),
     [
-        (("HF_TOKEN", "x"), "lower-case letters, digits and dashes, found 'HF_TOKEN'"),
+        (("HF_TOKEN", "x"), "lower-case letters, digits and dashes, but the name is 'HF_TOKEN'"),
         (("hf-token", "\n"), "the value for the secret hf-token is empty"),
         (
             ("hf-token", "a\0b"),

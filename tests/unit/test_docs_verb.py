@@ -65,4 +65,4 @@ def test_installation_without_documents_is_an_error(
     code = do(["docs"])
 
     assert code == 1
-    assert "no documents are installed" in capsys.readouterr().err
+    assert "the documents of Muster are not installed" in capsys.readouterr().err

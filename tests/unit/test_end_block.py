@@ -70,7 +70,7 @@ def test_failed_run_shows_its_first_failure_the_remedy_and_the_files(run_record:
         "  first failure      trainer: killed by SIGSEGV",
         "  what to do         native code crashed",
         f"  log                {log}",
-        "  what happens next  decided when all processes of the attempt have ended",
+        "  what happens next  Muster decides when all processes of the attempt have ended",
         "  last log lines     | line 19",
         *(f"                     | line {n}" for n in range(20, 31)),
         "  run                x-grpo-20260102-030405-abcd91c2",
@@ -254,7 +254,7 @@ def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) 
     lines = block(state=state, message="60/60 steps", record_path=path)
 
     text = "\n".join(lines)
-    assert f"the end of the run is missing in {path}" in text
+    assert f"the file {path} does not contain the end of the run" in text
     assert "muster reconcile" in text
     assert "not ended" not in text
 
@@ -266,7 +266,7 @@ def test_complete_record_is_not_called_incomplete(run_record: Path) -> None:
 
 
 def test_warning_that_the_message_of_the_run_contains_is_not_repeated(tmp_path: Path) -> None:
-    problem = "metrics.jsonl has no `stpe`; it has step"
+    problem = "metrics.jsonl has no number `stpe`, but has step"
     last = {
         "number": 1,
         "state": "completed",

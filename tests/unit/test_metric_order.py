@@ -49,7 +49,7 @@ def test_summary_has_the_reward_and_the_number_of_other_metrics() -> None:
 
     assert lines[0] == "reward: first 1, last 3, range 1 to 3"
     assert len(lines) == 9
-    assert lines[-1].startswith("and 9 more metrics, which `muster metrics` prints: ")
+    assert lines[-1].startswith("and 9 more metrics (see `muster metrics`): ")
 
 
 def test_metrics_below_data_are_summarised() -> None:

@@ -258,7 +258,7 @@ def test_cluster_without_nodes_counts_as_unreached(cluster: Cluster, key: AgentK
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN))
 
     assert [node.why for node in report.unreached] == [
-        "the Ray cluster with the control store 127.0.0.1:6379 has no living node"
+        "the Ray cluster with the control store 127.0.0.1:6379 has no running node"
     ]
 
 

@@ -153,8 +153,8 @@ def test_unreached_node_is_named_with_reason_and_command(
     ended = end(SILENT)
 
     message = (
-        "node 10.0.0.5 could not be checked for leftover processes (no answer within 60 s); "
-        "to check these nodes again, run `muster reconcile`"
+        "Muster could not check node 10.0.0.5 for leftover processes (no answer within 60 s); to "
+        "check these nodes again, run `muster reconcile`"
     )
     assert (ended.left, ended.unseen) == ((), (message,))
     assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
@@ -167,8 +167,8 @@ def test_sweep_without_any_reached_node_is_reported(
     ended = end(NO_NODE)
 
     assert ended.unseen == (
-        "no node of the cluster could be checked for leftover processes (the driver has ended); "
-        "to check these nodes again, run `muster reconcile`",
+        "Muster could not check any node of the cluster for leftover processes (the driver has "
+        "ended); to check these nodes again, run `muster reconcile`",
     )
     assert read_noted_nodes() == {"r--a01": {}}
 
@@ -201,7 +201,7 @@ def test_only_the_first_of_many_nodes_are_named(
 
     [message] = end(*silent).unseen
 
-    assert "n0 could not be checked for leftover processes (gone)" in message
+    assert "Muster could not check node n0 for leftover processes (gone)" in message
     assert "and 96 more" in message
     assert len(read_noted_nodes()["r--a01"]) == 100
 
@@ -237,7 +237,7 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: C
     [run] = reconcile.reconcile_host().runs
 
     assert run.open == (
-        "node 10.0.0.5 could not be checked for leftover processes (no answer within 60 s)"
+        "Muster could not check node 10.0.0.5 for leftover processes (no answer within 60 s)"
     )
     assert not run.has_changes
     assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
@@ -293,7 +293,7 @@ def test_unreachable_cluster_is_asked_once_for_all_jobs(
 
     assert [run.name for run in runs] == ["r", "s"]
     assert all(
-        "no node of the cluster could be checked (no answer from" in run.open for run in runs
+        "Muster could not check any node of the cluster (no answer from" in run.open for run in runs
     )
     assert len(cluster.asked) == 1
     assert read_noted_nodes().keys() == {"r--a01", "s--a01"}

@@ -115,7 +115,7 @@ def test_request_to_another_host_uses_the_proxy(monkeypatch: pytest.MonkeyPatch)
         (
             {"all_proxy": "socks5://127.0.0.1:7890"},
             "all_proxy=socks5://127.0.0.1:7890",
-            "SOCKS needs the Python package socksio",
+            "a SOCKS proxy needs the Python package socksio",
         ),
         (
             {"HTTP_PROXY": "http://me:hunter2@host:port"},
@@ -141,7 +141,7 @@ def test_unusable_proxy_is_named_with_its_variable(
     assert named in message
     assert advice in message
     assert "hunter2" not in message
-    assert "add prefect.example to no_proxy" in message
+    assert "add prefect.example to the variable no_proxy" in message
     assert "\n" not in message
 
 

@@ -69,9 +69,9 @@ def test_configured_authorization_replaces_the_token() -> None:
         (
             "${env.NOT_SET}",
             "",
-            "the environment variable NOT_SET, which is not set in this process",
+            "the environment variable NOT_SET, but this process does not have this variable",
         ),
-        ("${run.id}", "", r"unknown placeholder \$\{run.id\}: write \$\{env.NAME\}"),
+        ("${run.id}", "", r"unknown placeholder \$\{run.id\}\. Write \$\{env.NAME\}"),
     ],
 )
 def test_header_placeholders_are_read_from_the_environment(value: str, sent: str, why: str) -> None:
@@ -129,6 +129,6 @@ async def test_https_address_is_verified_with_the_listed_certificates(
 
         assert "CERTIFICATE_VERIFY_FAILED" in await ask(None)
         assert proxy.sent == []
-        assert "certificates cannot be read from /none" in await ask("/none")
+        assert "certificates of the cluster from /none" in await ask("/none")
         await ask(str(trusted))
         assert len(proxy.sent) == 1

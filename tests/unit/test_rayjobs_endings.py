@@ -37,7 +37,12 @@ def test_negative_exit_code_is_a_signal(
     ("status", "message", "was_stopped_by_us", "note"),
     [
         ("STOPPED", "Job was intentionally stopped.", True, "stopped by Muster"),
-        ("STOPPED", "Job was intentionally stopped.", False, "stopped from outside Muster"),
+        (
+            "STOPPED",
+            "Job was intentionally stopped.",
+            False,
+            "stopped by a person or a program other than Muster",
+        ),
         ("FAILED", "\n  Job supervisor actor died: gone\nmore", False, "supervisor actor died"),
         ("FAILED", "", False, "FAILED, and Ray gives no reason"),
     ],

@@ -31,7 +31,7 @@ from tests.support.house import ROOT, files, imports
 from tests.support.web import serving
 
 PASSWORD = "operator:correct-horse"
-REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
+REMEDY = "set PREFECT_API_AUTH_STRING to the value of PREFECT_SERVER_API_AUTH_STRING of the server"
 SPEC = RunSpec.model_validate(
     {
         "name": "trial",

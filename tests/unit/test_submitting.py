@@ -84,7 +84,7 @@ def test_each_variable_of_a_secret_block_is_a_fault_without_a_server() -> None:
         read_configured_secrets(parse_spec(data))
 
     assert [fault.path for fault in refused.value.faults] == ["env.A", "components.trainer.env.B"]
-    assert "'a' can't be read: no Prefect server is set" in str(refused.value)
+    assert "can't read the Prefect Secret block 'a': no Prefect server is set" in str(refused.value)
 
 
 def test_live_code_is_not_stored_and_starts_in_the_project_folder(

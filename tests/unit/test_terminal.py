@@ -266,7 +266,7 @@ def test_stopped_terminal_does_not_delay_the_run(
 
     shown = out.emulator.text.splitlines()
     assert shown[0].endswith("first")
-    assert "(17 lines were dropped, because the terminal was too slow)" in shown[1]
+    assert "(17 lines are missing here, because the terminal was too slow)" in shown[1]
     assert [line.split("s ", 1)[1] for line in shown[2:5]] == ["line 18", "line 19", "line 20"]
 
 

@@ -577,7 +577,7 @@ def test_new_attempt_does_not_start_beside_a_run_of_an_unknown_machine(
         finish_predecessor(run_id)
 
     [run] = reconcile_host().runs
-    assert "the host of the run is unknown" in run.open
+    assert "Muster does not know on which host the run was started" in run.open
 
 
 def test_server_and_adoption_are_known_without_a_readable_owner_file(

@@ -123,7 +123,7 @@ def test_record_of_a_waiting_run_that_was_set_to_completed_is_closed(
 
     content = json.loads(local_path.read_text())
     assert closed.record == content["state"] == "cancelled"
-    assert "set its flow run to Completed" in content["message"]
+    assert "set the flow run to Completed" in content["message"]
 
 
 def test_record_stays_if_the_run_completed_in_a_later_attempt_on_another_host(
