@@ -129,36 +129,37 @@ _SIGKILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 #: Advice for a signal that ended a component, if the log does not show the cause.
 _SIGNAL_HINTS = {
-    "SIGKILL": "Possible senders of SIGKILL are the kernel's OOM killer (then dmesg on the host "
-    "shows the kill), a person, another program, a job manager, or the program itself.",
-    "SIGTERM": "Muster did not send SIGTERM. Probably a person, another program, or a job manager "
-    "such as Slurm sent it.",
+    "SIGKILL": "A person, another program, a job manager or the program itself may have sent "
+    "SIGKILL. Or the kernel's OOM killer sent it: in this case, dmesg on the host "
+    "shows the kill.",
+    "SIGTERM": "Muster did not send this SIGTERM. Probably a person, another program, or a job "
+    "manager such as Slurm sent the signal.",
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow, because its file "
     "system is full. Check the free space with `df -h /dev/shm` and `df -h`.",
 }
 #: Advice for SIGKILL that the kernel's OOM killer has probably not sent.
 _SIGKILL_BY_OTHERS = (
-    "So probably a person, another program, a job manager such as Slurm, or the program itself "
-    "sent SIGKILL."
+    "So SIGKILL probably came from a person, another program, a job manager such as Slurm, or the "
+    "program itself."
 )
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (
-    "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data "
-    "of the last steps. Or list ALARM under `retry` in the spec: Muster then resumes the run "
-    "from a checkpoint before the alarm."
+    "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data of "
+    "the last steps. To let Muster resume from a checkpoint before the alarm, list ALARM under "
+    "`retry` in the spec."
 )
 #: Advice for a run that was stopped before its first step, because it did not seem to work.
 _FIRST_STEP_HINT = (
-    "If imports, the loading of the model or a compilation take longer than this, raise "
-    "`stall_after_s` in the spec (now {limit_s:g} s). Otherwise read the file {hang_report}. It "
-    "shows the code that the component executed at this time."
+    "If the program needs more time for imports, the model or a compilation, raise `stall_after_s` "
+    "in the spec (now {limit_s:g} s). Otherwise read the file {hang_report}: it shows the code "
+    "that the component was executing."
 )
 #: Advice for a run without `progress` that has written no output for too long.
 _NO_OUTPUT_HINT = (
-    "If a part of the training, such as imports or the loading of the model, writes no output for "
-    "longer than this, raise `stall_after_s` in the spec (now {limit_s:g} s), or let Muster read "
-    "the steps with `progress`. Otherwise read the file {hang_report}. It shows the code at which "
-    "the component hung."
+    "If the training needs this long without output, for example to load the model, raise "
+    "`stall_after_s` in the spec (now {limit_s:g} s). Or write `progress` into the spec, so that "
+    "Muster reads the training steps. Otherwise read the file {hang_report}: it shows the code at "
+    "which the component hung."
 )
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
@@ -169,10 +170,10 @@ _OOM_HINT = (
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
 _EXIT_CODE_HINTS = {
-    126: "Exit code 126 of a shell means that the shell could not execute a program. Check that "
-    "the program's file is executable, and that its first line names an existing interpreter.",
-    127: "Exit code 127 of a shell means that the shell did not find a program. Check the name of "
-    "the program and the variable PATH.",
+    126: "Exit code 126 means that a shell could not execute a program. Check that the program's "
+    "file is executable, and that its first line names an existing interpreter.",
+    127: "Exit code 127 means that a shell did not find a program. Check the name of the program, "
+    "and the variable PATH.",
 }
 
 
@@ -268,12 +269,12 @@ def make_failure(
             line = ""
         if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
             process = first_rank.short_name
-            hint = f"Find the reason in the last lines that {process} has written to the log."
+            hint = f"To find the reason, read the last log lines of {process}."
         elif first_rank.alive and kind is FailureKind.COLLECTIVE_TIMEOUT:
             waited_for = join_words([f"rank {rank}" for rank in first_rank.alive])
             hint = (
-                f"Find out why {waited_for} did not take part in the operation for which "
-                f"{first_rank.short_name} waited. The lines of {waited_for} in the log may show it."
+                f"{first_rank.short_name} waited for {waited_for}. Read the log lines of "
+                f"{waited_for} to find out why {waited_for} did not answer."
             )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     tail = last_lines(traceback) or tail
@@ -422,8 +423,8 @@ def _advise_early_exit(name: str, step: float | None) -> str:
 def _describe_shell_code(exit: Exit) -> str:
     """Return a sentence that names the signal for which the exit code of a shell stands."""
     return (
-        f"Exit code {exit.exit_code} of a shell or launcher means that {_signal_of_shell(exit)} "
-        "ended the program that it had started."
+        f"Exit code {exit.exit_code} means that the component is a shell or launcher, and "
+        f"{_signal_of_shell(exit)} ended the program that the shell or launcher had started."
     )
 
 
@@ -610,7 +611,7 @@ class SupervisedAttempt:
                 self.components[plan.name] = make(plan, self._context)
             self._context.settle()
         except OSError as error:
-            message = f"no process can be started: {error.strerror or error}"
+            message = f"Muster cannot start any process: {error.strerror or error}"
             if shortage := describe_shortage(error):
                 message = f"{message}; {shortage}"
             kind = find_kind_of_start_error(error.errno)
@@ -934,7 +935,7 @@ class SupervisedAttempt:
 
     def _check_undecided(self, name: str) -> None:
         if self.decided.is_set():
-            raise RunEnded(f"{name} is not started, because the run is already ending")
+            raise RunEnded(f"Muster does not start {name}, because the run is already ending")
 
     async def _launch(self, component: RunningComponent) -> None:
         """Start a component.
@@ -1106,8 +1107,8 @@ class SupervisedAttempt:
             words = "\n".join(text.splitlines()[-_LAST_LINES:])
         if sigterm_line := _SIGTERM_HEARD.search(words):
             message = (
-                f"{component} received SIGTERM, which Muster did not send ({sigterm_line[0]}), "
-                f"and ended with exit code 0{self._describe_missing_steps()}"
+                f"{component} ended with exit code 0{self._describe_missing_steps()}, after it had "
+                f"received a SIGTERM that Muster did not send ({sigterm_line[0]})"
             )
             self._fail(
                 component,
@@ -1140,15 +1141,18 @@ class SupervisedAttempt:
         warning = ""
         if is_finished and step is None and last is not None:
             message = (
-                f"step {last:g} of {last:g}: the attempt started from a checkpoint that already "
-                "had the last step"
+                f"step {last:g} of {last:g}: nothing was left to do, because the attempt started "
+                "from a checkpoint of the last step"
             )
         elif last is not None and is_short and (step is None or step < last - 1):
             # Do not warn about the step `last - 1`. A trainer that counts its steps from zero
             # reports this number for its last step.
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
             if problem is None:
-                warning += f"; to let such a run fail, write `success: {{step: {last:g}}}`"
+                warning += (
+                    f". If such a run should count as failed, write `success: {{step: {last:g}}}` "
+                    "into the spec"
+                )
         elif last is None and problem is not None:
             warning = f"{component.name} ended, but no step of its training is known"
         if warning and problem is not None:

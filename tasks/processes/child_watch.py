@@ -60,7 +60,10 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
     ):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
-    note = "its parent process has already read the exit status, and this kernel does not keep it"
+    note = (
+        "the exit status is lost: the parent process has already read it, and this kernel does not "
+        "keep it"
+    )
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 
@@ -145,7 +148,7 @@ class ProcessWatch:
                         kind=FailureKind.STALLED,
                         rule="process-missing",
                         message=f"none of its processes matches /{self.live.processes}/, the "
-                        "pattern in live.processes",
+                        "pattern `live.processes` in the spec",
                     )
                 await asyncio.wait([lost], timeout=self.live.every_s)
             return lost.result()

@@ -494,7 +494,8 @@ class RunningComponent(ABC):
         await asyncio.wait([self.exited], timeout=limit_s)
         if not self.exited.done():
             message = (
-                f"has not ended after {self.seconds_alive():.0f} s, the limit in `ready.within_s`"
+                f"the component has not ended after {self.seconds_alive():.0f} s, its time limit "
+                "(`ready.within_s` in the spec)"
             )
             kind = FailureKind.NOT_READY
             raise ComponentFailed(GiveUpReason(kind=kind, rule="not-ready", message=message))
@@ -552,7 +553,7 @@ class RunningComponent(ABC):
             misses += 1
             self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
             if misses >= live.misses:
-                message = f"liveness probe failed {misses} times in a row: {reason}"
+                message = f"the liveness probe failed {misses} times in a row: {reason}"
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:

@@ -57,11 +57,12 @@ class Level(Enum):
 
 #: Text for users about each containment level: its mechanisms, and which processes it ends.
 _PROMISES = {
-    Level.L1: "process groups only: processes that have left their session may outlive the run",
-    Level.L2: "guardian processes: no process of the run remains if SIGKILL ends one "
-    "process of Muster",
-    Level.L3: "guardian processes and cgroups: if SIGKILL ends two processes of Muster, "
-    "the next `muster reconcile` ends the remaining processes of the run",
+    Level.L1: "process groups only: a process that starts its own session (setsid) may outlive "
+    "the run",
+    Level.L2: "guardian processes: even if SIGKILL ends one process of Muster, no process of the "
+    "run remains",
+    Level.L3: "guardian processes and cgroups: even if SIGKILL ends two processes of Muster, "
+    "`muster reconcile` ends the remaining processes of the run",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }
 
@@ -113,7 +114,10 @@ def probe(*, namespace: bool = False) -> Containment:
     try:
         tree.become_subreaper()
     except OSError:
-        missing[Level.L2] = "the kernel does not let this process become a subreaper"
+        missing[Level.L2] = (
+            "the kernel does not let this process become a subreaper (the parent of orphaned "
+            "processes)"
+        )
         return Containment(level=Level.L1, missing=missing)
     level = Level.L2
     parent = None
@@ -223,7 +227,8 @@ class PidNamespace:
             has_answered = tree.is_ready(stdout.fileno(), select.POLLIN, _START_WITHIN_S)
             if not (has_answered and stdout.read(64)):
                 raise OSError(
-                    "a PID namespace could not be created: its first process gave no answer"
+                    "a PID namespace could not be created: the first process of the namespace did "
+                    "not answer"
                 )
             #: Pid of the namespace's first process, as seen from the calling process.
             [self.init_pid] = tree.children(self._outside.pid)

@@ -288,7 +288,9 @@ class DescendantWatch:
         if sizes:
             memory_bytes, command, pid = max(sizes)
             size = _format_memory(memory_bytes)
-            clause += f", largest process {command[:_SHOWN_CHARACTERS]} (pid {pid}) with {size}"
+            clause += (
+                f"; the largest process was {command[:_SHOWN_CHARACTERS]} (pid {pid}) with {size}"
+            )
         return clause
 
     def _describe_logged_limit(self, kill: LoggedKill, chain: tuple[Path, ...]) -> str:

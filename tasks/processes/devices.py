@@ -199,7 +199,7 @@ class DeviceLease:
             if error.errno != errno.EADDRINUSE:
                 raise
             who = read_leases(devices).get(index) or "another run"
-            problem = f"device {index} of {host_name()} is held by {who}"
+            problem = f"device {index} of {host_name()} is already in use by {who}"
             raise DeviceHeld(errno.EBUSY, problem) from None
 
     def why_unfit(self) -> str:

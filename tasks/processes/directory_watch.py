@@ -55,7 +55,7 @@ class DirectoryWatch:
             threading.Thread(target=self._read_events, name="directory-watch", daemon=True).start()
         except (OSError, RuntimeError) as error:
             _log.debug(
-                "inotify does not work for %s, so Muster notices new files there later: %s",
+                "Muster cannot use inotify for %s, so it notices new files there with a delay: %s",
                 directory,
                 error,
             )

@@ -217,8 +217,8 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
                 refusing.add((child, start_ticks(child)))
                 user = read_real_user(child)
                 commands[child] = (
-                    f"{read_command(child)} (a process of user {user}, to which Muster may not "
-                    "send signals: EPERM)"
+                    f"{read_command(child)} (the process belongs to user {user}, so Muster may not "
+                    "send signals to it: EPERM)"
                 )
 
     def is_carrier(pid: int) -> bool:

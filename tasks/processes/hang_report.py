@@ -652,7 +652,8 @@ class Diagnosis:
                 # stack that faulthandler has written into the log.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = (
-                    f"{frame} (node {host_name()}, in a descendant of pid {self.process.pid})"
+                    f"{frame} (on node {host_name()}, in a descendant of process "
+                    f"{self.process.pid})"
                 )
 
     def _write(self, text: str) -> None:

@@ -119,7 +119,7 @@ def describe_file_limits() -> str:
     if reached := [limit for limit in limits if limit.is_reached]:
         return _join(reached)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"components start with a limit of {soft} open files (RLIMIT_NOFILE, ulimit -n)"
+    return f"each component starts with a limit of {soft} open files (RLIMIT_NOFILE, ulimit -n)"
 
 
 def _measure_files_of(pid: int) -> HostLimit:
@@ -156,7 +156,9 @@ def _describe_files_of_machine() -> str:
         OSError: The file `/proc/sys/fs/file-nr` cannot be read.
     """
     used, _, limit = Path("/proc/sys/fs/file-nr").read_text().split()
-    return f"/proc/sys/fs/file-max of this machine: {used} of {limit} files in use"
+    return (
+        f"{used} of {limit} possible open files are in use on this machine (/proc/sys/fs/file-max)"
+    )
 
 
 def describe_shortage(error: BaseException) -> str:
@@ -201,9 +203,9 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
         description = _join(limits_at_exit or measure_process_limits())
         rule = PROCESS_RULE
         hint = (
-            "The program could not start another process or thread. Use fewer worker processes "
-            "and threads (for example OMP_NUM_THREADS), or raise the limit of processes "
-            "(`ulimit -u`, or pids.max of the cgroup)."
+            "The program could not start another process or thread. Use fewer worker processes or "
+            "threads (for example, set OMP_NUM_THREADS). Or raise the limit of processes: `ulimit "
+            "-u`, or pids.max of the cgroup."
         )
     elif _NO_FILE.search(text):
         description = describe_file_limits()

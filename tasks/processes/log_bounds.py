@@ -40,7 +40,8 @@ async def keep_log_bounded(
             with suppress(OSError):
                 place = describe_file_system(log.path.parent)
             warn(
-                f"the log of {name} exceeds log_max_bytes: {place} cannot free the beginning of a "
-                f"file ({error.strerror}), so the log grows without a limit"
+                f"the log of {name} is larger than log_max_bytes, and will keep growing. Muster "
+                f"cannot shorten it, because {place} cannot free the beginning of a file "
+                f"({error.strerror})"
             )
             return

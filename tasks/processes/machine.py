@@ -116,11 +116,11 @@ def _find_gpu_problem(nvml: Any, handle: Any) -> str:
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         volatile = nvml.NVML_VOLATILE_ECC
         if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile):
-            return f"{errors} uncorrectable ECC errors since the driver was loaded"
+            return f"the GPU has had {errors} uncorrectable ECC errors since the driver was loaded"
     with suppress(nvml.NVMLError):
         *_, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed or is_pending:
-            return "faulty rows of its memory must be remapped: reset the GPU"
+            return "the GPU must replace faulty rows of its memory: reset the GPU"
     with suppress(nvml.NVMLError):
         [field] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
         if field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal:
@@ -184,7 +184,10 @@ def digest_code() -> dict[str, str]:
     except Exception as error:
         return {"digest": "", "problem": f"{type(error).__name__}: {error}"}
     if spec is None or not spec.submodule_search_locations:
-        return {"digest": "", "problem": "the package `tasks` has no files on this machine"}
+        return {
+            "digest": "",
+            "problem": "Muster's Python package `tasks` has no files on this machine",
+        }
     digest = hashlib.sha256()
     root = Path(spec.submodule_search_locations[0])
     for path in sorted(root.rglob("*.py")):

@@ -71,7 +71,7 @@ def find_memory_parent() -> MemoryParent:
     """
     memberships = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
     mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    reason = "no cgroup with a memory controller is mounted"
+    reason = "this machine has no mounted cgroup with a memory controller"
     for directory in find_memory_groups(memberships, mountinfo):
         is_version_2 = (directory / "cgroup.controllers").exists()
         if is_version_2 and not _passes_controller_on(directory):

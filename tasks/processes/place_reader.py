@@ -259,5 +259,6 @@ def _log_unexpected_error(result: Future[Any]) -> None:
     error = None if result.cancelled() else result.exception()
     if error is not None and not isinstance(error, OSError):
         _log.error(
-            "an unexpected error occurred while a file, a folder or a URL was read", exc_info=error
+            "an unexpected error occurred while Muster read a file, a folder or a URL",
+            exc_info=error,
         )

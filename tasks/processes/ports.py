@@ -185,7 +185,7 @@ class PortsReserved:
                 hold.close()
             self.numbers[name] = port
             return
-        tried = f"{_TRIES} ports from {_PORTS.start} to {_PORTS.stop - 1} were tried"
+        tried = f"Muster tried {_TRIES} ports from {_PORTS.start} to {_PORTS.stop - 1}"
         raise OSError(f"no free port for {name}: {tried}")
 
 

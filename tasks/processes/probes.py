@@ -296,7 +296,9 @@ class FileProbe(ComponentProbe):
     async def why_not(self, timeout_s: float) -> str:
         identity = await self._reader.ask(lambda: _identity(self._path.stat()), timeout_s)
         return (
-            "was last changed before the start of the component" if identity == self._before else ""
+            "the file was last changed before the component started"
+            if identity == self._before
+            else ""
         )
 
     def glance(self) -> object:

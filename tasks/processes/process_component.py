@@ -255,9 +255,10 @@ class ProcessComponent(RunningComponent):
         how = "ended"
         if self.process.was_killed:
             how = f"killed after the grace period of {self.plan.command.grace_s:g} s"
-        count = "1 process" if len(commands) == 1 else f"{len(commands)} processes"
+        is_one = len(commands) == 1
+        count, pronoun = ("1 process", "it") if is_one else (f"{len(commands)} processes", "them")
         names = "; ".join(commands[:_MAX_STRAGGLERS_NAMED])
-        message = f"{self.name} ended and left {count}, which Muster {how}: {names}"
+        message = f"{self.name} ended, but left {count} running. Muster {how} {pronoun}: {names}"
         self._emit("run.warning", message=message)
 
     async def _publish_statuses(self, notify: NotifyProbe) -> None:
@@ -324,8 +325,9 @@ class ProcessComponent(RunningComponent):
                 if listener.pid:
                     holder = f"pid {listener.pid} ({listener.command})"
                 message = (
-                    f"port {port} is held by {holder}, which is not part of this run. "
-                    "End that process, or use ${NAME.port} in the spec to get a free port"
+                    f"port {port} is already used by {holder}, which is not part of this run. End "
+                    "that process, or write ${NAME.port} into the spec, so that Muster chooses a "
+                    "free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
                 raise ComponentFailed(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))

@@ -114,7 +114,7 @@ class HttpProgress:
                 self._problem = MissingStep(
                     problem=f"{self._url} did not answer with JSON ({type(error).__name__})",
                     remedy=f"Check that a server answers with JSON at {self._url} until the "
-                    "training ends. Otherwise, correct `progress.http` in the spec.",
+                    "training ends, or correct `progress.http` in the spec.",
                 )
             return None
         if step is None:
@@ -269,7 +269,8 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     value = get_value(content, key, missing)
     if value is not missing:
         return MissingStep(
-            problem=f"`{key}` in {source} is {describe_value(value)}, not a finite number",
+            problem=f"the value of `{key}` in {source} is {describe_value(value)}, but must be a "
+            "finite number",
             remedy=f"Change the training so that `{key}` in {source} is a number, or write another "
             "key into `progress.step` of the spec.",
         )
@@ -283,8 +284,8 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     advice = suggest_name(key, keys)
     end = f"; {advice}" if advice else ""
     return MissingStep(
-        problem=f"{source} has no `{key}`; it has {_list_some(keys)}{end}",
-        remedy=f"Replace `{key}` in `progress.step` of the spec by the key of the training step. "
+        problem=f"{source} has no number `{key}`, but has {_list_some(keys)}{end}",
+        remedy=f"In `progress.step` of the spec, replace `{key}` by the key of the training step. "
         f"The numbers in {source} have the keys {_list_some(keys)}.",
     )
 
@@ -313,7 +314,7 @@ def _describe_file(path: Path, key: str) -> MissingStep:
             remedy=f'Change the training so that it appends a line such as {{"{key}": 1}} to '
             f"{path} after each step. Or write another file into `progress.jsonl` of the spec.",
         )
-    remedy = "Write the metrics file of the training into `progress.jsonl` of the spec."
+    remedy = "Write the path of the training's metrics file into `progress.jsonl` of the spec."
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
@@ -324,7 +325,7 @@ def _describe_file(path: Path, key: str) -> MissingStep:
     if not similar:
         return MissingStep(problem=f"{path} does not exist", remedy=remedy)
     return MissingStep(
-        problem=f"{path} does not exist; its folder has {_list_some(similar)}",
+        problem=f"{path} does not exist, but its folder has {_list_some(similar)}",
         remedy=f"{remedy} {path.parent} has {_list_some(similar)}.",
     )
 
@@ -794,7 +795,7 @@ class ProgressWatch:
         """
         text = f"no new step since {self}"
         if not self.silence.is_by_step:
-            text = "no output of any component except repeated lines"
+            text = "no component wrote any output except repeated lines"
         if not self.silence.is_by_step and self.source is not None:
             first_step = f"no step after {self}" if self.step else "no first step"
             start_s = self.silence.seconds_since_start

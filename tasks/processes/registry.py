@@ -407,8 +407,8 @@ class RunRegistration(EntryWriter):
             return
         if not self._flush(_WRITTEN_WITHIN_S):
             _log.warning(
-                "%s stays in the registry of this machine, because its record could not be "
-                "written. A later `muster reconcile` writes it.",
+                "the run %s still counts as running on this machine, because its record could not "
+                "be written. A later `muster reconcile` writes the record.",
                 self.owner.run_id,
             )
         elif not _entry_files(self.directory):
@@ -514,8 +514,8 @@ class LostRun:
         for file in self.unreadable_entries if self.is_of_this_boot else ():
             if pids := find_carriers(_variables_of(self.owner.run_id, file)):
                 _log.warning(
-                    "run %s stays in the registry of this machine, because the processes %s of a "
-                    "component are still running: %s",
+                    "the run %s still counts as running on this machine, because the processes %s "
+                    "of a component are still running: %s",
                     self.owner.run_id,
                     ", ".join(map(str, pids)),
                     file,
@@ -606,10 +606,10 @@ def describe_unreadable_files() -> list[str]:
     try:
         files = list_unreadable_files()
     except OSError as error:
-        return [f"The registry of this machine cannot be read: {error}"]
+        return [f"Muster's list of running processes on this machine cannot be read: {error}"]
     return [
-        f"{file}. Muster keeps the run in the registry of running processes until `muster "
-        "reconcile` has ended the processes of the run."
+        f"{file}. Muster counts the run as running until `muster reconcile` has ended the "
+        "processes of the run."
         for file in files
     ]
 
@@ -638,7 +638,7 @@ def find_run_ids() -> dict[str, str]:
     try:
         owners = [owner for owner in map(read_owner, registered_runs()) if owner is not None]
     except OSError as error:
-        _log.warning("the registry with the runs of this machine cannot be read: %s", error)
+        _log.warning("Muster's list of the runs on this machine cannot be read: %s", error)
         return {}
     return {owner.flow_run_id: owner.run_id for owner in owners if owner.flow_run_id}
 

@@ -67,7 +67,8 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
         unused = candidates - find_used_files(tree.all_pids(), candidates)
     except OSError as error:
         _log.warning(
-            "files in shared memory are kept, because it is unknown which processes use them: %s",
+            "Muster keeps files in shared memory, because it cannot find out which processes "
+            "use them: %s",
             error,
         )
         return removed

@@ -86,7 +86,7 @@ class SharedMemoryScan:
         try:
             self._known = self._list_files()
         except OSError as error:
-            _log.warning("files of the run in shared memory are not recorded: %s", error)
+            _log.warning("Muster could not record the files of the run in shared memory: %s", error)
             return
         self._thread.start()
         self._watch = DirectoryWatch(directory, self._scan_for_new_file)

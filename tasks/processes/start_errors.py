@@ -43,7 +43,7 @@ def _describe_bad_interpreter(program: str, interpreter: str) -> str:
         reason = "is not executable"
     text = f"the first line of {program} names the interpreter {interpreter!r}, which {reason}"
     if interpreter.endswith("\r"):
-        text += f". The file has Windows line ends: convert it with sed -i 's/\\r$//' {program}"
+        text += f". The file has Windows line endings: convert it with sed -i 's/\\r$//' {program}"
     return text
 
 

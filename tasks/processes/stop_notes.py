@@ -40,7 +40,7 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
         owners = [owner for owner in map(find_living_owner, registered_runs()) if owner is not None]
     except OSError as error:
         # The runs must be stopped nevertheless. Their records then name only the signal.
-        _log.warning("the reason of a stop could not be written for the runs: %s", error)
+        _log.warning("Muster could not note for the runs why they are being stopped: %s", error)
         return []
     for owner in owners:
         if owner.directory is not None and is_stopped(owner):

@@ -45,20 +45,20 @@ def describe_survivor(pid: int) -> str:
     if tree.refuses_signals(pid):
         owner = _name_user(tree.read_real_user(pid))
         return (
-            f"{process} runs as user {owner}, and the kernel does not allow user "
-            f"{_name_user(os.getuid())} to signal it (EPERM): end it with `sudo kill {pid}`, and "
-            "start the program without sudo or another set-user-ID program"
+            f"{process} runs as user {owner}, so user {_name_user(os.getuid())} may not send "
+            f"signals to it (EPERM). End the process with `sudo kill {pid}`. In future, start the "
+            "program without sudo or another set-user-ID program"
         )
     if tree.is_zombie(pid):
         tracer = _read_tracer(pid)
-        why = f", because process {tracer} traces it: end process {tracer}" if tracer else ""
+        why = f", because process {tracer} traces it (end process {tracer})" if tracer else ""
         return f"{process} has ended, but its parent process has not read its exit status{why}"
     fields = tree.stat_fields(pid)
     if fields and fields[0] == b"D":
         place = _read_place_in_kernel(pid)
         return (
-            f"{process} survived SIGKILL. It waits in the kernel{place}, probably for a device or "
-            f"a file system: see /proc/{pid}/stack"
+            f"{process} survived SIGKILL. The process waits in the kernel{place}, probably for a "
+            f"device or a file system: see /proc/{pid}/stack"
         )
     return f"{process} survived SIGKILL"
 

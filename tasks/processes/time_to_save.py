@@ -137,8 +137,9 @@ class TimeToSave:
         assert warning is not None
         name = signal_name(warning.signum)
         message = (
-            f"{component.name} got no {name} before its end: none of its processes handles {name}. "
-            "Install a handler in the trainer, or remove `stop.warn` from the spec"
+            f"Muster did not warn {component.name} of its end with {name}, because none of its "
+            f"processes handles {name}. Install a signal handler in the trainer, or remove "
+            "`stop.warn` from the spec"
         )
         self.emit("run.warning", message=message)
 

@@ -99,7 +99,7 @@ class ListenerCheck:
             raise UntrustedListener(_format_unknown_user(where, str(error))) from None
         _require_trusted_users(where, now)
         if not before & {listener.inode for listener in now}:
-            why = "another process began to listen while the connection was made"
+            why = "another process began to listen there while Muster connected"
             raise UntrustedListener(_format_unknown_user(where, why))
 
 
@@ -176,15 +176,15 @@ def _require_trusted_users(where: str, listeners: Iterable[ListeningSocket]) -> 
     for listener in listeners:
         if listener.uid not in trusted_users():
             raise UntrustedListener(
-                f"the server at {where} belongs to user {_user_name(listener.uid)}, "
-                "who is neither you nor root: nothing was sent. Start your server on another port. "
-                f"If you trust that user, set {SERVER_USERS}={_user_name(listener.uid)}"
+                f"the server at {where} belongs to user {_user_name(listener.uid)}, who is neither "
+                "you nor root. So Muster sent no data. Start your server on another port. If you "
+                f"trust that user, set {SERVER_USERS}={_user_name(listener.uid)}"
             )
 
 
 def _format_unknown_user(where: str, why: str) -> str:
     """Return the error message for a server whose user could not be determined."""
-    return f"the user of the server at {where} is unknown ({why}). Try again; no data was sent"
+    return f"the user of the server at {where} is unknown ({why}). No data was sent. Try again"
 
 
 def _user_name(uid: int) -> str:

@@ -183,7 +183,7 @@ def assert_port_conflict(verdict: Verdict) -> None:
     """Check that the attempt failed because another process holds a component's port."""
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.PORT_CONFLICT
-    assert "is held by" in verdict.failure.message
+    assert "is already used by" in verdict.failure.message
 
 
 def test_component_whose_port_was_taken_restarts_with_another_port(

@@ -102,7 +102,7 @@ def test_message_names_the_user_and_the_remedy() -> None:
     with foreign_server() as stranger, pytest.raises(ServerAway) as caught:
         ask_by_muster(f"http://127.0.0.1:{stranger.port}/api")
 
-    assert "who is neither you nor root: nothing was sent" in str(caught.value)
+    assert "who is neither you nor root. So Muster sent no data" in str(caught.value)
     assert "MUSTER_SERVER_USERS" in str(caught.value)
 
 

@@ -43,7 +43,7 @@ def test_script_with_a_missing_interpreter_names_the_interpreter(
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.USER_ERROR
     assert f"names the interpreter {interpreter}" in verdict.failure.message
-    assert ("Windows line ends" in verdict.failure.message) is is_windows
+    assert ("Windows line endings" in verdict.failure.message) is is_windows
     assert not any(event.name == "component.ready" for event in harness.events)
 
 
@@ -56,7 +56,7 @@ def test_script_whose_env_line_has_windows_line_ends_is_a_user_error(
 
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.USER_ERROR
-    assert "Windows line ends" in verdict.failure.hint
+    assert "Windows line endings" in verdict.failure.hint
 
 
 def test_process_in_the_background_is_named_when_its_component_ends(
@@ -68,7 +68,9 @@ def test_process_in_the_background_is_named_when_its_component_ends(
     verdict = harness.run(harness.component("trainer", command, on_exit_zero="complete"))
 
     assert verdict.state is RunState.COMPLETED
-    assert warnings(harness) == ["trainer ended and left 1 process, which Muster ended: sleep 987"]
+    assert warnings(harness) == [
+        "trainer ended, but left 1 process running. Muster ended it: sleep 987"
+    ]
     assert not is_alive(int(pid_file.read_text()))
 
 
@@ -117,8 +119,8 @@ def test_component_without_leftovers_causes_no_warning(
 @pytest.mark.parametrize(
     ("script_text", "hint"),
     [
-        ("exit 127", "Exit code 127 of a shell means that the shell did not find a program"),
-        ("exit 143", "Exit code 143 of a shell or launcher means that SIGTERM ended the program"),
+        ("exit 127", "Exit code 127 means that a shell did not find a program"),
+        ("exit 143", "Exit code 143 means that the component is a shell or launcher, and SIGTERM"),
         ("kill -BUS $$", "df -h /dev/shm"),
         ("exit 1", ""),
     ],
@@ -140,7 +142,7 @@ def test_sigkill_that_the_kernel_did_not_send_is_explained(harness: ComponentHar
 
     assert verdict.failure is not None
     assert verdict.failure.signal == signal.SIGKILL.name
-    assert "So probably a person, another program, a job manager" in verdict.failure.hint
+    assert "So SIGKILL probably came from a person, another program" in verdict.failure.hint
     assert "The kernel's OOM killer has killed no process" in verdict.failure.hint
 
 

@@ -189,7 +189,7 @@ def test_file_of_an_earlier_process_does_not_make_a_component_ready(
     (harness.directory / "go").touch()
     starting.join(DEADLINE_S)
 
-    assert "before the start of the component" in failed_probe.fields["reason"]
+    assert "before the component started" in failed_probe.fields["reason"]
     assert harness.list_events("component.ready", "trainer")
     harness.end(supervisor)
 

@@ -116,7 +116,7 @@ def test_run_whose_guardians_cannot_start_fails_and_leaves_no_process(
 
     assert verdict.failure is not None
     reason, _, limit = verdict.failure.message.partition("; ")
-    assert reason == "no process can be started: Too many open files"
+    assert reason == "Muster cannot start any process: Too many open files"
     assert limit.startswith(f"Muster's process {os.getpid()} has reached its limit of")
     assert harness.list_survivors() == {}
 

@@ -120,7 +120,7 @@ def test_completed_run_warns_of_a_wrong_key_of_the_step(harness: ComponentHarnes
     )
 
     assert verdict.state is RunState.COMPLETED
-    explanation = f"{harness.directory}/metrics.jsonl has no `global_step`; it has step"
+    explanation = f"{harness.directory}/metrics.jsonl has no number `global_step`, but has step"
     assert f"no step of its training is known: {explanation}" in verdict.message
     assert explanation in harness.list_events("run.warning")[0].message
 

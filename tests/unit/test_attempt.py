@@ -308,7 +308,7 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     [
         (
             '{"stpe": 12, "loss": 0.5}\n',
-            "Replace `step` in `progress.step` of the spec by the key of the training step. The "
+            "In `progress.step` of the spec, replace `step` by the key of the training step. The "
             "numbers in FILE have the keys stpe and loss.",
         ),
         (
@@ -782,7 +782,7 @@ async def test_end_of_a_training_without_a_known_step_says_why_the_step_is_unkno
 
     assert verdict.message == (
         "warning: trainer ended with exit code 0, but its training step is unknown (the last step "
-        f"is 20): {tmp_path}/metrics.jsonl has no `stpe`; it has step; did you mean `step`?"
+        f"is 20): {tmp_path}/metrics.jsonl has no number `stpe`, but has step; did you mean `step`?"
     )
     assert [name for name, _ in events].count("run.warning") == 1
     assert attempt.earliest.decision is not None

@@ -74,8 +74,8 @@ NO_OOM_KILL = "The kernel's OOM killer has killed no process in the cgroup of th
         (ended(None, 9), "SIGKILL ended trainer."),
         (
             ended(137),
-            "Exit code 137 of a shell or launcher means that SIGKILL ended the program that it had "
-            "started.",
+            "Exit code 137 means that the component is a shell or launcher, and SIGKILL ended the "
+            "program that the shell or launcher had started.",
         ),
     ],
 )
@@ -86,7 +86,7 @@ def test_sender_of_sigkill_is_only_named_as_probable(exit: Exit, observation: st
         "trainer", "step 8", message="left", rule="exit", exit=exit, evidence=evidence
     )
 
-    assert failure.hint.startswith(f"{observation} {NO_OOM_KILL} So probably")
+    assert failure.hint.startswith(f"{observation} {NO_OOM_KILL} So SIGKILL probably")
     assert "the program itself" in failure.hint
     assert "from outside" not in failure.hint
 
@@ -96,7 +96,7 @@ def test_signal_without_further_evidence_has_no_certain_sender(signal: int) -> N
     failure = make_failure("a", "", message="left", rule="exit", exit=ended(None, signal))
 
     assert "sent from outside" not in failure.hint
-    assert "robably" in failure.hint or "Possible senders" in failure.hint
+    assert "robably" in failure.hint or "may have sent" in failure.hint
 
 
 def test_explicit_kind_is_not_replaced_by_the_log() -> None:

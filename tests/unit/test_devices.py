@@ -127,7 +127,7 @@ def test_leased_device_cannot_be_leased_again(numbers_without_gpus: None) -> Non
     here = Devices.here()
     first = DeviceLease(here, (1, 2), "run-a")
 
-    with pytest.raises(DeviceHeld, match=r"device 2 of .* is held by run-a"):
+    with pytest.raises(DeviceHeld, match=r"device 2 of .* is already in use by run-a"):
         DeviceLease(here, (3, 2), "run-b")
 
     assert read_leases(here) == {1: "run-a", 2: "run-a"}

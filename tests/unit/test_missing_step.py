@@ -49,24 +49,27 @@ def write_lines(path: Path, *lines: Any) -> None:
     [
         (
             {"step": 3, "loss": 0.5, "name": "a"},
-            "FILE has no `global_step`; it has step and loss",
+            "FILE has no number `global_step`, but has step and loss",
         ),
         (
             {"train": {"global_step": 3}, "loss": 0.5},
-            "FILE has no `global_step`; it has train.global_step and loss; "
+            "FILE has no number `global_step`, but has train.global_step and loss; "
             "did you mean `train.global_step`?",
         ),
         (
             {f"value{number}": number for number in range(11)},
-            "FILE has no `global_step`; it has value0, value1, value2, value3, value4, value5, "
-            "value6, value7 and 3 more",
+            "FILE has no number `global_step`, but has value0, value1, value2, value3, value4, "
+            "value5, value6, value7 and 3 more",
         ),
         ({"name": "a"}, "FILE has no `global_step`, and no other number"),
         (
             {"global_step": "3"},
-            "`global_step` in FILE is the text '3', not a finite number",
+            "the value of `global_step` in FILE is the text '3', but must be a finite number",
         ),
-        ({"global_step": None}, "`global_step` in FILE is nothing, not a finite number"),
+        (
+            {"global_step": None},
+            "the value of `global_step` in FILE is nothing, but must be a finite number",
+        ),
     ],
 )
 def test_explanation_lists_the_keys_of_the_metrics_file(
@@ -85,7 +88,7 @@ def test_explanation_of_a_missing_file_lists_similar_files(tmp_path: Path) -> No
     explanation = explain(tmp_path / "metrics.jsonl")
 
     assert explanation == (
-        f"{tmp_path}/metrics.jsonl does not exist; its folder has eval.jsonl and train.jsonl"
+        f"{tmp_path}/metrics.jsonl does not exist, but its folder has eval.jsonl and train.jsonl"
     )
     assert explain(tmp_path / "no" / "metrics.jsonl") == (
         f"{tmp_path}/no/metrics.jsonl does not exist, and neither does its folder"
@@ -121,7 +124,7 @@ def test_missing_step_of_a_running_training_is_explained_only_after_several_line
     [
         (
             httpx.Response(200, json={"step": 3}),
-            "http://api/status has no `current_step`; it has step",
+            "http://api/status has no number `current_step`, but has step",
         ),
         (httpx.Response(404, text="no"), "http://api/status did not answer with JSON"),
     ],
@@ -150,8 +153,8 @@ def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explan
     [
         (
             {"step": 3, "loss": 0.5},
-            "Replace `global_step` in `progress.step` of the spec by the key of the training step. "
-            "The numbers in FILE have the keys step and loss.",
+            "In `progress.step` of the spec, replace `global_step` by the key of the training "
+            "step. The numbers in FILE have the keys step and loss.",
         ),
         (
             {"name": "a"},
@@ -183,6 +186,6 @@ def test_remedy_for_a_wrong_file_names_the_files_that_exist(tmp_path: Path) -> N
 
     assert missing is not None
     assert missing.remedy == (
-        "Write the metrics file of the training into `progress.jsonl` of the spec. "
+        "Write the path of the training's metrics file into `progress.jsonl` of the spec. "
         f"{tmp_path} has train.jsonl."
     )

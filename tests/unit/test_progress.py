@@ -102,7 +102,7 @@ def test_run_without_progress_and_limit_is_never_checked(
 def test_number_of_silence_checks_is_limited(limit_s: float, at_most: float) -> None:
     stall, check_count, took_s = watch_until_stalled(limit_s=limit_s)
 
-    assert "no output" in stall
+    assert "wrote any output" in stall
     assert check_count <= at_most
     assert limit_s < took_s <= limit_s * 1.02 + 1.0
 
@@ -353,13 +353,15 @@ def test_stall_before_the_first_step_says_so(
     end, why, _ = watch_history(tmp_path, history, resumed_step, stall_after_s=25.0)
 
     assert end is ProgressEnd.NO_FIRST_STEP
-    assert why.startswith(f"{expected}, and no output of any component except repeated lines for ")
+    assert why.startswith(
+        f"{expected}, and no component wrote any output except repeated lines for "
+    )
 
 
 def test_stall_of_a_training_without_known_steps_names_the_output() -> None:
     why, _, _ = watch_until_stalled(limit_s=25.0)
 
-    assert why == "no output of any component except repeated lines for 26 s"
+    assert why == "no component wrote any output except repeated lines for 26 s"
 
 
 def test_stall_without_a_known_step_names_a_wrong_key(tmp_path: Path) -> None:
@@ -370,4 +372,4 @@ def test_stall_without_a_known_step_names_a_wrong_key(tmp_path: Path) -> None:
     why, _, _ = watch_until_stalled(limit_s=25.0, source=source)
 
     assert why.startswith("no first step within 26 s of the start")
-    assert why.endswith(f"; {path} has no `stpe`; it has step; did you mean `step`?")
+    assert why.endswith(f"; {path} has no number `stpe`, but has step; did you mean `step`?")

@@ -229,7 +229,10 @@ async def test_missing_handler_is_reported_at_the_end(tmp_path: Path) -> None:
     await scene.time_to_save.warn_now("cancelled")
 
     [warning] = scene.named("run.warning")
-    assert "trainer got no SIGUSR1 before its end: none of its processes handles" in str(warning)
+    assert (
+        "did not warn trainer of its end with SIGUSR1, because none of its processes handles"
+        in str(warning)
+    )
 
 
 async def test_save_in_flight_is_waited_for(tmp_path: Path) -> None:
