@@ -363,7 +363,7 @@ class ClusterReader:
                 return await self._read_snapshot(within_s)
         except TimeoutError as error:
             raise NoAnswer(
-                f"the Ray dashboard at {self._address} did not answer within {within_s:g} s"
+                f"the Ray cluster at {self._address} did not answer within {within_s:g} s"
             ) from error
 
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:

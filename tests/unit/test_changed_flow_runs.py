@@ -131,8 +131,10 @@ def test_reason_names_the_state_that_a_person_has_set(server: ScriptedServer) ->
 
     observe(session)
 
-    assert "set to Completed" in session.reasons[0]
-    assert server.state is not None and "set to Completed" in (server.state.message or "")
+    assert "set the flow run to Completed" in session.reasons[0]
+    assert server.state is not None and "set the flow run to Completed" in (
+        server.state.message or ""
+    )
 
 
 @pytest.mark.parametrize(

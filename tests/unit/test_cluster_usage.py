@@ -400,7 +400,7 @@ async def test_silent_control_store_fails_in_time_and_the_next_read_succeeds(
     await look.look(within_s=LONG_S)
     store.answers.clear()
 
-    with pytest.raises(NoAnswer, match=r"no answer from \S+ within 0\.5 s"):
+    with pytest.raises(NoAnswer, match=r"the Ray cluster at \S+ did not answer within 0\.5 s"):
         await look.look(within_s=SHORT_S)
     store.answers.set()
 
@@ -436,7 +436,9 @@ async def test_jobs_are_requested_again_for_another_cluster(
 async def test_missing_control_store_raises_no_answer(look: ClusterReader, store: Store) -> None:
     store.stop()
 
-    with pytest.raises(NoAnswer, match=f"control store at {store.address}: UNAVAILABLE"):
+    with pytest.raises(
+        NoAnswer, match=f"control store at {store.address} does not answer: UNAVAILABLE"
+    ):
         await look.look(within_s=LONG_S)
 
 

@@ -31,7 +31,7 @@ def resume(passed: str | None, *refused: str, expected: str | None = None) -> Re
         (resume(None), 1, 1, ""),
         (resume(None, "/c/step_30"), 31, 31, "/c/step_30"),
         (resume(None, "/c/step_30"), 1, 5, ""),
-        (resume(None, expected="/c/step_20"), 1, 2, "Muster expected /c/step_20"),
+        (resume(None, expected="/c/step_20"), 1, 2, "Muster expected the checkpoint /c/step_20"),
     ],
 )
 def test_first_step_that_does_not_fit_the_checkpoint_is_reported(
