@@ -247,8 +247,8 @@ class PipelineSession:
             self._runs, _ = self._requests.ask(self._read_progress)
         except ServerAway as error:
             _log.warning(
-                "Muster could not read the list of the pipeline's runs again before it cancelled "
-                "them: %s",
+                "Before the cancellation of the pipeline's runs, Muster could not update the list "
+                "of these runs: %s",
                 error,
             )
         runs = [run for run in self._runs if run.ending is None]

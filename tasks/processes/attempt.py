@@ -713,8 +713,11 @@ class SupervisedAttempt:
             if self.components[component_plan.name].is_launched
         ]
         if others := [name for name in launched if name != component.name]:
-            started = f"{', '.join(others)} was already started with this port"
-            reason = f"{message}; {started}, so the run cannot use another port"
+            started = ", ".join(others)
+            reason = (
+                f"{message}. The run cannot use another port, because {started} was already "
+                "started with this port"
+            )
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:

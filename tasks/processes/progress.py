@@ -113,8 +113,8 @@ class HttpProgress:
             if self._problem is None:
                 self._problem = MissingStep(
                     problem=f"{self._url} did not answer with JSON ({type(error).__name__})",
-                    remedy=f"Check that a server answers with JSON at {self._url} until the "
-                    "training ends, or correct `progress.http` in the spec.",
+                    remedy=f"Check that a server at {self._url} answers with JSON during the "
+                    "whole training, or correct `progress.http` in the spec.",
                 )
             return None
         if step is None:

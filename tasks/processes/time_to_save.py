@@ -178,7 +178,7 @@ class TimeToSave:
         return warned is not None
 
     async def until_saved(self, component: RunningComponent) -> None:
-        """Wait while a component writes a checkpoint, or has time left to react to its warning.
+        """Wait until a component has saved its checkpoint, or its time to save is over.
 
         The waits for one component together take at most `stop.save_grace_s` seconds.
         """

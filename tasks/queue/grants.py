@@ -298,9 +298,9 @@ async def set_state(
     # newer state, or the flow run was deleted after the write and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
-    # Find the states that other processes set after `current_run` was read. States with the new
-    # name are not counted: Prefect's client may send a request twice, so they may be from this
-    # call.
+    # Find the states that other processes set after `current_run` was read. States with the
+    # name of the new state are ignored: Prefect's client may send a request twice, so such a state
+    # may be from this call.
     overwritten = [
         earlier
         for earlier in history[:-1]

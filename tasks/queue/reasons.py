@@ -168,8 +168,8 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        Two values: the explanation, and True if the run does not start when other runs end. The
-        second value is for the field `waits_for_no_end` of the message.
+        Two values: the explanation, and the field `waits_for_no_end` of the message. The field is
+        True if the end of other runs is not enough for the start of this run.
     """
     waits_for_no_end = False
     parts = []

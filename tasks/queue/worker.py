@@ -274,8 +274,8 @@ class GangVariables(ProcessVariables):
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
         title="Gang queue",
-        description="Settings of this work pool's queue. If a deployment sets them, its "
-        "values have no effect.",
+        description="Settings of this work pool's queue. They have no effect in the job "
+        "variables of a deployment.",
     )
 
 

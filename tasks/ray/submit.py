@@ -393,8 +393,8 @@ class Submitter:
         if recorded_session is not None and session != recorded_session:
             message = (
                 f"the Ray cluster at {self._plan.address} was restarted and has lost job "
-                f"{self._plan.submission_id}: its session was {recorded_session} and is now "
-                f"{session}"
+                f"{self._plan.submission_id}. The session of the cluster was {recorded_session}, "
+                f"and is now {session}"
             )
             return GiveUpReason(
                 kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message

@@ -67,11 +67,11 @@ def _has_checkpoints(spec: RunSpec) -> bool:
 
 
 def list_fruitless_attempts(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return the last attempts of a run, in order, that failed without a lasting result.
+    """Return the failed attempts without a lasting result at the end of a run, in order.
 
-    A lasting result is a newer checkpoint. If it is unknown whether the attempt saved a checkpoint,
-    a higher step than that of all earlier attempts counts as a lasting result. Attempts that failed
-    before their components ran are ignored.
+    A lasting result is a newer checkpoint. If Muster cannot tell whether an attempt saved a
+    checkpoint, a higher step than in all earlier attempts counts as a lasting result. Attempts that
+    failed before their components ran are ignored.
     """
     fruitless: list[AttemptRecord] = []
     for index in reversed(range(len(attempts))):

@@ -52,7 +52,7 @@ def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
         source: Name of the spec's file, for the error message.
 
     Raises:
-        InvalidSpec: The spec has no fleet, or a run could not start its fleet.
+        InvalidSpec: The spec has no fleet, or a fleet that no run could start.
     """
     if spec.fleet is None:
         problem = "the spec has no component `rollout`, so there are no inference servers to plan"

@@ -251,8 +251,8 @@ class Fleet:
         async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused(
-                    "engines may not answer a health check during a weight sync, and a sync is in "
-                    "progress. Request the health check again after the sync"
+                    "a weight sync is in progress, and engines need not answer a health check "
+                    "during a sync. Request the health check again after the sync"
                 )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()

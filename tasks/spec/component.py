@@ -339,7 +339,8 @@ class ComponentsByName:
         }
         if not written:
             raise make_refusal(
-                "must not be empty", "write at least one component: trainer: {command: [...]}"
+                "must not be empty",
+                "write at least one component, such as `trainer: {command: [...]}`",
             )
         refusals: list[Refusal] = [
             (

@@ -374,7 +374,7 @@ class _SpecWriter:
     def _counts_from_zero(self) -> bool:
         """True if the script has a loop over its steps that probably begins with step 0.
 
-        The trainers of frameworks count from 1, whatever loops a script has.
+        False for the trainer of a framework, which counts its steps from 1.
         """
         if "loop_hook" not in self._framework["parts"]:
             return False

@@ -444,7 +444,7 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
         problem = f"the placeholder `{use}` has no value, because the spec has no key `{use.name}`"
         remedy = f"write {section}: {{{key}: NUMBER}}, or leave out the placeholder"
         return Fault(path=use.path, problem=problem, remedy=remedy)
-    shell = f"if a shell should replace the name, write `$${{{use.name}}}`"
+    shell = f"for a variable of the shell, write `$${{{use.name}}}`"
     near = suggest_name(use, [f"${{{name}}}" for name in known_names])
     remedy = near or f"{shell}; known names: {', '.join(known_names) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)

@@ -68,9 +68,9 @@ class StartFrom(Model):
     )
     attempt: Count | None = Field(
         None,
-        description="Number of the attempt that starts from the checkpoint, if the run itself "
-        "wrote the checkpoint. The option `--from-step` of `muster retry` sets this key. If "
-        "omitted, every attempt starts from the checkpoint until the run has written its own.",
+        description="Number of the attempt that starts from the checkpoint. `muster retry RUN "
+        "--from-step N` sets this key. If omitted, every attempt starts from the checkpoint until "
+        "the run has written a checkpoint of its own.",
     )
 
     @property

@@ -185,7 +185,9 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
             continue
         if rule.get("metric") is None:
             problem = "the rule has no `metric`, and the preset has no rule of this name"
-            remedy = f"write metric: [NAME]; rules of the preset: {', '.join(known) or 'none'}"
+            remedy = (
+                f"write `metric: [NAME]`, or use a rule of the preset: {', '.join(known) or 'none'}"
+            )
             yield ("rules", str(name)), make_refusal(problem, remedy)
         elif all(rule.get(key) is None for key in _CONDITIONS):
             remedy = f"write one of {', '.join(_CONDITIONS)}"

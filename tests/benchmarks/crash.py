@@ -49,7 +49,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how soon Muster, other supervisors and models react to a component's crash."""
+    """Measure how soon Muster and other supervisors react to a component's crash."""
     rounds, triples = (2, 0) if quick else (20, 20)
     installed_peers, missing = peers.find_installed()
     notice_times_ms: dict[str, list[float]] = {peer.name: [] for peer in installed_peers}

@@ -112,7 +112,7 @@ async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
 
     Args:
         counts: Numbers of servers to measure.
-        sweeps: Number of health checks of all servers for each number of servers.
+        sweeps: How often all servers are checked, for each value of `counts`.
     """
     measured: list[Row] = []
     async with dummy_running() as url:

@@ -305,7 +305,7 @@ def test_process_cannot_claim_its_own_living_run_as_lost(
 
 
 def find_cgroup(pid: int) -> list[str]:
-    """Return the path of the process's cgroup in a list, or an empty list if it has ended."""
+    """Return the path of a process's cgroup in a list. Empty if the process has ended."""
     try:
         return [cgroup.own_cgroup(f"/proc/{pid}")]
     except OSError:

@@ -143,7 +143,7 @@ class Home:
         return self.command(PREFECT, *arguments, PREFECT_API_AUTH_STRING=self.password)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
-        """Run `muster up` with the options for its nodes."""
+        """Run `muster up` with the options for the given Ray nodes."""
         # Port 0 chooses any free port; the default port 8265 may belong to another stack.
         return self.muster("up", "--ray-dashboard", "0", *nodes)
 

@@ -60,8 +60,8 @@ def current_contract() -> dict[str, Any]:
 def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each incompatible change since the interface was saved.
 
-    A change is incompatible if a saved key no longer exists or has another value. A choice that has
-    new values in addition is compatible.
+    A change is incompatible if a saved key no longer exists or has another value. Further allowed
+    values of a key are a compatible change.
     """
     broken = []
     for key, value in saved.items():

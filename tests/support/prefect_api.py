@@ -20,8 +20,8 @@ def send_request(method: str, url: str, content: Any = None, *, password: str = 
     """Send a request to a Prefect server, and return the JSON of its answer.
 
     A server with SQLite answers 503 while another request locks the database. Like Prefect's own
-    client, this function then repeats the request. The server has rolled back a request with the
-    answer 503, so the request is never executed twice.
+    client, this function then repeats the request. The server has rolled back each
+    request that it answers with 503, so no request is executed twice.
 
     Args:
         method: HTTP method.

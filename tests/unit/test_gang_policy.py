@@ -142,7 +142,7 @@ def check(case: Case, policy: Policy) -> None:
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
         # a node that is too small is not used
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
-        # the nodes of a gang are named in the order of the cluster
+        # the nodes of a gang are listed in the same order as in the cluster
         Case([waits(1, 3, 2)], [], {"w1": "bd"}, nodes=cluster(8, 4, 2, 4)),
         Case([waits(1, 3, 2)], [], {"w1": "ac"}, nodes=cluster(8, 8, 4, 1)),
         # a gang may get all GPUs of the cluster

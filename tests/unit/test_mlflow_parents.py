@@ -80,12 +80,12 @@ def make_spec(**keys: object) -> RunSpec:
 def find(
     spec: RunSpec, attempt: int = 2, *, must_end: bool = False, limit_s: float = 60
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the id of the parent run in MLflow, by name of the component, and the warnings.
+    """Return the ids of the parent runs in MLflow, and the warnings of the search.
 
     Args:
         spec: Spec of the run.
         attempt: Number of the attempt.
-        must_end: True if the run is ending, so that the search must stop.
+        must_end: True if the run is ending. The search then stops at once.
         limit_s: Time limit of the search, in seconds.
     """
     warnings: list[str] = []

@@ -121,7 +121,7 @@ A = {"name": "a", "spec": spec()}
                 ),
                 [
                     "stages.0.spec.components.trainer.command.1: unknown name "
-                    f"`${{stage.{other}.run_id}}` (if a shell should replace the name, write "
+                    f"`${{stage.{other}.run_id}}` (for a variable of the shell, write "
                     f"`$${{stage.{other}.run_id}}`; known names: none)"
                 ],
             )

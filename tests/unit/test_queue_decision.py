@@ -713,10 +713,10 @@ def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEnt
         # without a report of the run, the default of 24 hours or the key `hours` counts
         ({}, None, 24.0, True),
         ({"hours": 4}, None, 4.0, False),
-        # the progress replaces the default, in both directions
+        # the time computed from the progress replaces the default, whether shorter or longer
         ({}, 2.0, 2.0, False),
         ({}, 30.0, 30.0, False),
-        # the keys `hours` and `max_hours` stay the latest end
+        # the time computed from the progress is at most `hours` or `max_hours`
         ({"hours": 4}, 2.0, 2.0, False),
         ({"hours": 4}, 30.0, 4.0, False),
         ({"max_hours": 4}, 30.0, 4.0, False),

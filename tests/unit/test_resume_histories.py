@@ -163,7 +163,7 @@ class History:
             remove_checkpoint(path)
 
     def resume(self) -> None:
-        """Start the next attempt, and compare its checkpoint with the newest correct checkpoint."""
+        """Start the next attempt, and check that it starts from the newest correct checkpoint."""
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         newest = self.newest()
         refused = {Path(one.path): one.why for one in plan.refused}

@@ -227,7 +227,7 @@ def test_unknown_name_is_a_fault_in_each_place(
         (
             "${HOME}",
             "unknown name `${HOME}`",
-            "if a shell should replace the name, write `$${HOME}`",
+            "for a variable of the shell, write `$${HOME}`",
         ),
         ("${X:-1}", "unknown name `${X:-1}`", "`$${X:-1}`; known names: attempt.dir, "),
         ("${}", "unknown name `${}`", ""),
