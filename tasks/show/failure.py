@@ -98,7 +98,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
 def describe_next_step(attempt: AttemptRecord) -> str:
     """Return a text that says whether Muster will start another attempt after this attempt."""
     if not attempt.decision:
-        return "Muster decides about a retry when all processes of the attempt have ended"
+        return "Muster decides about a retry when all processes have ended"
     if attempt.is_last:
         return f"not retried: {attempt.decision.removeprefix('final: ')}"
     return attempt.decision

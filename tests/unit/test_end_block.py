@@ -70,7 +70,7 @@ def test_failed_run_shows_its_first_failure_the_remedy_and_the_files(run_record:
         "  first failure      trainer: killed by SIGSEGV",
         "  what to do         native code crashed",
         f"  log                {log}",
-        "  what happens next  Muster decides about a retry when all processes of the attempt have ended",
+        "  what happens next  Muster decides about a retry when all processes have ended",
         "  last log lines     | line 19",
         *(f"                     | line {n}" for n in range(20, 31)),
         "  run                x-grpo-20260102-030405-abcd91c2",

@@ -153,8 +153,8 @@ A = {"name": "a", "spec": spec()}
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [
-                "stages.0.checkpoint: unknown name `${trainer.port}` (if a shell should replace "
-                "the name, write `$${trainer.port}`; known names: run.id, run.dir, "
+                "stages.0.checkpoint: unknown name `${trainer.port}` (for a variable of the "
+                "shell, write `$${trainer.port}`; known names: run.id, run.dir, "
                 "attempt.number, attempt.dir)"
             ],
         ),
