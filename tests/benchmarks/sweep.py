@@ -40,8 +40,10 @@ _POINTS, _QUICK_POINTS = 200, 16
 _POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
 #: Number of GPUs of the Ray cluster.
 _GPUS = 8
-#: Shortest and longest duration of a point, in seconds.
-_LASTS_S = (1.0, 3.0)
+#: Mean duration of a point, in seconds. The points last between half and one and a half times this.
+_MEAN_S = 2.0
+#: Environment variable with another mean duration.
+_MEAN_VARIABLE = "MUSTER_BENCH_POINT_S"
 #: Time limit of a sweep, in seconds: a fixed part, and a part for each point.
 _LIMIT_S, _LIMIT_PER_POINT_S = 120.0, 15.0
 #: Seconds between two polls of a worker. Muster's stack sets this value for its worker.
@@ -66,11 +68,13 @@ class _Stage:
     #: The points of the sweep, each as NUMBER:SECONDS: the number of the point, and the duration of
     #: its work.
     points: Sequence[str]
+    #: Mean duration of a point, in seconds.
+    mean_s: float
 
     @property
     def limit_s(self) -> float:
         """Time limit of a sweep, in seconds."""
-        return _LIMIT_S + _LIMIT_PER_POINT_S * len(self.points)
+        return _LIMIT_S + (_LIMIT_PER_POINT_S + self.mean_s) * len(self.points)
 
 
 #: Function that runs all points, and writes their lines to a file.
@@ -83,7 +87,9 @@ def measure(*, quick: bool) -> Result:
     The same sweep runs with Muster, as a loop of `prefect deployment run`, and with Ray Tune.
     """
     os.environ.update(RAY_ENV)
-    points = draw_points(int(os.environ.get(_POINTS_VARIABLE, _QUICK_POINTS if quick else _POINTS)))
+    count = int(os.environ.get(_POINTS_VARIABLE, _QUICK_POINTS if quick else _POINTS))
+    mean_s = float(os.environ.get(_MEAN_VARIABLE, _MEAN_S))
+    points = draw_points(count, mean_s)
     ways: dict[str, _Way] = {_MUSTER: _run_muster, _PLAIN: _run_plain_loop}
     missing = [name for name in _TUNE_PACKAGES if find_spec(name) is None]
     if not missing:
@@ -94,7 +100,9 @@ def measure(*, quick: bool) -> Result:
         cluster = stack.enter_context(RayCluster.run(nodes=1, gpus_per_node=_GPUS))
         clusters = [{"address": cluster.address}]
         pool = stack.enter_context(gang_pool(directory / "pool", nodes={}, clusters=clusters))
-        stage = _Stage(pool=pool, cluster=cluster, directory=directory, points=points)
+        stage = _Stage(
+            pool=pool, cluster=cluster, directory=directory, points=points, mean_s=mean_s
+        )
         for name, run in ways.items():
             say(f"  {name}: {len(points)} points")
             trace = directory / f"trace-{len(rows)}"
@@ -104,7 +112,7 @@ def measure(*, quick: bool) -> Result:
     by_figure = [row for figure_rows in zip(*rows.values(), strict=True) for row in figure_rows]
     return Result(
         name="sweep",
-        question=f"A sweep of {len(points)} points of {_LASTS_S[0]:g} to {_LASTS_S[1]:g} s on "
+        question=f"A sweep of {len(points)} points of {mean_s / 2:g} to {mean_s * 1.5:g} s on "
         f"{_GPUS} logical GPUs of one Ray node: how long a GPU is idle while points wait, from the "
         "lines that the programs of the points write, and how long the whole sweep takes. The "
         "overhead per point is the idle time of all GPUs from the start of the sweep until the "
@@ -118,10 +126,18 @@ def measure(*, quick: bool) -> Result:
     )
 
 
-def draw_points(count: int) -> list[str]:
-    """Return points as NUMBER:SECONDS. The durations are random, but always the same."""
+def draw_points(count: int, mean_s: float = _MEAN_S) -> list[str]:
+    """Return points as NUMBER:SECONDS. The durations are random, but always the same.
+
+    Args:
+        count: Number of points.
+        mean_s: Mean duration of a point, in seconds.
+    """
     generator = random.Random(0)
-    return [f"{number}:{generator.uniform(*_LASTS_S):.3f}" for number in range(1, count + 1)]
+    return [
+        f"{number}:{generator.uniform(mean_s / 2, mean_s * 1.5):.3f}"
+        for number in range(1, count + 1)
+    ]
 
 
 def _list_rows(name: str, works: Sequence[Work], began_ns: int, stage: _Stage) -> list[Row]:
