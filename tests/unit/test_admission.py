@@ -35,11 +35,11 @@ class Server:
 
 
 def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
-    """Return a scheduling pass in which a run waits in the queue.
+    """Return a fake scheduling pass in which a run waits in the queue.
 
     Args:
         run: Id of the flow run.
-        place: Position of the run in the queue, from 1.
+        place: Position of the run in the queue. The first position is 1.
         length: Number of runs in the queue.
         reason: Reason why the run waits.
     """
@@ -56,14 +56,15 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
         ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
         # another run has joined the queue behind this run, so nothing is printed
         ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
-        # the new position of the run is printed. The state on the server is not set again, because
-        # its message has no position
+        # the position of the run changes, so the new position is printed. The state on the server
+        # stays the same, because the message of the state does not contain the position
         (
             {"place": 2, "length": 2, "reason": "waits"},
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],
             0,
         ),
-        # the reason for waiting changes, so it is printed, and the state on the server is updated
+        # the reason for waiting changes: the new reason is printed, and the state on the server is
+        # updated
         (
             {"place": 3, "length": 3, "reason": "is first"},
             ["position 3 of 3 in the queue; needs 1 GPU; is first"],
@@ -91,8 +92,8 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # A user changed the state of the waiting run by hand, and Muster replaced it with Running.
-        # The run still waits, so its process sets the state PendingResources again.
+        # The run still waits, but a user has changed its state, and Muster has set the state
+        # Running. So the run's process sets the state PendingResources again, with this message.
         (State(type=StateType.RUNNING), ["waits for the GPUs of the run (`gang`)"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),
@@ -149,12 +150,13 @@ def test_failed_scheduling_pass_is_reported_with_its_cause(
 @pytest.mark.parametrize(
     ("pool", "labels", "address"),
     [
-        # a run without a grant uses the only cluster of its own pool
+        # no GPUs were granted to the run: the run uses the only Ray cluster of its work pool
         ("other", {}, "http://b:8265"),
-        # no gang worker started the run, so it uses the only cluster of the default pool `gang`
+        # no gang worker started the run: the run uses the only Ray cluster of the work pool `gang`
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
-        # a run with a grant uses the granted cluster, even if the pool now lists another cluster
+        # GPUs of a Ray cluster were granted to the run: the run uses this cluster, although its
+        # work pool now lists another cluster
         ("gang", Grant(nodes={}, cluster="http://c:8265").label(), "http://c:8265"),
     ],
 )
@@ -191,7 +193,10 @@ def test_pool_without_exactly_one_cluster_is_explained(
 
 
 class Pools:
-    """A fake Prefect server with one flow run, and with work pools that list Ray clusters."""
+    """A fake Prefect server that has one flow run and several work pools.
+
+    Each work pool lists the addresses of Ray clusters.
+    """
 
     def __init__(self, pools: dict[str, list[str]], pool: str, labels: dict[str, Any]) -> None:
         self._pools = pools

@@ -49,9 +49,9 @@ def announcements() -> RunAnnouncements:
 
 @pytest.fixture
 def tell(announcements: RunAnnouncements) -> Tell:
-    """Return a function that reports an event of the run to the `RunAnnouncements` object.
+    """Return a function that passes an event of the run to `announcements`.
 
-    The function returns the Prefect events that Muster sends to the server because of this event.
+    The function returns the Prefect events that Muster sends to the server in response.
     """
 
     def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:
@@ -177,7 +177,7 @@ def test_failure_event_has_kind_component_log_and_hint(tell: Tell) -> None:
     )
     assert payload["message"] == FAILURE.message
     assert (payload["log"], payload["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
-    # Notifications show these log lines, so the event contains only the last lines of the log.
+    # Notifications show the log lines of the event. So the event contains only the last 15 lines.
     assert payload["log_tail"].splitlines()[-1] == "line 99"
     assert len(payload["log_tail"].splitlines()) == 15
 
@@ -234,8 +234,8 @@ def test_degraded_and_restored_are_sent_once(tell: Tell) -> None:
     ]
     assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
     assert group(tell, 2, "inactive", "recovering") == []
-    # The engine is inactive again because its recovery failed. A failed recovery is no new failure,
-    # so no event is sent.
+    # The engine is inactive again because its recovery failed. A failed recovery does not count as
+    # a new failure, so no event is sent.
     assert group(tell, 2, "recovering", "inactive") == []
     assert group(tell, 1, "recovering", "active") == []
     assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]
@@ -273,7 +273,7 @@ def test_event_of_too_few_engines_has_the_numbers_of_engines(tell: Tell) -> None
     assert floor.name == "muster.rollout.floor"
     payload = floor.fields
     assert (payload["serving"], payload["engines"], payload["min_active"]) == (1, 3, 2)
-    # The fleet itself stops the other engines. The stop of these engines is no failure.
+    # The fleet has failed and stops its other engines. Muster sends no events about these engines.
     assert group(tell, 2, "active", "inactive") == []
 
 

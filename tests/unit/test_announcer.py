@@ -30,7 +30,8 @@ class PrefectServer:
     def __init__(self) -> None:
         self.received: list[dict[str, Any]] = []
         self.requested_paths: list[str] = []
-        #: Status codes of the next responses to events. Later responses have status 204.
+        #: HTTP status codes of the server's next responses. After the last code in this list, each
+        #: response has the status 204.
         self.answers: list[int] = []
         self.is_slow = threading.Event()
         self.may_continue = threading.Event()
@@ -43,7 +44,7 @@ class PrefectServer:
         return (200, content) if content else (404, None)
 
     def objects(self) -> dict[str, Any]:
-        """Return the objects on this fake server, by the path of their URL."""
+        """Return a mapping from URL path to the object that this fake server has at the path."""
         return {
             f"/flows/{FLOW}": {"id": str(FLOW), "name": "train"},
             f"/deployments/{DEPLOYMENT}": {
@@ -90,7 +91,7 @@ def ready(run: FlowRun) -> Event:
 
 
 def named(name: str) -> Event:
-    """Return an event of a work pool with this name."""
+    """Return an event with the name `name` about a work pool."""
     return make_pool_event(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
 
 

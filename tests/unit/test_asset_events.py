@@ -70,7 +70,7 @@ def test_keys_that_prefect_does_not_accept_are_replaced_by_unique_keys(
     keys = {make_asset_key(first), make_asset_key(second)}
 
     assert len(keys) == 2
-    # The class `Asset` checks the characters and the length of the key.
+    # The class `Asset` raises an error if a key is too long or contains a forbidden character.
     assert [Asset(key=key).key for key in keys] == [*keys]
 
 
@@ -113,7 +113,7 @@ def test_events_have_the_form_of_prefects_own_asset_events(
 
     @materialize("file:///runs/own/step_4", by="muster", asset_deps=["file:///data/train.jsonl"])
     def train() -> None:
-        """Do nothing: only the assets of the task are needed."""
+        """Do nothing: the test needs only the assets of this task."""
 
     context = AssetContext.from_task_and_inputs(train, UUID(int=1))
     lineage = LINEAGE.with_changes(inputs=LINEAGE.inputs[:1], resumes=())

@@ -30,13 +30,13 @@ from tasks.spec.watch import Watch
 
 pytestmark = pytest.mark.asyncio
 
-#: Monotonic time at which a history of events begins. It is in the past, so that every event of the
-#: history is earlier than the actions of the attempt.
+#: Start of each scripted history of events, in seconds of the monotonic clock. The start is in the
+#: past, so that every event of the history is earlier than the actions of the attempt.
 ORIGIN_S = time.monotonic() - 1000
 
 
 class ScriptedProcess:
-    """Fake of `GuardedProcess`. The process ends when the test or the teardown ends it."""
+    """A fake `GuardedProcess` that runs until the test or the clean-up after the test ends it."""
 
     made: dict[str, ScriptedProcess]
     refuses: dict[str, OSError]
@@ -119,8 +119,8 @@ def events() -> Events:
 def begin(tmp_path: Path, events: Events) -> MakeAttempt:
     """Return a function that starts an attempt.
 
-    Each further keyword argument of this function adds a component: its name is the name of the
-    component, and its value is the component's `on_exit_zero`.
+    The function takes the components as further keyword arguments. The keyword is the name of the
+    component, and the value is the component's setting `on_exit_zero`.
     """
 
     async def begin(
@@ -172,7 +172,7 @@ async def reports_arrive() -> None:
 @pytest.mark.parametrize(
     ("api", "trainer", "cause"),
     [
-        # two components fail: the failure that happened first is the cause, even if it is reported
+        # two components fail: the earlier failure is the cause, even if Muster receives its report
         # later
         ((2.0, 1), (1.0, 1), "trainer"),
         # the trainer completes and `api` fails: the run fails only if `api` failed first
@@ -396,9 +396,11 @@ async def test_gpu_utilisation_of_a_run_is_published(
     is_collecting = asyncio.Event()
 
     async def of_cluster() -> Mapping[str, float]:
-        # Wait until the test collects the published values, so that it misses none.
+        # Publish values only after the test has started to collect them. Otherwise the test would
+        # miss some values.
         await is_collecting.wait()
-        # The cluster answers once. Later calls raise KeyError, as if it did not answer.
+        # The cluster answers only the first call. Later calls raise KeyError, as if the cluster did
+        # not answer.
         return next(cluster, None) or {}["no answer"]
 
     attempt = await begin({"devices": (1, 2, 3), "gpu_use": of_cluster}, trainer="complete")
@@ -447,10 +449,10 @@ async def test_bug_in_a_watcher_fails_the_run(
         (PermissionError(13, "Permission denied: x"), FailureKind.USER_ERROR),
         (OSError(8, "Exec format error: x"), FailureKind.USER_ERROR),
         (OSError(7, "Argument list too long: x"), FailureKind.USER_ERROR),
-        # Python rejects the command before it starts a process, so the user made an error.
+        # The command is invalid, so Python starts no process. The user made this error.
         (OSError(0, "ValueError('embedded null byte')"), FailureKind.USER_ERROR),
         (OSError(28, "No space left on device: x.log"), FailureKind.STORAGE),
-        # The machine has too few resources, so the user made no error.
+        # The machine has too few resources, so this is no error of the user.
         (OSError(24, "Too many open files"), FailureKind.UNKNOWN),
         (OSError(12, "Cannot allocate memory"), FailureKind.UNKNOWN),
         (BlockingIOError(11, "Resource temporarily unavailable"), FailureKind.UNKNOWN),
@@ -535,7 +537,8 @@ async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) 
     ("step", "code", "state"),
     [
         (20, 0, RunState.COMPLETED),
-        # a trainer that saves its state after SIGTERM and exits with 0
+        # the trainer saves its state after SIGTERM and exits with code 0, but has not reached step
+        # 20
         (19, 0, RunState.CANCELLED),
         (20, 1, RunState.CANCELLED),
     ],
@@ -599,7 +602,7 @@ async def test_readiness_is_asked_once_more_at_the_deadline(
 ) -> None:
     """A supervisor was suspended by a signal, and continues after the readiness deadline.
 
-    Meanwhile, the component has become ready. So the supervisor must probe it once more.
+    Meanwhile, the component has become ready. So the supervisor must probe the component once more.
     """
     attempt = await begin(start=False, trainer="complete")
     component = attempt.components["trainer"]
@@ -709,7 +712,7 @@ async def test_watch_over_a_component_has_ended_before_the_component_is_stopped(
     assert order[:2] == ["watch has ended", "stop"]
 
 
-#: Last lines of torchrun after SIGTERM, from torch 2.13.
+#: Last log lines that torchrun (torch 2.13) writes after SIGTERM.
 LINES_OF_STOP = """\
 W1127 08:23:06.903000 17254 torch/distributed/elastic/agent/server/api.py:753] Received 15 death \
 signal, shutting down workers
@@ -721,7 +724,7 @@ torch.distributed.elastic.multiprocessing.api.SignalException: Process 17254 got
 
 
 def write_lines_at_stop(tmp_path: Path) -> None:
-    """Let the scripted process `trainer` write the lines of torchrun when Muster stops it."""
+    """Make the process `trainer` write torchrun's last log lines when Muster stops the process."""
     trainer = process("trainer")
     log = tmp_path / "trainer.log"
     stop = trainer.stop

@@ -18,7 +18,7 @@ LATE = FailureKind.START_TIMEOUT
 NODE = FailureKind.NODE_LOST
 DISK = FailureKind.STORAGE
 FLEET = FailureKind.FLEET_LOST
-#: Retry policy with a different delay before each attempt.
+#: Retry policy whose delay starts at 10 s and grows to at most 100 s.
 EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
 
 
@@ -36,7 +36,7 @@ def decide_without_jitter(
         kind: Failure kind of the attempt.
         *before: Failure kinds of the earlier attempts. None for an attempt without a failure.
         resume_from: Checkpoint from which the next attempt starts.
-        **policy: Keys of `retry` for the failure kind, in addition to EACH.
+        **policy: Further settings of the retry policy for this failure kind.
     """
     return decide_retry(
         failed(kind),
@@ -50,31 +50,32 @@ def decide_without_jitter(
 @pytest.mark.parametrize(
     ("kind", "before", "attempts", "text"),
     [
-        # an attempt that ends because of missing resources never counts
+        # the cluster had too few free GPUs: such attempts do not count, so the run is always
+        # requeued
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
         (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
-        # the spec limits the attempts that end because of missing resources, so these attempts
+        # the spec allows two attempts that end because of too few free GPUs, so these attempts
         # count
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
-        # for other failure kinds, the spec limits the number of attempts
+        # for other failure kinds, the spec limits the number of attempts to 3 or 1
         (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
         # failures of different kinds are counted together
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
-        # attempts without a failure also count, for example attempts that a user cancelled before
-        # starting the run again
+        # attempts without a failure also count. For example, a user cancelled an attempt and later
+        # started the run again
         (
             NODE,
             (None, None),
             3,
             "final: NODE_LOST, 3 of 3 attempts used",
         ),
-        # attempts that ended because of missing resources do not count for other failure kinds
+        # attempts that ended because of too few free GPUs do not count for other failure kinds
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
         # failures of the kind FLEET_LOST are counted separately from failures of other kinds
@@ -103,7 +104,7 @@ def test_decision_follows_from_the_failure_kinds_and_the_limit_of_attempts(
         ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
         ((FULL,) * 4, 100),  # no delay is longer
-        # the last attempt did run, so the next delay is the shortest again
+        # the last attempt started its components, so the next delay is the shortest again
         ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),

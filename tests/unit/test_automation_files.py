@@ -19,10 +19,10 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 @pytest.mark.parametrize(
     ("blocks", "actions"),
     [
-        # Without a notification block, the automation has no action.
+        # No notification block exists, so the action of the automation is `do-nothing`.
         ((), ["do-nothing"]),
-        # Two notification blocks, such as a Slack and an e-mail block, have the configured name. So
-        # the automation sends the message to both.
+        # Two notification blocks exist, for example for Slack and for e-mail. The automation sends
+        # its message to both blocks.
         ((UUID(int=1), UUID(int=2)), ["send-notification", "send-notification"]),
     ],
 )

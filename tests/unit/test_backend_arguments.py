@@ -25,11 +25,11 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """Return the options that a backend accepts, and the command of a fleet's last server.
+    """Return the options of a backend, and the command of a fleet's last server.
 
     Args:
-        layout: Name of an example fleet in `check.LAYOUTS`. It names a backend, the degrees of
-            parallelism and the number of nodes.
+        layout: Name of an example fleet in `check.LAYOUTS`. The name contains the backend, the
+            degrees of parallelism and the number of nodes.
 
     Returns:
         The options of the backend's command line, as read from tests/peers/backends, and the
@@ -97,12 +97,13 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[st
 @pytest.mark.parametrize(
     ("layout", "word", "replacement", "fault"),
     [
-        # a misspelt option, and an option of another backend, are unknown
+        # the backend does not know the option: it is misspelt, or belongs to another backend
         ("SGLang TP16 over 2x8", "--nnodes", "--nnode", "has no argument --nnode"),
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
         # vLLM reads the option -rank as -r with the value "ank"
         ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),
-        # an option that takes no value gets a value, and an option that needs a value gets none
+        # an option without a value gets a value, an option that needs a value gets none, and an
+        # option has a shortened name
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
         ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),
@@ -156,8 +157,8 @@ def test_lmdeploy_launcher_serves_only_its_replica(monkeypatch: pytest.MonkeyPat
         served.append((model_path, backend_config, rest))
 
     def run() -> None:
-        # Like LMDeploy's command line, call the `launch_server` that the module holds now. So the
-        # call reaches the function with which Muster has replaced it.
+        # LMDeploy's command line also calls `launch_server` as an attribute of the module. Muster
+        # has replaced this attribute, so the call reaches Muster's function.
         launcher.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
 
     modules = {

@@ -12,7 +12,10 @@ from tests.benchmarks.records import read_all
 
 
 def limit(bound: float) -> Limit:
-    """Return a limit: with this number of runs, the duration reaches `bound` milliseconds."""
+    """Return the limit of a benchmark: the number of runs at which a duration reaches `bound`.
+
+    `bound` is a duration in milliseconds.
+    """
     return Limit(what="runs", group="a", bound=bound, bound_text="so much")
 
 

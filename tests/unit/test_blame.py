@@ -36,8 +36,8 @@ def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
         # The log names a cause, which is more precise than the signal.
         (OOM, 6, FailureKind.CUDA_OOM, "cuda-oom"),
         (NCCL, 6, FailureKind.COLLECTIVE_TIMEOUT, "collective-timeout"),
-        # The log reports only that a process was killed, and not why. So the rule is `sigkill`, and
-        # the failure kind follows from the signal.
+        # The log reports only that a process was killed, but not the reason. So the rule is
+        # `sigkill`, and the failure kind follows from the signal.
         (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
         (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
         # The log names no cause. So the rule is `exit`, and the failure kind follows from the
@@ -64,7 +64,7 @@ def test_failure_by_bare_sigkill_points_to_the_kernel_log() -> None:
     assert "dmesg" in failure.hint
 
 
-#: Sentence about the kernel's own counter of kills by its OOM killer.
+#: Sentence for the hint: the kernel has counted no process that its OOM killer ended.
 NO_OOM_KILL = "The kernel's OOM killer has killed no process in the cgroup of the component."
 
 

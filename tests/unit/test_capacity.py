@@ -52,7 +52,8 @@ class FakeReader:
     def __init__(self) -> None:
         self.credentials = Credentials(has_token=False)
         self.answer: Cluster | Exception = USE
-        #: Set when the cluster answers. While it is not set, every read ends with a time-out.
+        #: Set while the cluster answers. While this event is not set, every read ends with a
+        #: time-out.
         self.answers = asyncio.Event()
         self.answers.set()
         self.reads = 0
@@ -93,7 +94,8 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
 @pytest.mark.parametrize(
     ("drained", "found"),
     [
-        # no name is given, but Ray itself is draining the node `far`, which counts as drained
+        # the list of drained nodes is empty, but the node `far` counts as drained, because Ray
+        # itself is draining this node
         ((), {"far"}),
         ((ONE,), {ONE, "far"}),
         # an address without a node id stands for all nodes at this address

@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data"
 FAILURES = sorted((DATA / "failures").glob("*.txt"))
 SURVIVED = sorted((DATA / "survived").glob("*.txt"))
 
-#: Example of a log line for each rule, by the id of the rule. A real program printed each line.
+#: Mapping from the id of each rule to an example of a log line. Real programs printed these lines.
 TEXTS = {
     "verl-total-gpus": "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16",
     "verl-resource-pool": (
@@ -204,8 +204,8 @@ def test_invalid_rule_is_named(fault: str) -> None:
 
 def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
-    # Two groups of rules need no hint. Runs with a failure kind of the first group are requeued, so
-    # the user need not act. The rules of the second group match Python errors of any kind.
+    # Only two groups of rules have no hint: rules whose failure kind makes Muster requeue the run,
+    # and rules that match Python errors of any kind.
     without_hint = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert without_hint - requeued == {"python-value", "exception", "traceback"}
@@ -215,7 +215,8 @@ def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     "rule", [rule for rule in RULES if re.search("CUDA|NCCL", rule.hint)], ids=lambda rule: rule.id
 )
 def test_advice_on_cuda_is_only_for_messages_about_gpus(rule: Rule) -> None:
-    # A training on the CPU prints the other messages, too.
+    # A hint about CUDA would be wrong for a training on the CPU. So only rules that match messages
+    # about GPUs may have such a hint.
     assert re.search("cuda|nccl|nvidia", TEXTS[rule.id], re.IGNORECASE)
 
 
@@ -316,8 +317,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "symptom"),
     [
-        # One rank runs out of memory. The other ranks wait for it until their timeout, which is
-        # only a consequence.
+        # One rank fails, for example because its memory is full. The other ranks wait for this rank
+        # until their time-out. The first rule of each pair is the cause.
         ("cuda-oom", "collective-timeout"),
         ("nvidia-xid", "collective-timeout"),
         ("host-oom", "network"),
@@ -335,8 +336,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # One process reports its own error. The other processes only report that this process has
-        # ended, so the first error is the cause.
+        # One process reports its own error. The other processes report only the end of this
+        # process. So the first rule of each pair is the cause.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),
@@ -344,7 +345,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("configuration-assert", "child-failed"),
         ("storage", "peer-gone"),
         ("port-conflict", "rendezvous-timeout"),
-        # Both lines are consequences of a failure. The more specific rule is reported.
+        # Both log lines are consequences of an unknown failure. The first rule of each pair is more
+        # specific, so this rule is reported.
         ("collective-timeout", "child-failed"),
         ("sigkill", "engine-died"),
         ("collective-timeout", "absurd-request"),
@@ -449,16 +451,17 @@ def test_progress_bar_counts_as_training_steps() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        # A few further steps do not prove that the error was survived. An asynchronous trainer
-        # still trains with the batches that are already in its queue.
+        # A few further steps do not prove that the training survived the error. An asynchronous
+        # trainer still trains with the batches that are already in its queue.
         pytest.param(steps(11, 13), id="few-steps"),
         # Progress bars of inference and of loading also move while the trainer does not train.
         pytest.param(
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
         ),
-        # A restarted program prints the step that it has loaded and counts epochs from the
-        # beginning. Neither shows that the program before the restart survived the error.
+        # A restarted program prints the step that it has loaded, and counts epochs from the
+        # beginning. These two numbers do not show that the program before the restart survived the
+        # error.
         pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
     ],
 )
@@ -502,13 +505,14 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "Volatile Uncorr. ECC |   0 |   N/A",
         "srun: error: node7: task 0: Exited with exit code 1",
         "Error: see above",
-        # These lines report an error and that the program tries again. So the error is not the
-        # cause.
+        # These lines report an error after which the program tried again or used another value. So
+        # the error did not end the program.
         "ERROR client: Connection refused, retrying in 2 s",
         "Port 29500 is already in use, trying port 29501 instead.",
         "retrying after timeout: read timed out (3/10)",
         "CUDA out of memory at batch size 64, falling back to 32",
-        # These lines have harmless log levels, such as INFO, in the formats of several loggers.
+        # The log level of these lines is lower than ERROR. The lines have the formats of several
+        # loggers.
         "WARNING 05-05 12:00:00 [cuda.py:12] CUDA out of memory in the probe run",
         "2026-01-01 00:00:00,120 - INFO - client - ConnectionResetError: peer",
         "[W1107 10:04:31.990 socket.cpp:464] [c10d] Address already in use",
@@ -571,7 +575,7 @@ def test_long_line_is_cut_around_the_match() -> None:
         "Traceback (most recent call last):\n", "step 1\nstep 2\n", "│ Error: \n", "Retrying\n",
     ],
 )  # fmt: skip
-@pytest.mark.timeout(60)  # usually half a second; a backtracking pattern takes minutes
+@pytest.mark.timeout(60)  # usually 0.5 s, but minutes with a regular expression that backtracks
 def test_matching_time_is_linear(unit: str) -> None:
     find_cause(unit * (200_000 // len(unit)))
 
@@ -620,7 +624,7 @@ def traces(ranks: int = 128, frames: int = 100) -> str:
     )
 
 
-#: Content of a log and its expected cause, by the name of the case.
+#: Test cases: mapping from the name of the case to the content of a log and the expected cause.
 LONG = {
     "megabytes of consequences": (steps(1, 9) + f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
     "output of other ranks before the error": (

@@ -18,7 +18,7 @@ FLOW_RUN = uuid4()
 
 
 class ScriptedServer:
-    """Fake Prefect server with one flow run, which also has the methods of Prefect's client."""
+    """Fake of a Prefect server with one flow run, and of the client for this server."""
 
     def __init__(self) -> None:
         #: State of the flow run, or None after the flow run was deleted.

@@ -102,13 +102,13 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of(message="size mismatch for layers.0"), Blame.GIVEN_UP),
         (attempt_of("STORAGE", rule="checkpoint-cut-short"), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        # the attempt got no further than the step of its checkpoint: it evaluated the model, but
-        # did not train
+        # the attempt got no further than step 20, the step of its checkpoint. So it did not train,
+        # and the checkpoint is given up
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),
-        # the log does not show whether the load of the checkpoint failed, so the checkpoint is only
-        # suspected
+        # the log does not show if the attempt failed to load the checkpoint, so the checkpoint is
+        # only suspected
         (attempt_of(), Blame.SUSPECTED),
         (attempt_of(log_tail=TRAINING), Blame.SUSPECTED),
         (attempt_of(message="No CUDA GPUs are available"), Blame.SUSPECTED),
@@ -121,7 +121,8 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("UNKNOWN", signal="SIGTERM"), Blame.NONE),
         (attempt_of(component="api"), Blame.NONE),
         (attempt_of(exit_code=0, rule="success-not-reached"), Blame.NONE),
-        # training continued after the checkpoint was loaded, so the checkpoint is not blamed
+        # training continued after the attempt had loaded the checkpoint, so the checkpoint is not
+        # blamed
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
         # step 3 is progress here, because this trainer counts its steps from zero in each attempt

@@ -49,9 +49,10 @@ def test_damaged_checkpoint_is_not_complete(tmp_path: Path, write: Write, damage
     original = tmp_path / "original"
     older = write(original, 10)
     newest = write(original, 20)
-    # Two kinds of damage cannot be noticed. Only the existence of the marker file `STABLE` counts,
-    # not its content. A checkpoint of Orbax is complete if its folder has the final name, so a
-    # missing data file does not show.
+    # Muster does not notice two kinds of damage:
+    # - A wrong content of the marker file `STABLE`, because only the existence of this file counts.
+    # - A missing data file of Orbax, because a checkpoint of Orbax counts as complete if its folder
+    #   has the final name.
     unnoticed = {"STABLE"} if damage in ("empty", "half") else {"d/0123abcd"}
     for file in files_below(newest):
         name = file.relative_to(original).as_posix()

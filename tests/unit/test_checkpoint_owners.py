@@ -42,7 +42,7 @@ class Run:
         self.foreign = find_foreign_checkpoints(self.spec, self.spec, self.place, 1)
 
     def report_steps(self, *steps: tuple[float, int]) -> None:
-        """Write progress events, as pairs of time and step."""
+        """Write a progress event for each pair of time and step."""
         with self.place.attempt(1).events.open("a") as file:
             for at, step in steps:
                 file.write(json.dumps({"at": at, "event": "run.progress", "step": step}) + "\n")
@@ -51,8 +51,8 @@ class Run:
         """Return the checkpoint to resume from, and the checkpoints that must not be used.
 
         Returns:
-            The name of the checkpoint to resume from, and the reason why each other checkpoint is
-            not used, by the name of that checkpoint.
+            The name of the checkpoint to resume from, and a mapping from the name of each other
+            checkpoint to the reason why this checkpoint is not used.
         """
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         refused = {Path(one.path).name: one.why for one in plan.refused}

@@ -262,7 +262,8 @@ class Run:
         if keep is not None:
             trainer["keep"] = keep
         data = {"name": "x", "workload": "sft", "components": {"trainer": trainer}}
-        # A spec refuses memory://, which is for tests only. So set the URL after the validation.
+        # A spec must not use memory://, which is only for tests. So set this URL after the
+        # validation.
         valid = {**data, "components": {"trainer": {**trainer, "checkpoints": "/x"}}}
         spec = RunSpec.model_validate(valid)
         component = spec.components["trainer"].model_copy(update={"checkpoints": url})
@@ -317,7 +318,7 @@ def test_keep_never_removes_incomplete_checkpoints(store: Store) -> None:
 def test_run_of_another_host_finds_its_checkpoints(store: Store) -> None:
     run = Run(store.url)
     store.write(files.hugging_face, 10)
-    # The new host has the record of the run, but no files of its attempts.
+    # The new host has the record of the run, but no files of the run's attempts.
     run.place.attempt(1).spec.unlink()
 
     assert run.resume() == f"{store.url}/checkpoint-10"

@@ -67,8 +67,8 @@ def create_files(root: Path, *paths: str) -> None:
             "checkpoint-10",
         ),
         (["config.json", "events.log"], None),  # no file name contains a step
-        # verl and SkyRL write the pointer file last; it is missing, so this checkpoint is
-        # incomplete
+        # verl and SkyRL write a pointer file after the checkpoint. The pointer file is missing
+        # here, so the checkpoint is incomplete
         (["global_step_5/"], None),
         (["iter_0000005/"], None),
         ([], None),
@@ -212,7 +212,7 @@ def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
 def run_of(
     tmp_path: Path, checkpoints: str | None, attempts: int, keep: int | None = None
 ) -> tuple[RunSpec, RunPlace]:
-    """Write the files of a run with a number of attempts; return its spec and its paths.
+    """Write the files of a run with some failed attempts, and return the run's spec and paths.
 
     Args:
         tmp_path: Directory for the files.
@@ -383,11 +383,12 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        # the log shows that the checkpoint could not be loaded, so the checkpoint is blamed and the
-        # attempt is not counted
+        # four attempts fail because of the same checkpoint. Only the first failure is blamed on the
+        # checkpoint and not counted, so the count is 3. If `api` fails instead of the trainer, all
+        # four count
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        # only the first failure with a checkpoint is blamed on the checkpoint
+        # with a progress metric, too, only the first failure is blamed on the checkpoint
         (Progress(jsonl="m", step="step"), {}, 3),
         # step 50 is no progress after checkpoint 50: the trainer reports the checkpoint's step
         # before it trains

@@ -39,13 +39,16 @@ ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
 TOKEN = "authorization"
 JOB, FOREIGN_JOB = "01000000", "02000000"
 SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}
-#: Deadline in seconds for clusters that answer, even on a busy machine. Clusters that do not answer
-#: are read with the deadline SHORT_S.
+#: Deadlines in seconds. LONG_S is for clusters that answer, even on a busy machine. SHORT_S is for
+#: clusters that do not answer.
 LONG_S, SHORT_S = 30.0, 0.5
 
 
 def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = None) -> NodeReport:
-    """Return the report of a node with 8 GPUs and 32 CPUs; `used` has the amounts in use."""
+    """Return the report of a node with 8 GPUs and 32 CPUs.
+
+    `used` maps the name of a resource to the amount in use.
+    """
     own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
     free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
     return NodeReport(node_id=node_id, name=name, own=own, available=free)
@@ -89,8 +92,8 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # One bundle of the placement group has CPUs and no GPUs. Its CPUs count as used by programs
-    # outside the queue.
+    # One bundle of the placement group has CPUs, but no GPUs. Its two CPUs count as used by
+    # programs outside the queue.
     assert use.nodes[0].others_cpus == 2
 
 
@@ -109,7 +112,8 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
     use = compute_usage([busy], actors, SUBMISSIONS)
 
     assert use.used == {RUN: {"n1": 2.5}}
-    # The GPU of a plain Ray task counts as used by others, because the task's owner is unknown.
+    # A plain Ray task uses a GPU. This GPU counts as used by others, because the task's owner is
+    # unknown.
     assert use.nodes[0].others_gpus == 3
     assert use.nodes[0].others_cpus == 7
 
@@ -199,9 +203,11 @@ class Store(
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        #: Written entries of the key-value table, which version 1 of Ray's autoscaler reads.
+        #: Entries that were written to the key-value table, which version 1 of Ray's autoscaler
+        #: reads.
         self.keys: dict[bytes, Any] = {}
-        #: Bundles that were requested from version 2 of the autoscaler, with their counts.
+        #: Requests to version 2 of Ray's autoscaler, as pairs: resources of a bundle, number of
+        #: bundles.
         self.constraints: list[tuple[dict[str, float], int]] = []
         #: Ray tokens in the received requests.
         self.received_tokens: list[str] = []

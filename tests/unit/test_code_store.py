@@ -61,7 +61,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def files_in(place: Path) -> dict[str, str]:
-    """Return the text of each file and the target of each link (`-> TARGET`), by relative path."""
+    """Return a mapping from relative path to the text of the file, or to `-> TARGET` of a link."""
     contents = {}
     for folder, folders, names in os.walk(place):
         for path in (Path(folder, name) for name in (*folders, *names)):
@@ -187,9 +187,9 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
 def test_files_of_another_tree_with_the_same_size_are_replaced(
     project: Path, tmp_path: Path, is_touched: bool
 ) -> None:
-    """A changed file has the same size, and all checked-out files have the same modification time.
+    """A changed file keeps its size, and all checked-out files have the same modification time.
 
-    So only the content of a file shows that it has changed.
+    So only the content shows that the file has changed.
     """
     place = tmp_path / "out"
     check_out(read_code(store_project(project)), place)
