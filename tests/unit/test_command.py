@@ -39,8 +39,8 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "RAY_AUTH_TOKEN_PATH",
     )
     for name in names:
-        # `muster` may set this variable. Call `setenv` first, so that `monkeypatch` restores the
-        # original value after the test in any case.
+        # `muster` may set this variable. Call `setenv` first, so that `monkeypatch` always restores
+        # the original value after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -51,7 +51,7 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (["trian", "spec.yaml"], "muster has no command 'trian': did you mean `train`?"),
         (["log"], "muster has no command 'log': did you mean `logs`?"),
         (["sideways"], "muster has no command 'sideways': choose from init, train, submit, "),
-        # `drain` is a subcommand of `muster queue`, and no command of `muster` itself
+        # `drain` is a subcommand of `muster queue`, but not a command of `muster`
         (["drain", "gpu-1"], "muster has no command 'drain': "),
     ],
 )
@@ -189,7 +189,7 @@ def test_closed_output_is_not_a_failure() -> None:
 
 @pytest.fixture
 def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that writes the state file of a stack whose supervisor is this process."""
+    """Return a function that writes a stack's state file, with this process as the supervisor."""
     monkeypatch.setenv("PREFECT_HOME", str(muster_home / "prefect"))
 
     def write(*, is_running: bool = True, **about: Any) -> None:
@@ -276,10 +276,10 @@ def test_other_servers_do_not_get_the_password(
 def test_stopped_stack_or_stack_with_a_user_s_password_gets_no_password(
     stack: Callable[..., None], about: dict[str, bool]
 ) -> None:
-    """`muster` must not send a stack's password in two cases.
+    """`muster` must not send the password of a stack in two cases.
 
-    If the stack is stopped, another user's program may listen at its address. If the user chose the
-    password, the user must also set it for the command `muster`.
+    - The stack is stopped, so another user's program may listen at the address of the stack.
+    - The user chose the password, so the user must also give the password to `muster`.
     """
     stack(**about)
     make_server_password()

@@ -29,9 +29,9 @@ def program(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("components", "shares"),
     [
-        # components without `gpus` share all devices
+        # components without the key `gpus` share all devices
         ({"api": program(), "trainer": program()}, {"api": "4567", "trainer": "4567"}),
-        # components with `gpus` get their own devices, in start order
+        # components with the key `gpus` get their own devices, in start order
         ({"api": program(gpus=1), "trainer": program(gpus=3)}, {"api": "4", "trainer": "567"}),
         ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
         # inference servers reserve the devices of their engines
@@ -58,7 +58,7 @@ def test_devices_are_divided_among_components(
     [
         ("nvidia", "CUDA_VISIBLE_DEVICES"),
         ("amd", "HIP_VISIBLE_DEVICES"),
-        # on ROCm, vLLM and verl start only if this variable equals HIP_VISIBLE_DEVICES
+        # on ROCm, vLLM and verl start only if CUDA_VISIBLE_DEVICES equals HIP_VISIBLE_DEVICES
         ("amd", "CUDA_VISIBLE_DEVICES"),
         ("ascend", "ASCEND_RT_VISIBLE_DEVICES"),
     ],

@@ -41,16 +41,16 @@ def answer(status: HTTPStatus) -> httpx.HTTPStatusError:
 
 @dataclass
 class Server:
-    """A fake Prefect server that answers each renewal of a lease from a list.
+    """A fake Prefect server that answers the renewals of a lease with the elements of `answers`.
 
-    After the last answer, the test's run ends.
+    The run of the test ends after the last answer.
     """
 
-    #: Error for each request to renew the lease, or None if the renewal succeeds.
+    #: Result of each renewal of the lease: an error, or None if the renewal succeeds.
     answers: Sequence[Exception | None]
     #: Set when the last element of `answers` was used.
     is_over: threading.Event = field(default_factory=threading.Event)
-    #: Duration of the lease that each renewal requested, in seconds.
+    #: Requested duration of the lease in each renewal, in seconds.
     renewals: list[float] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -150,8 +150,8 @@ def test_run_goes_on_after_its_lease_is_lost() -> None:
 def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that Prefect's engine still calls the function that Muster replaces.
 
-    Another release of Prefect may call another function. The replacement would have no effect, and
-    a lost lease would end the run.
+    If another release of Prefect called another function, the replacement would have no effect.
+    Then a lost lease would end the run.
     """
     engine_globals = vars(flow_engine)
     name = "maintain_concurrency_lease"
@@ -199,10 +199,9 @@ def raise_no_answer(_flow_run_id: UUID) -> bool:
 class ServerWithLease:
     """A fake Prefect server that rejects new states of a flow run until its lease is released."""
 
-    #: Id of the lease in the state of the flow run, or None if the run has no lease.
+    #: Id of the lease in the state of the flow run. None if the run has no lease.
     lease_id: UUID | None
-    #: HTTP status of the rejection of a new state. After the lease was released, the server accepts
-    #: new states.
+    #: HTTP status with which the server rejects new states until the lease is released.
     status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     is_released: bool = False
     states: list[str] = field(default_factory=list)

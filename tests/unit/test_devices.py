@@ -23,7 +23,10 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """Install a fake driver with four GPUs, whose leases are separate from leases of real GPUs."""
+    """Install a fake GPU driver with four GPUs.
+
+    Leases of these GPUs are separate from leases of real GPUs.
+    """
     monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeNvml.install(monkeypatch, [Gpu() for _ in range(4)])
@@ -31,7 +34,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 @pytest.fixture
 def numbers_without_gpus(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
-    """Simulate a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
+    """Simulate a machine without a GPU driver. MUSTER_GPUS defines its four devices."""
     FakeNvml.install(monkeypatch, None)
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
 

@@ -49,7 +49,7 @@ def fill(place: Path) -> Path:
 
 
 def block(disk: DiskThread) -> threading.Event:
-    """Block the disk thread until the returned event is set, like a hanging file server."""
+    """Block the disk thread, as a hanging file server does, until the returned event is set."""
     may_continue = threading.Event()
     is_blocked = threading.Event()
 

@@ -39,7 +39,7 @@ DOCS = ROOT / "docs"
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 
-#: Complete run spec. The partial specs in the documents are merged into it, to check them.
+#: Complete run spec. To check a partial spec from a document, a test merges it into this spec.
 BASE: Mapping[str, Any] = {
     "name": "example",
     "workload": "grpo",
@@ -86,10 +86,7 @@ def test_every_link_has_a_target(document: Document) -> None:
 
 
 def has_target(document: Document, link: str) -> bool:
-    """Return True if the target of a link exists: its file and its heading.
-
-    A web address always counts as existing.
-    """
+    """Return True if the file and the heading of a link exist, or if the link is a web address."""
     parts = urlsplit(link)
     if parts.scheme:
         return parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -179,8 +176,8 @@ EVALUATED: Mapping[str, Any] = {
     "components": {"trainer": {"checkpoints": "checkpoints"}},
     "evals": {"math": {"command": ["true"]}, "trainer": {"command": ["true"]}},
 }
-#: Complete run specs for keys whose examples are not valid in BASE. A spec is stored under the part
-#: of the spec that contains the key.
+#: Complete run specs for the examples that are invalid in BASE. Each key of this mapping names the
+#: part of a spec that contains the example.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "start_from": {
         "start_from": {
@@ -219,7 +216,10 @@ COMMAND = {
 
 
 def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> dict[str, Any]:
-    """Return the spec `base` with the example value of a key, and the other required keys."""
+    """Return the spec `base` with the example value of a key.
+
+    If the key requires other keys in the spec, these keys are also set.
+    """
     # A preset already defines the rule `kl` completely, so an example may set any single key of
     # this rule.
     names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}

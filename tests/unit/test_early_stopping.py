@@ -103,7 +103,7 @@ def test_points_are_not_compared_too_early(
 
 
 def test_point_is_compared_at_the_last_common_step() -> None:
-    """A matrix point that is ahead of the others is compared at the last common step."""
+    """A run of the matrix that is ahead of the others is compared at the last common step."""
     others = [history([step / 100 for step in range(1, 13)]) for _ in range(3)]
 
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
@@ -114,7 +114,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
 
 
 def test_best_figure_so_far_counts() -> None:
-    """A matrix point whose best reward is good continues: bad last rewards may be noise."""
+    """A run of the matrix with a good best reward continues, even if its last rewards are bad."""
     noisy = history([0.1] * 9 + [0.5] + [0.1] * 10)
 
     assert find_reason_to_stop(rule(), noisy, FIVE) == ""
@@ -143,7 +143,7 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_figure() -> None:
 
 
 def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -> set[int]:
-    """Apply a rule of early stopping to all active matrix points, until it stops no further point.
+    """Apply an early-stopping rule to all active matrix points, until no further point stops.
 
     Returns:
         The numbers of the points that are still active.

@@ -35,7 +35,7 @@ class FakeServer:
     """Fake Prefect server that creates, lists and cancels the flow runs of evaluations."""
 
     runs: list[StageRun] = field(default_factory=list)
-    #: Run spec of each created evaluation, by the name of its task run.
+    #: Mapping from the name of an evaluation's task run to the run spec of the evaluation.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
     cancelled: list[UUID] = field(default_factory=list)
@@ -136,7 +136,7 @@ def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def save(run: RunSession, *steps: int) -> None:
-    """Write a checkpoint for each step, in this order.
+    """Write a checkpoint for each step, in the given order.
 
     While the trainer runs, Muster does not use the newest checkpoint, which may be incomplete.
     """
@@ -145,14 +145,14 @@ def save(run: RunSession, *steps: int) -> None:
 
 
 def states(run: RunSession) -> dict[int | None, str]:
-    """Return the recorded state of each evaluation by the step of its checkpoint."""
+    """Return a mapping from the step of a checkpoint to the recorded state of its evaluation."""
     content = EvaluationsJson.read(run.place)
     steps = {one.number: one.step for one in content.checkpoints}
     return {steps[one.checkpoint]: one.state.value for one in content.evaluations}
 
 
 def list_superfluous(run: RunSession) -> list[int]:
-    """Return the steps of the checkpoints that the key `keep` removes now."""
+    """Return the steps of the checkpoints that the key `keep` makes Muster remove now."""
     record = run.record.content
     paths = find_superfluous_checkpoints(
         run.spec, run.place, record.attempts, record.foreign_checkpoints
@@ -324,11 +324,11 @@ def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSes
     ("training_id", "has_training_ended", "expected"),
     [
         (RUN_ID, True, "failed"),
-        # The training still runs. It will itself record the end of the evaluation, so the process
-        # of the evaluation does not change the record.
+        # The training still runs, and will record the end of the evaluation. So the process of the
+        # evaluation does not change the record.
         (RUN_ID, False, "waiting"),
-        # The training's id comes from a tag, which every user of the Prefect server can change. An
-        # id that leads to another folder is ignored.
+        # The training's id comes from a tag, which every user of the Prefect server can change. So
+        # an id that leads to another folder is ignored.
         ("../other", True, "waiting"),
     ],
 )

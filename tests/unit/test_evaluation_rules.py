@@ -57,12 +57,12 @@ def record(*steps: int) -> EvaluationsJson:
 
 
 def evaluations(**keys: Any) -> dict[str, Evaluation]:
-    """Return the evaluations of a spec: only the evaluation `math`, with these keys."""
+    """Return the evaluations of a spec that has only the evaluation `math`, with these keys."""
     return {"math": Evaluation.model_validate({"command": ["true"], **keys})}
 
 
 def chosen(content: EvaluationsJson, *, is_last: bool = False, **keys: Any) -> dict[int, str]:
-    """Return the new states of the evaluations after `choose_evaluations`, by checkpoint number.
+    """Choose evaluations, and return a mapping from checkpoint number to evaluation state.
 
     Args:
         content: Record of the checkpoints and evaluations.
@@ -80,7 +80,7 @@ def with_state(
 
 
 def write_result(place: RunPlace, number: int, result: object, name: str = "math") -> None:
-    """Write the result of an evaluation, as its program does."""
+    """Write the result of an evaluation, in place of the evaluation's program."""
     path = locate_evaluation_result(place, name, number)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result))

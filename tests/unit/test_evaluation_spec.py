@@ -30,7 +30,7 @@ def run_spec(evaluation: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def faults_of(spec: dict[str, Any]) -> dict[str, str]:
-    """Return the faults of an invalid run spec, by path."""
+    """Return the faults of an invalid run spec: mapping from the path of a key to its fault."""
     with pytest.raises(InvalidSpec) as caught:
         parse_spec(spec)
     return {fault.path: str(fault) for fault in caught.value.faults}

@@ -24,7 +24,10 @@ CODE = sorted((ROOT / "tasks").rglob("*.py"))
 
 
 def emits() -> Iterator[tuple[str, str, str, set[str]]]:
-    """Yield `FILE:LINE`, function, event name and fields of each call that emits an event."""
+    """Yield the place, function, event name and fields of each call that emits an event.
+
+    The place has the form `FILE:LINE`.
+    """
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
@@ -42,7 +45,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
 
 
 def read_names() -> Iterator[tuple[str, str]]:
-    """Yield `FILE:LINE` and the event name of each `case` that matches the name of an event."""
+    """Yield `FILE:LINE` and the event name for each `case` that matches the name of an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):
@@ -71,8 +74,7 @@ def test_readable_fields_are_in_the_catalogue() -> None:
     readable = {name for name, value in vars(Event).items() if type(value).__name__ == "_Field"}
     documented = {field for fields in CATALOGUE.values() for field in fields}
 
-    # The documented key `try` is read into a field with another name, because `try` is a Python
-    # keyword.
+    # The documented key `try` is read into the field `tried`, because `try` is a Python keyword.
     assert readable - {"tried"} <= documented
 
 

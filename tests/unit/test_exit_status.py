@@ -19,8 +19,8 @@ from tasks.record.outcome import Exit
 
 _WITHIN_S = 60.0
 
-#: Program that starts `sh -c CODE` and prints its pid. The line `end` on its input lets the shell
-#: end, and any other line makes the program reap the shell.
+#: Program that starts `sh -c CODE` and prints the pid of the shell. The input line `end` ends the
+#: shell. Any other input line makes the program reap the shell.
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen(["sh", "-c", sys.argv[1]], stdin=subprocess.PIPE)
@@ -33,7 +33,8 @@ for line in sys.stdin:
         print("reaped", flush=True)
 """
 
-#: Shell code, with the exit code and the signal of the shell that runs it. One of them is None.
+#: Tuples of shell code, exit code and signal of the shell that runs the code. Either the exit code
+#: or the signal is None.
 ENDS = [
     ("exit 42", 42, None),
     ("exit 0", 0, None),
@@ -44,7 +45,9 @@ ENDS = [
 
 @contextmanager
 def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
-    """Yield the pidfd, the identity and the parent of a zombie: an ended, not reaped process.
+    """Yield the pidfd, the identity and the parent of a zombie.
+
+    A zombie is a process that has ended, but that its parent has not reaped.
 
     Args:
         code: Shell code that ends the process.
@@ -81,7 +84,7 @@ def reap(parent: subprocess.Popen[str]) -> None:
 
 
 def keeps_status() -> bool:
-    """Return True if the kernel keeps the exit status of reaped processes: Linux 6.15 or later."""
+    """Return True if the kernel keeps the exit status of reaped processes (Linux 6.15 or later)."""
     return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
 
 

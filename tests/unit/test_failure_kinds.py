@@ -32,7 +32,8 @@ def test_every_kind_explains_cause_reaction_action_and_remedy(kind: FailureKind)
     [kind.properties.remedy for kind in FailureKind] + [rule.hint for rule in RULES if rule.hint],
 )
 def test_remedy_does_not_rely_on_other_text_about_the_failure(remedy: str) -> None:
-    # A message need not name a limit, and a failure need not have a log line.
+    # A hint must be understandable without other text. So no hint refers to the message of the
+    # failure, to a log line or to other components.
     assert re.findall(r"message|\b(?:this|the log) line\b|other components", remedy) == []
 
 

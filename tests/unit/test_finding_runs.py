@@ -80,7 +80,7 @@ def write_record(run_id: str, /, **changes: Any) -> None:
 
 @pytest.fixture
 def records(muster_home: Path) -> Path:
-    """Create the records of three runs, a directory without a record, and a broken record."""
+    """Create the records of three runs, a directory without a record, and a damaged record."""
     for run_id in FLOW_RUNS:
         write_record(run_id)
     (muster_home / "runs" / "no-record").mkdir()
@@ -96,11 +96,11 @@ def records(muster_home: Path) -> Path:
         # the name is the beginning of only one run id
         ("sft", OLD),
         ("trial-grpo-20260102-000000-bbb", FAILED),
-        # the name is the id of a flow run, or the beginning of only one id
+        # the name is the id of a flow run, or the beginning of only one flow run id
         (FLOW_RUNS[LIVE], LIVE),
         ("1", OLD),
         ("223", LIVE),
-        # the name is the end of only one id
+        # the name is the end of only one run id
         ("bbbb91c2", FAILED),
         # only one run id contains the name
         ("bbcc", LIVE),
@@ -134,7 +134,8 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
         # the text is a later part of the name in the spec
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
-        # the text is the end of a run id, or the beginning of the id's random part
+        # the text is the end of a run id, or the beginning of the random part at the end of a run
+        # id
         ("cc", "big-trainer-sft-20260102-000000-cccccccc"),
         ("-bbb", "trainer-second-sft-20260103-000000-bbbbbbbb"),
     ],
@@ -404,7 +405,7 @@ def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def write_specs(first: str, second: str) -> None:
-    """Write texts as `spec.yaml` of the last attempts: `first` of OLD, `second` of FAILED."""
+    """Write `spec.yaml` of two runs' last attempts: `first` for OLD, and `second` for FAILED."""
     for run_id, number, text in ((OLD, 1, first), (FAILED, 2, second)):
         place = RunPlace.of(run_id).attempt(number)
         place.directory.mkdir()
@@ -444,7 +445,10 @@ def test_diff_says_if_the_code_of_a_run_was_not_recorded(
 
 
 def submitted_run(run_id: str, flow_run_id: str, **changes: Any) -> FlowRun:
-    """Return the flow run of a submitted run, which waits. Keyword arguments change its spec."""
+    """Return the flow run of a submitted run that still waits.
+
+    Keyword arguments change the run's spec.
+    """
     spec = {
         "name": "trial",
         "workload": "sft",
@@ -463,7 +467,7 @@ def submitted_run(run_id: str, flow_run_id: str, **changes: Any) -> FlowRun:
 
 @contextmanager
 def serving_flow_runs(*flow_runs: FlowRun) -> Iterator[None]:
-    """Serve flow runs like a Prefect server without artifacts, which the verbs then ask."""
+    """Run a fake Prefect server that has only these flow runs, for the verbs of `muster`."""
     by_path = {
         f"/flow_runs/{flow_run.id}": flow_run.model_dump(mode="json") for flow_run in flow_runs
     }
@@ -627,7 +631,7 @@ def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> SimpleNamespace:
-            # Like Prefect's server, accept another state after Cancelling only if it is forced.
+            # Like Prefect's server, accept another state after Cancelling only if `force` is True.
             # Source: prefect/server/orchestration, EnforceCancellingToCancelledTransition.
             if force or not sent_states:
                 sent_states.append(state)
@@ -657,7 +661,7 @@ def test_cancelled_state_of_a_waiting_run_names_the_user(
         ) -> SimpleNamespace:
             sent_states.append(state)
             # A waiting run has no process that a worker must end. So Prefect's server replaces the
-            # state Cancelling by Cancelled, unless the state is forced.
+            # state Cancelling by Cancelled, unless `force` is True.
             # Source: prefect/server/orchestration, BypassCancellingFlowRunsWithNoInfra.
             status = SetStateStatus.ACCEPT if force else SetStateStatus.REJECT
             return SimpleNamespace(status=status, state=Cancelled())
@@ -735,7 +739,7 @@ def test_time_that_cannot_be_read_is_refused(
 
 @pytest.fixture
 def working_run(records: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
-    """Yield a run of this machine and a program that stands for its flow process."""
+    """Yield a run on this machine, and a `sleep` program in place of the run's flow process."""
     process = subprocess.Popen(["sleep", "60"])
     directory = records / "live" / LIVE
     directory.mkdir(parents=True)
@@ -776,7 +780,7 @@ def test_run_that_was_set_to_completed_by_hand_can_be_cancelled(
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> SimpleNamespace:
-            # Like Prefect's server, accept another state after Completed only if it is forced.
+            # Like Prefect's server, accept another state after Completed only if `force` is True.
             # Source: prefect/server/orchestration, HandleFlowTerminalStateTransitions.
             if force:
                 sent_states.append(state)

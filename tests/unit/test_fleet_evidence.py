@@ -67,15 +67,17 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # failed requests (`r`) never reach the threshold unless a probe fails too: with a threshold
-        # of 1, no failed request is counted
+        # failed requests (`r`) alone never reach a threshold of 3. With a threshold of 1, failed
+        # requests do not count at all
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # a missing answer to a probe is no failure if a request gets tokens during the probe (`x`)
+        # a probe without an answer does not count as a failure if a request got tokens meanwhile
+        # (`x`)
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # a bad answer to a probe is a failure even if a request gets tokens during the probe (`b`)
+        # a probe with a bad answer counts as a failure, even if a request got tokens meanwhile
+        # (`b`)
         ("bbb", 3, "sick"),
         # a generated token (`t`) resets the count of failures if each failure was a missing answer
         # (`s`) or a failed request (`r`)

@@ -38,7 +38,7 @@ def cut_off(harness: FleetHarness, *ranks: int) -> None:
 
 
 async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
-    """Yield the same piece of an answer repeatedly, each time after a pause of some seconds."""
+    """Yield the same piece of an answer repeatedly, after a pause of `seconds` each time."""
     while True:
         await asyncio.sleep(seconds)
         yield piece
@@ -102,7 +102,7 @@ class DiscardingRequest(HttpRequest):
 
 
 class Clients:
-    """Sends requests through a `Forwarder` to servers whose responses the test chooses."""
+    """Sends requests to servers through a `Forwarder`. The test chooses the servers' responses."""
 
     def __init__(self, harness: FleetHarness) -> None:
         self.forwarder = Forwarder(harness.fleet, is_token_own=False)

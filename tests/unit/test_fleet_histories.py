@@ -21,7 +21,7 @@ from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import FleetHarness, list_fleet_tasks, make_topology
 
 G = GroupState
-#: Number of random events in one history. The seed of a history decides all of them.
+#: Number of random events in one history. The seed of a history determines all its events.
 EVENTS = 60
 
 
@@ -40,16 +40,17 @@ class HistoryChecker:
     damaged: set[int] = field(default_factory=set)
     #: Number of answer pieces that the servers have generated.
     pieces: int = 0
-    #: Number of failed requests to each server since the server last generated a piece of an
-    #: answer, by the rank of the server.
+    #: Mapping from server rank to the number of failed requests since the server last generated a
+    #: piece of an answer.
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Epoch of each lifecycle group at the last commit, and number of the weight broadcast that the
-    #: group had received, by the index of the group. None before the first commit.
+    #: State of each lifecycle group at the last commit: mapping from the index of the group to a
+    #: tuple of epoch and number of the last weight broadcast that the group received. None before
+    #: the first commit.
     committed: dict[int, tuple[int, int]] | None = None
-    #: Number of the last weight broadcast that an engine received, by `(engine, epoch)`. The number
-    #: stands for the weight version.
+    #: Mapping from `(engine, epoch)` to the number of the last weight broadcast that the engine
+    #: received. This number stands for the weight version.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -157,8 +158,8 @@ class HistoryChecker:
         epoch = self.dice.choice([1, self.harness.host[rank].epoch])
         for _ in range(self.dice.randrange(20)):
             self.harness.fleet.note_failure(rank, epoch, "reset")
-        # The fleet may restart an engine that fails more requests in a row than `health.misses`,
-        # without generating a token in between. So this engine counts as damaged.
+        # The fleet may restart an engine after more than `health.misses` failed requests without a
+        # generated token in between. So count such an engine as damaged.
         self.failed[rank] += 1
         if self.failed[rank] > self.harness.settings.health.misses:
             self._note_damage(rank)
@@ -223,8 +224,8 @@ class HistoryChecker:
         await asyncio.sleep(dice.uniform(0, 40))
         successes = [answer for answer in answers if answer["status"] == 200]
         named = {answer["engine"]: answer["epoch"] for answer in successes if dice.random() < 0.9}
-        # A faulty trainer names engines that did not receive the new weights, with a probability of
-        # 10 %.
+        # The trainer sometimes makes an error: with a probability of 10 % for each engine, it names
+        # the engine although the engine may not have received the new weights.
         named |= {answer["engine"]: answer["epoch"] for answer in answers if dice.random() < 0.1}
         end = dice.choice(["commit", "commit", "commit", "give up", "die"])
         if end == "give up":
@@ -252,7 +253,8 @@ def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
     """Return a function that gives new ports to the two servers of an engine at each call.
 
     Args:
-        ports: Base port that the last call used, by the index of the engine. Each call updates it.
+        ports: Mapping from the index of an engine to the base port of the last call. Each call
+            updates this mapping.
     """
 
     async def rebind(group: int) -> list[Any]:

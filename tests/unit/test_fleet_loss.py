@@ -115,9 +115,9 @@ def test_killed_or_crashed_fleet_is_lost(
             "FleetError: Muster could not assign the inference servers to nodes: no GPUs\n",
             "RUNTIME_ERROR",
         ),
-        # the fleet's process was killed after its log had named an error: this error is the cause
+        # the log named an error before the fleet's process was killed, so this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # the fleet ran out of memory, which would happen again. So the failure is HOST_OOM and not
+        # the fleet ran out of memory. This would happen again, so the failure is HOST_OOM and not
         # FLEET_LOST
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),

@@ -138,8 +138,8 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
     for port in (first, second, meeting):
         with pytest.raises(OSError, match="in use"):
             bind(port)
-    # A keeper reserves ports on a node. Ports that this keeper has reserved do not count as taken,
-    # but ports of other keepers count as taken.
+    # A port keeper reserves ports on a node. A keeper reports the ports of other keepers as taken,
+    # but not its own ports.
     assert await keeper.list_taken([first, second]) == []
     assert await other_keeper.list_taken([first]) == [first]
 
@@ -150,8 +150,8 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
         assert await keeper.list_taken([first, second]) == [first]
     with pytest.raises(OSError, match="in use"):
         bind(second)
-    # The keeper also reserves a port for the run by a name in the abstract socket namespace. This
-    # name is still bound, although the port itself was released.
+    # For each port, the keeper also binds a name in the abstract socket namespace. The name is
+    # still bound, although the keeper has released the port.
     with socket.socket(socket.AF_UNIX) as lock, pytest.raises(OSError, match="in use"):
         lock.bind(lock_name(first, key))
 
@@ -168,8 +168,8 @@ async def test_second_reservation_frees_the_earlier_port() -> None:
 
 
 #: Program that cannot import Muster, so it receives the classes `PortKeeper` and `ServerActor` in
-#: pickled form. The program reserves two ports. It then lets the actor check a port on which only
-#: the program itself listens.
+#: pickled form. The program reserves two ports. Then it lets the actor check a port on which the
+#: program itself listens.
 _PROGRAM_ON_A_NODE = """
 import asyncio, json, socket, sys
 sys.modules["tasks"] = None

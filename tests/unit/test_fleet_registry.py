@@ -38,7 +38,7 @@ def serving(registry: Registry) -> list[int]:
 def registry_with_group_in(state: GroupState) -> Registry:
     """Return a registry with one group, which is in this state.
 
-    The epoch of the group, which counts its starts, is 1 or 2.
+    The epoch of the group (the number of its starts) is 1 or 2.
     """
     registry = Registry(make_topology(1), serves_as_loaded=state is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
@@ -119,8 +119,8 @@ def test_second_failure_of_a_group_changes_nothing() -> None:
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # A recovery is about to restart the group, which still has its failed epoch. A second failure
-    # in this epoch is ignored.
+    # The group has failed and is about to be restarted, but still has its failed epoch. A second
+    # failure in this epoch is ignored.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups

@@ -82,7 +82,8 @@ async def test_stale_engine_is_a_target_and_serves_after_a_commit_names_it() -> 
     await harness.wait_until(lambda: harness.states() == [S, A])
     assert harness.list_routed_ranks() == [1]
 
-    # The fleet has committed version 5, but the restarted engine 0 does not have it.
+    # The fleet has committed weight version 5, but the restarted engine 0 does not have this
+    # version.
     assert (await harness.sync(5, engines={1}))["stale"] == [0]
     assert harness.list_routed_ranks() == [1]
     assert (await harness.sync(5))["serving"] == [0, 1]
@@ -159,7 +160,7 @@ async def test_new_requests_wait_in_order_until_the_commit() -> None:
     requests = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.sleep(50.0)
     assert (served, router.waiting) == ([], 3)
-    # A request that generates nothing does not wait for the end of the sync.
+    # A request that generates no tokens does not wait for the end of the sync.
     router.done(await router.take(None, generates=False))
     await harness.fleet.syncs.commit(sync, 3, {0: 1})
     await asyncio.gather(*requests)
@@ -343,8 +344,8 @@ async def test_restart_that_has_begun_continues_during_a_sync() -> None:
     harness.host.die(0)
     await harness.wait_until(lambda: harness.host[0].is_alive)
 
-    # The sync must not end the restart. Otherwise a trainer with a sync each minute would prevent
-    # every restart.
+    # The sync must not end the restart of the engine. Otherwise a trainer with a sync each minute
+    # would prevent every restart.
     sync = await begin(harness)
     await asyncio.sleep(60.0)
     await harness.fleet.syncs.commit(sync, 1, {1: 1})

@@ -131,8 +131,8 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "note"),
     [
-        # If no engine has reported yet, or all engines serve, the status of the run has no text
-        # about the fleet.
+        # The status of the run has no text about the fleet if no engine has reported yet, or if all
+        # engines serve requests.
         ({}, ""),
         ({0: "active", 1: "suspect", 2: "active"}, ""),
         # Engine 2 has not reported yet, so it does not serve.
@@ -232,7 +232,7 @@ def make_plans(
     [
         (None, False, True),
         # The trainer resumes from a checkpoint, but the servers of the fleet load the original
-        # model, so they must not serve requests.
+        # model. So the servers must not serve requests.
         (None, True, False),
         ("stale", False, False),
         ("loaded", True, True),

@@ -58,12 +58,11 @@ def host(
     """Return the host `here`, in the state in which `muster reconcile` finds it.
 
     Args:
-        alive: Ids of living processes, by the flow run id in their environment.
-        hidden: Processes whose environment cannot be read: their programs by process id.
+        alive: Living processes: mapping from the flow run id in their environment to process ids.
+        hidden: Processes with an unreadable environment: mapping from process id to program.
         registered: Ids or names of the flow runs in the process registry.
         waiting: Names of the flow runs that wait for their next attempt without a process.
-        is_lost: True if `here` is another machine that is permanently lost. False if it is this
-            machine.
+        is_lost: True if `here` is another machine, which is permanently lost.
     """
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
@@ -99,7 +98,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 60), ALIVE, None),
         (flow_run(RUNNING, 60), ALIVE, None),
         (flow_run(CANCELLING, 60), ALIVE, None),
-        # the host has a process, but of another flow run, so this flow run has crashed
+        # the process on the host belongs to another flow run, so this flow run has crashed
         (flow_run(RUNNING, 60), host(alive={str(uuid4()): (7,)}), "Crashed"),
         # a state of less than 30 s is too new for a decision; a state of exactly 30 s is old enough
         (flow_run(PENDING, 29.9), host(), None),
@@ -113,7 +112,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
         (flow_run(StateType.CRASHED, 9000), host(), None),
-        # a worker of another host executes the flow run, even if a process here has the same pid
+        # a worker of another host executes the flow run. A process here with the same pid is
+        # ignored
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
         # the flow run was started without a worker, and no tag names its process. So it may have a
@@ -128,8 +128,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # A worker took the flow run from a work pool. The worker was killed before it added the
-        # label with its name to the flow run
+        # A worker took the flow run from a work pool, and was killed before it could add the label
+        # with its name to the flow run
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         # a user has set a waiting flow run to Running, although it never had a process
@@ -150,16 +150,17 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # of type kubernetes are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # a flow run of `reconcile` has no worker: its deployment shows whether it belongs to this
+        # a flow run of `muster reconcile` has no worker. Its deployment shows if it belongs to this
         # host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
-        # a pipeline with a deployment: a worker can start another process that continues it
+        # a pipeline with a deployment: a worker can start another process that continues the
+        # pipeline
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "AwaitingRetry"),
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # a pipeline that was started without a deployment: no worker starts another process for it
+        # a pipeline without a deployment: no worker can start another process for this pipeline
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -199,7 +200,7 @@ def test_lost_flow_run_gets_its_true_state(run: FlowRun, here: Host, state: str 
     assert (proposed and proposed.name) == state
 
 
-# In the second case, the spec has no Ray address; only the work pool has it.
+# In the second case, only the work pool contains the Ray address, and the spec does not.
 @pytest.mark.parametrize("ray", [{"address": "http://127.0.0.1:8265"}, {}])
 def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> None:
     run = flow_run(RUNNING, 60, parameters={"spec": {"ray": ray}})
@@ -268,7 +269,7 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
         # the run has no record, so its state becomes Crashed
         (RUNNING, None, "Crashed", "the cause"),
-        # the run had its result before the cancel, so the server gets the result
+        # the run had ended before the user cancelled it, so the server gets the result of the run
         (CANCELLING, closed(RunState.COMPLETED), "Completed", "the run's own"),
         (CANCELLING, closed(RunState.FAILED), "Failed", "the run's own"),
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
@@ -336,7 +337,7 @@ def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "is_forced"),
     [
-        # After Cancelling, the server accepts another state than Cancelled only if it is forced.
+        # After Cancelling, the server accepts a state other than Cancelled only if `force` is True.
         (Cancelling(), Completed(), True),
         (Cancelling(), Cancelled(), False),
         (Running(), Completed(), False),

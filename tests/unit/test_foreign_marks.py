@@ -26,17 +26,17 @@ from tests.support.another_user import (
 pytestmark = needs_another_user
 
 RLIMIT_LOCKS = 10
-#: Program that copies the mark of a run's processes, which is a resource limit. Every user can read
-#: the mark in /proc/PID/limits.
+#: Muster marks the processes of a run with a resource limit, which every user can read in
+#: /proc/PID/limits. This program of another user sets the same limit.
 _COPY = """
 mark = int(sys.argv[1])
 resource.setrlimit(10, (mark, resource.RLIM_INFINITY))
 print("marked", flush=True)
 time.sleep(600)
 """
-#: A component in a run that root started. Like some daemons, it changes to another user. The
-#: component also has the mark of the run, which is a number in a resource limit. Muster recognizes
-#: the run's processes by this number.
+#: Program of a component that changes to another user, as some daemons do. Root started the run.
+#: The program has the mark of the run: a number in a resource limit, by which Muster recognizes the
+#: run's processes.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))

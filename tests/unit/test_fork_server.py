@@ -22,7 +22,7 @@ STEP = "prefect.deployments.steps.set_working_directory"
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a checkout, a folder of packages and Prefect's settings files.
 
-    This process uses them during the test.
+    This process uses these folders and files during the test.
     """
     for folder in ("project/tasks/queue", "packages/prefect-3.8.8.dist-info", "home"):
         (tmp_path / folder).mkdir(parents=True)

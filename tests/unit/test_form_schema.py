@@ -15,7 +15,7 @@ from tasks.spec.rollout import Rollout
 from tasks.spec.run import Gang, Progress, RunSpec
 from tasks.spec.values import list_key_schemas
 
-#: Parameter schema of the flow `train`, as a deployment on the Prefect server has it.
+#: Schema of the parameters of the flow `train`, as stored in a deployment on the Prefect server.
 SCHEMA = parameter_schema(train.fn).model_dump_for_openapi()
 SPEC: dict[str, Any] = {
     "name": "trial",

@@ -88,7 +88,7 @@ def attempt(
             "2 attempts of 2 h ended before their first checkpoint; save a checkpoint more often "
             "than every 12 steps",
         ),
-        # One short attempt without a checkpoint has lost little, so nothing is reported.
+        # A single short attempt without a checkpoint has lost little, so nothing is reported.
         ([attempt(0.01, 3, False)], ""),
         # The last attempt has saved a newer checkpoint, or has completed the run. So nothing is
         # reported.

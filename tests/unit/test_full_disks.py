@@ -31,7 +31,8 @@ def make_failure(rule: str = "exit", kind: str = "UNKNOWN", **fields: object) ->
 @pytest.mark.parametrize(
     ("failure", "file_system", "kind"),
     [
-        # The log cannot show the cause, because it is on the full disk.
+        # The full disk is the cause. The log cannot show this cause, because the log is on the same
+        # disk.
         (make_failure(exit_code=1), FULL_DISK, "STORAGE"),
         (make_failure(signal="SIGABRT", kind="RUNTIME_ERROR"), FULL_DISK, "STORAGE"),
         (make_failure(exit_code=134), FULL_DISK, "STORAGE"),

@@ -27,7 +27,7 @@ def holder(run_id: str, demand: Demand, granted: Mapping[str, int]) -> Any:
     Args:
         run_id: Id of the run.
         demand: Nodes and GPUs that the run has requested.
-        granted: Number of granted GPUs by node.
+        granted: Mapping from node name to number of granted GPUs.
     """
     request = SimpleNamespace(name=run_id)
     return SimpleNamespace(id=run_id, request=request, demand=demand, granted=granted)
@@ -64,22 +64,24 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
 @pytest.mark.parametrize(
     ("granted", "used", "held"),
     [
-        # the run uses no GPUs yet, so the granted GPUs count
+        # the run uses no GPUs yet, so it holds the granted GPUs
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
-        # the run uses exactly the granted GPUs, and each of them counts once
+        # the run uses exactly the granted GPUs, and each GPU counts once
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
-        # Ray placed the run on other nodes than granted, so only the used GPUs count
+        # Ray placed the run on other nodes than granted, so the run holds only the GPUs that it
+        # uses
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
-        # the run uses only a part of its GPUs, on other nodes than granted, so both count
+        # the run uses only a part of its GPUs so far, so it holds the granted GPUs, and also the
+        # used GPUs on other nodes
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
         ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
-        # the run uses more GPUs than it was granted, so the used GPUs count
+        # the run uses more GPUs than it was granted, so it holds the GPUs that it uses
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
         # a run that uses a part of a GPU holds the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
         # Ray reports GPU numbers with rounding errors. The numbers are rounded to whole GPUs.
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
-        # the run was started without a grant, so only the GPUs that it uses count
+        # the run was started without a grant, so it holds only the GPUs that it uses
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
         # granted GPUs on a node that has disappeared still count for the limits of tags
@@ -102,7 +104,7 @@ def test_run_holds_used_and_granted_gpus(
         (ClusterNode(name="a", gpus=8, others_gpus=3), 5),
         # half of a GPU is in use, so no gang can get that GPU
         (ClusterNode(name="a", gpus=8, others_gpus=0.5), 7),
-        # Ray reports numbers of GPUs with rounding errors, which are removed
+        # Ray reports numbers of GPUs with rounding errors, so the numbers are rounded
         (ClusterNode(name="a", gpus=8, others_gpus=3.00001), 5),
         (ClusterNode(name="a", gpus=8, others_gpus=8), 0),
         (ClusterNode(name="a", gpus=0), 0),
@@ -206,10 +208,9 @@ ENDING, NEXT = grant("ending", {"n1": 6}), grant("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
-    """The GPUs of an ending run and of the run that follows it count as held at the same time.
+    """The GPUs of an ending run also count as held after Ray gave them to the next run.
 
-    Ray already runs the second run on GPUs of the first. But the first run still has processes, so
-    it has not ended.
+    The ending run still has processes, so both runs hold these GPUs.
     """
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
@@ -231,7 +232,7 @@ def test_grant_moves_with_a_run_if_no_other_run_was_granted_the_gpus() -> None:
 def test_gpus_of_the_old_grant_are_free_after_a_move() -> None:
     """Ray has placed a run on other nodes than granted, so the granted GPUs are free.
 
-    If they counted as held, the first waiting run would wait for them.
+    Otherwise the first waiting run would wait for GPUs that no run uses.
     """
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [NEXT])
 

@@ -59,7 +59,7 @@ class Server:
         self._rows: dict[str, dict[str, Any]] = {}
         #: The received requests, such as `POST /variables/`.
         self.requests: list[str] = []
-        #: `faults[HTTP method]` are the faults of the next requests with that method.
+        #: Mapping from HTTP method to the faults of the next requests with this method.
         self.faults: dict[str, deque[str]] = {
             method: deque() for method in ("POST", "GET", "PATCH", "DELETE")
         }
@@ -172,7 +172,7 @@ async def can_take(scheduling_lease: SchedulingLease, within_s: float = 0.0) -> 
 
 
 def host_lock(tmp_path: Path) -> HostLock:
-    """Return a lock on the lock file of the host `here`, as another process of this host has it."""
+    """Return the lock of the host `here`, as another process of this host would open it."""
     (path,) = (tmp_path / "here" / "gate").iterdir()
     return HostLock(path)
 
@@ -291,8 +291,8 @@ async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease)
 @pytest.mark.parametrize(
     ("within_s", "is_taken_over"),
     [
-        # the lease has expired, but its holder may still be writing to the server, so the lease is
-        # taken over only later
+        # the lease has expired, but its holder may still be writing to the server. So another
+        # scheduler does not take the lease over within 44 s, but within 46 s
         (44.0, False),
         (46.0, True),
     ],

@@ -45,7 +45,7 @@ def held(
         place: Position that the gang had in the queue.
         cpus: Number of CPUs for each GPU.
         tags: Tags of the gang, separated by spaces.
-        **gpus: Number of GPUs by node.
+        **gpus: Number of GPUs on each node. The keyword is the name of the node.
     """
     return Held(
         id=id,
@@ -100,9 +100,9 @@ def reason(why: Why, *waits_for: str, in_s: float | None = None, tag: str = "") 
 class Case:
     line: Sequence[Waiting]
     gangs: Sequence[Held] = ()
-    #: The letters of the nodes of each admitted gang, in the order of admission.
+    #: Mapping from each admitted gang to the letters of its nodes, in the order of admission.
     admitted: Mapping[str, str] = field(default_factory=dict)
-    #: For each gang that does not start, the complete reason or only the kind of the reason.
+    #: Mapping from each gang that does not start to the complete reason, or to the kind of reason.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
     nodes: tuple[ClusterNode, ...] = cluster(8, 8)
     limits: Mapping[str, int] | None = None
@@ -174,7 +174,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w2": GPUS},
             nodes=cluster(8, cpus=11),
         ),
-        # three gangs leave 0.7 CPUs free in total, which is enough for the waiting gang
+        # each of the three running gangs uses 0.1 CPUs, so the waiting gang gets the other 0.7 CPUs
         Case(
             [waits(1, 1, cpus=0.7)],
             [held(f"h{i}", a=1, cpus=0.1) for i in range(3)],
@@ -335,9 +335,9 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w2 needs two GPUs and fits best on node a, where it would delay w1. w3 ends before w1 can
-        # start, so w3 gets two of the three free GPUs of node a. After that, the two GPUs of w4 are
-        # free only on node b
+        # w1 needs all GPUs of node a, which are free only at 100 s. w2 fits best on node a, but
+        # would delay w1, so w2 waits. w3 ends before 100 s, so w3 starts on node a. Then node a has
+        # only one free GPU, so w4 starts on node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],

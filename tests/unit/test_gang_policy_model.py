@@ -22,9 +22,8 @@ from tests.support.slow_plan import slow_plan
 def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     """Return random arguments of `plan` for a cluster.
 
-    Times and demands have few different values. So ties are frequent, because two implementations
-    most often differ in ties. In some cases, gangs hold more GPUs than a node has, or GPUs of a
-    node that has disappeared.
+    Times and demands have few different values, so that ties are frequent. Two implementations most
+    often differ in ties. Some gangs hold too many GPUs, or GPUs of a node that has disappeared.
 
     Args:
         seed: Seed of the random draws.
@@ -117,7 +116,7 @@ hundreds = settings(max_examples=400, deadline=None)
 def is_same(found: Plan, expected: Plan) -> bool:
     """Return True if two plans are equal, and their dicts have the same order.
 
-    The operator `==` alone ignores the order of the admitted and of the waiting gangs.
+    The operator `==` ignores the order of the gangs in these dicts.
     """
     orders = [(list(one.admitted), list(one.reasons)) for one in (found, expected)]
     return found == expected and orders[0] == orders[1]

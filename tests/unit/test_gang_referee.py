@@ -28,15 +28,15 @@ def run(
 ) -> History:
     """Return the history of a correct run with one component.
 
-    The run is submitted at `number` / 100 s.
+    The run is submitted at `number` / 100 s. All times are in seconds.
 
     Args:
-        number: Number of the run, which also is its position in the queue.
-        pending: Time at which the run is admitted, in seconds.
-        ends: Time at which the run ends, in seconds.
+        number: Number of the run, which is also its position in the queue.
+        pending: Time at which the run is admitted.
+        ends: Time at which the run ends.
         gpus: Number of GPUs on each node.
         on: Names of the run's nodes.
-        rank: Priority of the run's queue. The queue with the lowest number is served first.
+        rank: Priority of the run's queue. The lowest number is served first.
         end: Type of the run's final state.
         seen: Devices that the component saw, one character each. Default: the granted devices.
         changes: Fields of the history to replace.
@@ -74,7 +74,10 @@ def run(
 def requeued(requeued_at: float, readmitted_at: float, ends: float) -> History:
     """Return the history of run 1, which is requeued and admitted a second time.
 
-    The arguments are times in seconds: of the requeue, of the second admission, and of the end.
+    Args:
+        requeued_at: Time of the requeue, in seconds.
+        readmitted_at: Time of the second admission, in seconds.
+        ends: Time of the end, in seconds.
     """
     first = run(1, 1, requeued_at)
     second = run(1, readmitted_at, ends)
@@ -117,7 +120,7 @@ def seeing(*devices: str | None, host: str = "n1") -> History:
     """Return a copy of the history `ONE` in which the component saw other GPUs.
 
     Args:
-        *devices: The visible GPUs. A single None for a component that reported no GPUs.
+        *devices: The GPUs that the component saw. A single None if the component reported no GPUs.
         host: Name of the host on which the component ran.
     """
     devices_seen = None if None in devices else devices
@@ -145,7 +148,8 @@ def test_histories_that_keep_the_rules_of_the_queue_have_no_fault(
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        # the components report that they use more GPUs on a node than the node has
+        # two runs use more GPUs of a node than the node has, according to their states or
+        # components
         ([run(1, 1, 5, 5), run(2, 4.9, 8, 4)], "by their states: 9 of 8 n1 at 4.900: r1, r2"),
         (
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)]), run(2, 5.1, 9)],

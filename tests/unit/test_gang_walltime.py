@@ -15,14 +15,15 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ("hours", "expected_s"),
     [
         (0.01, 10 * MINUTE),
-        # an estimated duration of exactly 10 minutes, the shortest duration class, and a slightly
-        # longer estimate, which belongs to the next class
+        # an estimate of exactly 10 minutes belongs to the shortest duration class, and a slightly
+        # longer estimate to the next class
         (1 / 6, 10 * MINUTE),
         (0.17, HOUR),
         (1, HOUR),
         (1.01, 4 * HOUR),
         (5, 12 * HOUR),
-        # one class is exactly 24 hours long, the assumed duration of a run without an estimate
+        # one duration class is exactly 24 hours, because Muster assumes 24 hours for a run without
+        # an estimate
         (24, DAY),
         (25, 3 * DAY),
         (100, 7 * DAY),

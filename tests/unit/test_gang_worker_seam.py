@@ -52,7 +52,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def private_names(source: str) -> set[str]:
-    """Return the names `self._name` that a module uses but neither sets nor defines."""
+    """Return the private attributes of `self` that a module uses, but neither sets nor defines."""
     used_names = set()
     defined_names = set()
     for node in ast.walk(ast.parse(source)):
@@ -153,9 +153,9 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 def test_gang_worker_overrides_only_checked_methods() -> None:
     """Check which methods of Prefect's worker the gang worker overrides.
 
-    The only private method among them is `METHOD`, which other tests check. The method `run` is
-    public, so every worker class may define it. `__aenter__` only chooses the folder for temporary
-    files, and then calls Prefect's method.
+    - `METHOD` is private. Other tests check this method.
+    - `run` is public, so every worker class may define it.
+    - `__aenter__` chooses the folder for temporary files, and then calls Prefect's method.
     """
     overridden = {
         name
@@ -231,7 +231,7 @@ def test_run_whose_lease_was_lost_waits_again_after_its_process_has_ended(
         ("failed", 0.0, "Failed"),
         ("cancelled", 0.0, None),
         ("running", 0.0, None),
-        # The record is of an earlier process of the flow run.
+        # The record is older than this process, so an earlier process of the flow run wrote it.
         ("completed", 60.0, None),
     ],
 )
@@ -331,9 +331,11 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
     results = asyncio.run(scenario())
 
-    # There are three scheduling passes: at the start, at 20 s because Prefect offered a run to the
-    # worker, and at 55 s because the last pass was more than 30 s ago. The last pass starts a run
-    # whose event from the leader was lost.
+    # There are three scheduling passes:
+    # - At the start.
+    # - At 20 s, because Prefect offered a run to the worker.
+    # - At 55 s, because the last pass was more than 30 s ago. The leader's event about a run was
+    #   lost, so only this pass starts the run.
     assert results == [
         (1, False),
         (1, False),
@@ -423,7 +425,7 @@ def cancel_flow_run(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: 
 
     Args:
         process: Process of the flow run.
-        grace_s: Grace periods of the run, in seconds.
+        grace_s: Grace period of the run, in seconds.
 
     Returns:
         The pids of the processes for which the worker has looked up the grace period.

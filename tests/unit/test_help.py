@@ -45,7 +45,8 @@ COMMANDS = (
     "tests.faults.gateway_fuzz",
     "tests.faults.llm",
 )
-#: Subcommands of `muster queue` and `muster secret`. The help of the verb gives their exit codes.
+#: Subcommands of `muster queue` and `muster secret`. The help of `queue` and `secret` lists the
+#: exit codes of these subcommands.
 SUBCOMMANDS = (
     *("queue drain", "queue undrain", "queue set", "queue unset"),
     *("secret set", "secret ls"),

@@ -62,7 +62,7 @@ def rendered(markdown: str) -> str:
 def dangers_in(markdown: str) -> list[str]:
     """Return the dangerous HTML tags and the addresses that become links in a Markdown page."""
     html = rendered(markdown)
-    # Muster's own pictures are data URLs, so they load nothing from another server.
+    # Ignore Muster's own pictures. They are data URLs, so they load nothing from another server.
     html = re.sub(r'<img src="data:image/svg\+xml;base64,[^"]*"', "<p", html)
     tags = [name for _, name, _ in _TAGS.findall(html) if name in ("a", "img", "script", "iframe")]
     return tags + [address.group() for address in _BARE.finditer(_CODE.sub("", html))]
@@ -71,8 +71,8 @@ def dangers_in(markdown: str) -> list[str]:
 def dangers_in_cell(text: str) -> list[str]:
     """Return the HTML tags, formats and links that a text would create in a cell of a table.
 
-    Addresses are searched for in the Markdown source. Prefect's older UI turns them into links in
-    cells, before it resolves the escapes of Markdown.
+    Prefect's older UI turns an address in a cell into a link before it resolves the escapes of
+    Markdown. So the Markdown source is searched for addresses.
     """
     formats = (
         "a",
@@ -268,7 +268,7 @@ def test_foreign_text_is_shown_literally(escape: Callable[[str], str], hostile: 
 
 
 def words_of_text(shown: str) -> str:
-    """Return the text of a paragraph in HTML without tags and white space."""
+    """Return the text of an HTML paragraph, without tags and white space."""
     for tag in ("<p>", "</p>", "<code>", "</code>"):
         shown = shown.replace(tag, "")
     return "".join(shown.split())
