@@ -70,7 +70,7 @@ class PrefectServer:
 
 @pytest.fixture
 def server() -> Iterator[PrefectServer]:
-    """A fake Prefect server. Its attribute `api` is the URL at which it listens."""
+    """A fake Prefect server. The attribute `api` contains the URL of the server's API."""
     server = PrefectServer()
     with serving(server.answer) as url:
         server.api = f"{url}/api"

@@ -22,7 +22,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
         # No notification block exists, so the action of the automation is `do-nothing`.
         ((), ["do-nothing"]),
         # Two notification blocks exist, for example for Slack and for e-mail. The automation sends
-        # its message to both blocks.
+        # a message to both blocks.
         ((UUID(int=1), UUID(int=2)), ["send-notification", "send-notification"]),
     ],
 )

@@ -28,7 +28,7 @@ def limit(bound: float) -> Limit:
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
         # the durations do not grow with the number of runs, so no number of runs reaches the bound.
-        # The result is "over" and ten times the largest measured number
+        # The result is the word "over" with ten times the largest measured number
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
         # a pass takes 5 ms even without runs, which is above the bound of 1 ms

@@ -100,8 +100,7 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
         ((ONE,), {ONE, "far"}),
         # an address without a node id stands for all nodes at this address
         (("10.0.0.5",), {ONE, TWO, "far"}),
-        # neither a node with this node id nor a node with this name exists, so no further node is
-        # drained
+        # no node has this node id or this name, so no further node is drained
         (("10.0.0.5/ffffffff", "gone"), {"far"}),
     ],
 )

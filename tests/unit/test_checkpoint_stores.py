@@ -74,8 +74,8 @@ class Store:
         folder = self.scratch / "written"
         for step in steps:
             write(folder, step)
-        # Store the files in the order in which the trainer wrote them. The last file marks the
-        # checkpoint as complete, so it must also reach the store last.
+        # The last file marks the checkpoint as complete, so this file must reach the store last. So
+        # store all files in the order in which the trainer wrote them.
         paths = [path for path in folder.rglob("*") if path.is_file()]
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
             self.put(path.relative_to(folder).as_posix(), path.read_bytes())
@@ -122,7 +122,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A running S3 server. The S3 client of this process connects to it."""
+    """A running S3 server, to which the S3 client of this process connects."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     yield s3_server

@@ -53,7 +53,8 @@ def create_files(root: Path, *paths: str) -> None:
         ),
         (["step-10.pt", "step-20.pt.tmp"], "step-10.pt"),
         (["step-10.pt", ".step-20.pt"], "step-10.pt"),
-        # Hugging Face's Trainer gives this name to an incomplete checkpoint, so it is not used
+        # Hugging Face's Trainer uses the prefix `tmp-` for an incomplete checkpoint, so step 20 is
+        # not used
         (
             ["step-10.pt", "tmp-checkpoint-20/"],
             "step-10.pt",
@@ -347,8 +348,8 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     assert find_resume_checkpoint(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
     assert find_resume_checkpoint(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
-    # The alarm `kl` ended the attempt. A second alarm came later and only notified the user
-    # (`then: tell`), so it does not change the checkpoint to resume from.
+    # The alarm `kl` ended the attempt. A second alarm came later and only notified the user (`then:
+    # tell`). This second alarm does not change the checkpoint to resume from.
     later = {"rule": "length", "since": 31.0, "step": 32.0}
     ended = failed("ALARM", step=32, alarms=[alarm, later])
     ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
@@ -388,7 +389,7 @@ def test_only_attempts_since_the_last_new_step_count(
         # four count
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        # with a progress metric, too, only the first failure is blamed on the checkpoint
+        # a progress metric is configured: again, only the first failure is blamed on the checkpoint
         (Progress(jsonl="m", step="step"), {}, 3),
         # step 50 is no progress after checkpoint 50: the trainer reports the checkpoint's step
         # before it trains
@@ -418,8 +419,8 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
     [
         # step 3 is complete, because the pointer file names it; newer checkpoints may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
-        # no pointer file names the last complete checkpoint, so step 4 may be incomplete: it is
-        # kept in addition to two others
+        # no pointer file names the last complete checkpoint. So step 4 may be incomplete, and is
+        # kept in addition to two other checkpoints
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
         (
             ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
@@ -427,7 +428,8 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
             "",
             ["a-1"],
         ),
-        # the newest checkpoint is incomplete, so it does not count for `keep`
+        # the newest checkpoint is incomplete, so this checkpoint does not count for the limit
+        # `keep`
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
@@ -531,7 +533,7 @@ def test_growing_incomplete_checkpoint_is_being_saved(
         os.utime(path, (1000, 1000))
 
     # All files are old now. An incomplete checkpoint with old files is the leftover of a crash, so
-    # no program is writing it.
+    # no program is writing this checkpoint.
     assert (now, is_writing_checkpoint(".", tmp_path)) == (grows, False)
 
 

@@ -163,7 +163,7 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
     write(tmp_path, secret__key="key")
     (project / "out").symlink_to("../secret")
     (project / "abs").symlink_to(tmp_path / "secret")
-    # Symbolic links to files of the project. In the copy, they must point to the copied files.
+    # Symbolic links to files of the project. In the copy, the links must point to the copied files.
     (project / "within").symlink_to(project / "train.py")
     (project / "back").symlink_to(f"../{project.name}/data")
     (project / "..hidden").symlink_to("..odd")

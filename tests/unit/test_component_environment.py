@@ -36,7 +36,8 @@ def program(**keys: Any) -> dict[str, Any]:
         ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
         # inference servers reserve the devices of their engines
         ({"rollout": FLEET, "trainer": program()}, {"rollout": "45", "trainer": "67"}),
-        # no device remains for the trainer, so it shares all devices with the other components
+        # no device remains for the trainer, so the trainer shares all devices with the other
+        # components
         (
             {"rollout": {**FLEET, "engines": 2}, "trainer": program()},
             {"rollout": "4567", "trainer": "4567"},

@@ -25,7 +25,7 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
         (demand(2, 4), [node(8), node(8), node(0)]),
         # the node has exactly the number of CPUs that the gang needs, so the gang fits
         (demand(1, 8), [node(8, cpus=24)]),
-        # the number of CPUs of the node is unknown, so it is not checked
+        # the number of CPUs of the node is unknown, so this number is not checked
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
@@ -36,7 +36,7 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
 @pytest.mark.parametrize(
     ("requested", "nodes"),
     [
-        # the gang needs more GPUs on a node than the largest node has, so it can never start
+        # the gang needs more GPUs on a node than the largest node has, so the gang can never start
         (demand(1, 9), [node(8), node(8)]),
         # the cluster has one node too few, so the gang can never start
         (demand(3, 8), [node(8), node(8)]),

@@ -34,7 +34,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 @pytest.fixture
 def numbers_without_gpus(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
-    """Simulate a machine without a GPU driver. MUSTER_GPUS defines its four devices."""
+    """Simulate a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
     FakeNvml.install(monkeypatch, None)
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
 

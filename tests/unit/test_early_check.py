@@ -16,8 +16,8 @@ from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: Packages whose import takes longer than the whole check of a spec. So the check must not import
-#: them.
+#: Packages that the check of a spec must not import, because their import takes longer than the
+#: whole check.
 SLOW_PACKAGES = ("prefect", "ray", "fastapi", "sqlalchemy", "plotext")
 FAULTY = "name: trial\nworkload: sft\ncomponents: {trainer: {command: python train.py}}\n"
 #: A valid spec whose program does not exist.
@@ -114,8 +114,8 @@ def test_spec_is_read_from_the_arguments(
         ["--resume", "some-pipeline"],
         ["spec.yaml", "--help"],
         ["spec.yaml", "other.yaml"],
-        # standard input and a pipe can be read only once, so the check before the command must not
-        # read them
+        # standard input and a pipe can be read only once. So the check before the command must not
+        # read these inputs
         ["-"],
         ["pipe"],
     ],

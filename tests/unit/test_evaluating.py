@@ -306,7 +306,7 @@ def test_checkpoints_that_evaluations_need_are_not_removed(
     evaluator.advance()
 
     # The checkpoint of step 30 is kept because its evaluation has not ended. The checkpoint of step
-    # 10 is kept because it is the best.
+    # 10 is kept because step 10 has the best result.
     assert before_next_look == [20]
     assert list_superfluous(run) == [20, 40, 50]
 

@@ -204,7 +204,8 @@ class HistoryChecker:
         version = fleet.registry.view.version + dice.choice([0, 1, 3])
         self.broadcasts += 1
         broadcast_number = self.broadcasts
-        # An engine that cannot be reached over the network receives no weights, so it may fail.
+        # An engine that cannot be reached over the network receives no weights, so this engine may
+        # fail.
         for server in self.harness.host.servers.values():
             if server.answers != "yes":
                 self.damaged.add(fleet.registry.group_of(server.rank))
@@ -217,15 +218,15 @@ class HistoryChecker:
             answers = (await fleet.syncs.broadcast(sync, ask, dice.choice([1.0, 20.0])))["answers"]
         finally:
             self.harness.prober.statuses.clear()
-        # Each engine that received the broadcast may have the new weights, even if it answered with
-        # an error.
+        # Each engine that received the broadcast may have the new weights, even if the engine
+        # answered with an error.
         for answer in answers:
             self.loaded[answer["engine"], answer["epoch"]] = broadcast_number
         await asyncio.sleep(dice.uniform(0, 40))
         successes = [answer for answer in answers if answer["status"] == 200]
         named = {answer["engine"]: answer["epoch"] for answer in successes if dice.random() < 0.9}
-        # The trainer sometimes makes an error: with a probability of 10 % for each engine, it names
-        # the engine although the engine may not have received the new weights.
+        # Simulate an error of the trainer: with a probability of 10 %, it names an engine that may
+        # not have received the new weights.
         named |= {answer["engine"]: answer["epoch"] for answer in answers if dice.random() < 0.1}
         end = dice.choice(["commit", "commit", "commit", "give up", "die"])
         if end == "give up":

@@ -81,7 +81,7 @@ def test_probe_fails_with_any_other_answer_and_quotes_the_answer(
     ("handle", "reason"),
     [
         (hang, "no answer within 0.05 s"),
-        # The answer ends before its body is complete, so it counts as invalid.
+        # The answer ends before its body is complete, so the answer counts as invalid.
         (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "the answer is not HTTP"),
     ],
 )

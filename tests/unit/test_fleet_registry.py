@@ -88,7 +88,8 @@ def test_method_changes_a_group_only_in_its_legal_states(method: str, state: Gro
     if state in legal:
         call(registry, epoch)
     elif method in ("mark_started", "suspect") and state in (X, G.RETIRED):
-        # The servers of the group are stopped, so a late report about their epoch is ignored.
+        # The servers of the group are stopped. So a late report about the epoch of these servers is
+        # ignored.
         call(registry, epoch)
         assert registry.view is before
     else:

@@ -58,7 +58,8 @@ def test_fleet_is_written_unchanged() -> None:
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
-        # with the backend `command`, all servers of an engine share its `gpus_per_node` GPUs
+        # with the backend `command`, all servers of an engine share the engine's `gpus_per_node`
+        # GPUs
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
         # the number of GPUs is calculated from the parallelism
@@ -70,8 +71,8 @@ def test_fleet_is_written_unchanged() -> None:
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
         ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
         ({**VLLM, "tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 16}, 16, 1, 16),
-        # expert parallelism needs several replicas of the server, over which it spreads the
-        # experts of a mixture-of-experts model
+        # expert parallelism needs several replicas of the server. The experts of a
+        # mixture-of-experts model are spread over these replicas
         ({**LMDEPLOY, "tensor_parallel": 8}, 8, 1, 8),
         ({**LMDEPLOY, "expert_parallel": 8}, 8, 8, 8),
         ({**LMDEPLOY, "expert_parallel": 8, "data_parallel": 4}, 8, 4, 8),
@@ -357,7 +358,7 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
 @pytest.mark.parametrize(
     "fleet",
     [
-        # Muster accepts all arguments that it does not set itself
+        # Muster accepts all arguments that are not set by Muster itself
         {**SGLANG, "args": ["--mem-fraction-static", 0.8, "--no-such-option"]},
         {**COMMAND, "args": ["--port", "1"]},
         # the server gets its port in an environment variable or in an argument

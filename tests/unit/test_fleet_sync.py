@@ -245,8 +245,8 @@ async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
 
     paths = [ask.path for url, ask in harness.prober.calls if url.endswith("8000")]
     assert paths == ["/pause", "/load", "/resume"]
-    # An engine that does not resume after the sync must fail. Otherwise its requests would stay
-    # paused forever.
+    # An engine that does not resume after the sync must fail. Otherwise the requests of this engine
+    # would stay paused forever.
     assert harness.last_failure_cause(2).endswith(
         "during a weight sync: POST /resume: 500 truncated file"
     )

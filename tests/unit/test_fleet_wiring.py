@@ -135,7 +135,7 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
         # engines serve requests.
         ({}, ""),
         ({0: "active", 1: "suspect", 2: "active"}, ""),
-        # Engine 2 has not reported yet, so it does not serve.
+        # Engine 2 has not reported yet, so this engine does not count as serving.
         ({0: "active", 1: "active"}, "rollout 2 of 3 engines serve requests"),
         ({0: "active", 1: "stale", 2: "recovering"}, "rollout 1 of 3 engines serve requests"),
         ({0: "retired", 1: "inactive", 2: "starting"}, "rollout 0 of 3 engines serve requests"),
@@ -388,13 +388,14 @@ def test_unreachable_address_is_a_fault_of_the_spec(
 @pytest.mark.parametrize(
     ("rollout", "trainer"),
     [
-        # The trainer runs on this machine, so it can reach the gateway on loopback.
+        # The trainer runs on this machine, so the trainer can reach the gateway on loopback.
         ({}, {"command": ["train", "${rollout.url}", "${rollout.engines}"]}),
         ({"placement": "ray"}, {"command": ["train", "${rollout.url}"]}),
         # Muster sends the readiness probe of a Ray job from this machine, so the probe reaches the
         # gateway on 127.0.0.1.
         ({}, {**JOB, "command": ["train"], "ready": {"http": "${rollout.url}/muster/health"}}),
-        # The gateway listens on an address that other machines reach, so a Ray job may use it.
+        # The gateway listens on an address that other machines can reach, so a Ray job may use the
+        # gateway.
         ({"host": "10.0.0.7"}, JOB),
     ],
 )
@@ -422,8 +423,8 @@ def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> N
     assert rollout.command.argv[-2:] == ("-m", "tasks.rollout.process")
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
-    # The process of the fleet needs a longer grace period than its servers, because it waits for
-    # the guardian processes that end the servers.
+    # The process of the fleet waits for the guardian processes that end the servers. So it needs a
+    # longer grace period than the servers.
     assert rollout.command.grace_s > 3
 
 
@@ -530,10 +531,10 @@ def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPl
     [
         (Level.L2, "local", True),
         (Level.L3, "local", True),
-        # Level.L4 puts all servers into a PID namespace. The kernel ends them together, and their
-        # pids have no meaning outside the namespace, so the servers are not registered.
+        # Level.L4 puts all servers into a PID namespace. The kernel ends these servers together,
+        # and their pids have no meaning outside the namespace. So the servers are not registered.
         (Level.L4, "local", False),
-        # The servers run on other machines, so this machine does not register them.
+        # The servers run on other machines, so this machine does not register the servers.
         (Level.L2, "ray", False),
     ],
 )
@@ -656,11 +657,11 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
     [
         # No variable names GPUs, so the fleet uses GPU 0, 1 and so on.
         ("nvidia", {}, {}, ()),
-        # The variable names the GPUs of the run. The fleet uses them in the same order.
+        # The variable names the GPUs of the run. The fleet uses these GPUs in the same order.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
-        # ROCm reads CUDA's variable if its own variable is not set.
+        # ROCm reads CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is not set.
         ("amd", {"CUDA_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         # HIP_VISIBLE_DEVICES is for AMD GPUs, and this machine has NVIDIA GPUs.
         ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),

@@ -90,11 +90,11 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
 @pytest.mark.parametrize(
     ("run", "here", "state"),
     [
-        # the flow run has no process, so its state is replaced
+        # the flow run has no process, so the state of the flow run is replaced
         (flow_run(PENDING, 60), host(), "Scheduled"),
         (flow_run(RUNNING, 60), host(), "Crashed"),
         (flow_run(CANCELLING, 60), host(), "Cancelled"),
-        # the flow run has a process, so its state stays unchanged
+        # the flow run has a process, so the state of the flow run stays unchanged
         (flow_run(PENDING, 60), ALIVE, None),
         (flow_run(RUNNING, 60), ALIVE, None),
         (flow_run(CANCELLING, 60), ALIVE, None),
@@ -116,12 +116,12 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # ignored
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # the flow run was started without a worker, and no tag names its process. So it may have a
-        # process on any host, and its state stays unchanged
+        # the flow run was started without a worker, and no tag names its process. So the process
+        # may be on any host, and the state of the flow run stays unchanged
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
         # the flow run was started without a worker, and is not in the host's process registry yet.
-        # A tag of the flow run names its process, so the process can be looked up
+        # But a tag of the flow run names its process, so Muster can look the process up
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
@@ -132,7 +132,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # with its name to the flow run
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
-        # a user has set a waiting flow run to Running, although it never had a process
+        # a user has set a waiting flow run to Running, although the flow run never had a process
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(RUNNING, 59, labels={}, work_pool_name="gang"), host(), None),
         (
@@ -141,7 +141,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             None,
         ),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
-        # a user has set a requeued flow run to Running, although it has no process
+        # a user has set a requeued flow run to Running, although the flow run has no process
         (flow_run(RUNNING, 60), host(waiting=("a-run",)), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(waiting=("a-run",)), None),
         # the next process of the requeued flow run was killed, so the flow run has crashed
@@ -150,8 +150,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # of type kubernetes are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # a flow run of `muster reconcile` has no worker. Its deployment shows if it belongs to this
-        # host
+        # a flow run of `muster reconcile` has no worker. The deployment shows if the flow run
+        # belongs to this host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
         # a pipeline with a deployment: a worker can start another process that continues the
@@ -168,8 +168,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             "Crashed",
         ),
         (flow_run(PENDING, 60, labels={}, work_pool_name="pipelines"), host(), "Scheduled"),
-        # this host's process registry contains the flow run, by id or by name: its state stays
-        # unchanged
+        # this host's process registry contains the id or the name of the flow run, so the state of
+        # the flow run stays unchanged
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),
         # a process whose environment is unreadable may belong to the flow run, so nothing changes
@@ -217,7 +217,8 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # the worker named "there" also runs on this host, although the host is named "here"
+        # this worker is also named "there", although its host is named "here". So no other worker
+        # took the flow run over
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
         # the flow run is a Kubernetes job and not a process of a host, so no worker is named
@@ -262,8 +263,8 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
             "Crashed",
             "the cause. To continue the run: muster retry a-run",
         ),
-        # the record has a final state, but the process was killed before it sent the state to the
-        # server
+        # the record has a final state, but the run's process was killed before it sent this state
+        # to the server
         (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),
         (RUNNING, closed(RunState.FAILED), "Failed", "the run's own"),
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),

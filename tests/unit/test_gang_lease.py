@@ -506,7 +506,7 @@ async def test_repeated_request_of_the_client_still_takes_the_lease(
 async def test_unconfirmed_lease_of_the_same_process_is_replaced(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
+    # MUSTER_HOME is a file and not a folder, so the host cannot create a lock file in MUSTER_HOME.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
     server.faults["POST"].append("answer lost")
@@ -546,7 +546,7 @@ async def test_failed_return_does_not_fail_the_body(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
+    # MUSTER_HOME is a file and not a folder, so the host cannot create a lock file in MUSTER_HOME.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
     server.faults["DELETE"].append(fault)
@@ -615,7 +615,7 @@ async def test_cancel_does_not_wait_for_a_silent_server(
 async def test_lease_works_without_a_host_lock(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
+    # MUSTER_HOME is a file and not a folder, so the host cannot create a lock file in MUSTER_HOME.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
 

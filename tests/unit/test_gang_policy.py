@@ -204,7 +204,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a requeued gang starts when its delay is over
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # the delay of a requeued gang ends in 30 s, but its GPUs become free only in 100 s
+        # the delay of the requeued gang ends in 30 s, but enough GPUs become free only in 100 s
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],
@@ -235,7 +235,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="blue"), "w2": reason(LIMIT, tag="blue")},
             limits={"red": 8, "blue": 3},
         ),
-        # a drained node gets no gang, and its running gangs stay
+        # a drained node gets no new gang, but gangs that already run on the node continue
         Case(
             [waits(1, 4), waits(2, 8)],
             [held("h", 100, a=6)],
@@ -251,7 +251,8 @@ def check(case: Case, policy: Policy) -> None:
         # as possible
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
-        # GPUs that are held on a node that has disappeared do not count as used
+        # the gang `h` holds GPUs on a node that has disappeared, so all GPUs of the other nodes are
+        # free
         Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
         # without nodes every gang waits
         Case([waits(1, 1)], [held("h", a=1)], {}, {"w1": GPUS}, nodes=(), free={}),
@@ -300,8 +301,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 @pytest.mark.parametrize(
     "case",
     [
-        # a later gang may start before HEAD if it ends before HEAD can start (in 100 s), or exactly
-        # at this time
+        # a later gang may start before HEAD if the later gang ends within 100 s, because HEAD can
+        # start in 100 s
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         # a later gang that would still run when HEAD can start must wait until HEAD has started
@@ -344,8 +345,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # too few GPUs are free for the second gang: its reason is BEHIND, because it waits behind
-        # the first gang
+        # too few GPUs are free for the second gang, which waits behind the first gang. So the
+        # reason of the second gang is BEHIND
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),

@@ -196,7 +196,7 @@ def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[
 
 
 def guess_s(job: Job) -> float:
-    """Return an estimated duration of a job that is 0 to 3 s longer than its actual duration."""
+    """Return an estimate of a job's duration: 0 to 3 s longer than the actual duration."""
     return job.duration_s + int(job.id.removeprefix("job-")) % 4
 
 

@@ -108,7 +108,8 @@ async def _check_submission(base: type[Any], class_name: str) -> list[str]:
     submitted: list[UUID] = []
 
     class Overridden(base):
-        # Prefect registers each worker class by its type, so each type must be unique.
+        # Prefect registers worker classes under their types, so the type of each class must be
+        # unique.
         type = f"overridden-{run.id}"
 
         async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 #: imported, because `test_list_of_verbs_explains_each_verb` overwrites the help of both verbs.
 HELP_OF_QUEUE = queue.help
 HELP_OF_SECRET = secret.help
-#: Programs that people start with `python -m`. `python -m deployments.worker` is missing, because
-#: its options come from Prefect; it has its own test below.
+#: Programs that people start with `python -m`. A separate test covers `python -m
+#: deployments.worker`, whose options come from Prefect.
 COMMANDS = (
     "flows.train",
     "flows.pipeline",

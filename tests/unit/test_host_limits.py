@@ -26,7 +26,7 @@ def describe_without_descriptors(error: str) -> tuple[str, str]:
     """Let a process without a free file descriptor describe an error.
 
     Args:
-        error: "files" for an error of open(2), "threads" for a thread that could not start.
+        error: "files" if open(2) failed, "threads" if a thread could not start.
 
     Returns:
         The pid of the process, and the description that it printed.

@@ -93,7 +93,7 @@ def dangers_in_cell(text: str) -> list[str]:
 
 @pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
 def hostile(request: pytest.FixtureRequest) -> str:
-    """Return one of the hostile texts. A test that uses this fixture runs with each of them."""
+    """Return one of the hostile texts. A test with this fixture runs once for each text."""
     return str(request.param)
 
 
