@@ -197,7 +197,7 @@ def raise_no_answer(_flow_run_id: UUID) -> bool:
 
 @dataclass
 class ServerWithLease:
-    """A fake Prefect server that rejects new states of a flow run until it has released the lease."""
+    """A fake Prefect server that rejects new states of a flow run until the lease is released."""
 
     #: Id of the lease in the state of the flow run. None if the run has no lease.
     lease_id: UUID | None

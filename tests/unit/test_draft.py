@@ -172,7 +172,7 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             "grpo",
             ("uv", "run", "rl", "@", "configs/rl.toml", "--output-dir", "${run.dir}"),
         ),
-        # a file of a training framework is preferred to a plain script
+        # a script that imports a training framework is preferred to a plain script
         (
             {"train.py": "print()\n", "sub/grpo.py": "import trl\n"},
             "TRL",

@@ -88,7 +88,7 @@ def test_module_of_the_training_flow_reports_faults_without_slow_imports(tmp_pat
         (["spec.yaml", "--queue", "idle"], "spec.yaml", ()),
         (["--queue=idle", "spec.yaml"], "spec.yaml", ()),
         (["--queue", "idle", "--set", "a=1", "spec.yaml"], "spec.yaml", ("a=1",)),
-        # `spec.yaml` cannot be the value of the option, because SPEC is required
+        # the argument SPEC is required, so `spec.yaml` is SPEC and not the value of `--watch`
         (["--watch", "spec.yaml"], "spec.yaml", ()),
     ],
 )

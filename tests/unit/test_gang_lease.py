@@ -177,7 +177,7 @@ def host_lock(tmp_path: Path) -> HostLock:
     return HostLock(path)
 
 
-# Tests of a holder that gives the lease back in time.
+# Tests in which the holder of the scheduler lease gives the lease back in time.
 
 
 async def test_taking_and_returning_the_lease_are_two_requests(
@@ -386,7 +386,7 @@ async def test_living_holder_without_the_host_lock_keeps_the_lease(
     assert not meanwhile
 
 
-# Tests of a holder that gives the lease back late.
+# Tests in which the holder of the scheduler lease gives the lease back late.
 
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(29.9, True), (30.0, False)])

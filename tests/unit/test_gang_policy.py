@@ -219,7 +219,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="red")},
             limits={"red": 7},
         ),
-        # held GPUs count for a limit, even on a node that has disappeared
+        # GPUs that a gang holds on a node that has disappeared still count for the limit of a tag
         Case(
             [waits(1, 3, tags="red"), waits(2, 2, tags="red")],
             [held("h", a=2, gone=4, tags="red")],

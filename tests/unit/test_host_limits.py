@@ -12,7 +12,7 @@ from tasks.processes.host_limits import FILE_RULE, name_reached_limit
 from tasks.record.outcome import Failure
 from tasks.spec.failure_kinds import FailureKind
 
-#: Program without a free file descriptor, which prints its pid and Muster's text about an error.
+#: Program that has no free file descriptor, and prints its pid and Muster's text about an error.
 _WITHOUT_DESCRIPTORS = """
 import errno, os, resource, sys
 from tasks.processes.host_limits import describe_shortage

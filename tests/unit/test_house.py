@@ -51,7 +51,7 @@ def test_standalone_programs_exist(path: str) -> None:
         ("tasks/spec/a.py", "import psutil"),
         ("tasks/processes/a.py", "import prefect.client"),
         ("tasks/queue/a.py", "import ray"),
-        # standalone programs use only the standard library and modules of their folder
+        # a standalone program may import only the standard library and modules of its own folder
         ("tasks/processes/guardian.py", "import psutil"),
         ("tasks/processes/tree.py", "from tasks.spec import errors"),
         # a flow must not use a clock
