@@ -101,7 +101,8 @@ _REPORT_PLACE_AFTER_S = 5.0
 #: check also shows whether the file system of the checkpoints hangs.
 _CHECK_CHECKPOINTS_EVERY_S = 5.0
 #: Pause after a check whether a component is writing a checkpoint, as a multiple of the duration of
-#: that check. It applies if it is longer than `_CHECK_CHECKPOINTS_EVERY_S`.
+#: the check. For example, a check of 1 s is followed by a pause of 50 s. The pause is never shorter
+#: than `_CHECK_CHECKPOINTS_EVERY_S`.
 _CHECK_CHECKPOINTS_PAUSE = 50.0
 #: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
@@ -115,8 +116,8 @@ _LAST_LINES = 40
 _MOVES_AT_MOST = 5
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
-#: Pause after a check of the run's ports, as a multiple of the duration of that check. It applies
-#: if it is longer than `_PORTS_EVERY_S`.
+#: Pause after a check of the run's ports, as a multiple of the duration of the check. For example,
+#: a check of 1 s is followed by a pause of 20 s. The pause is never shorter than `_PORTS_EVERY_S`.
 _PORTS_PAUSE = 20.0
 #: Seconds to wait until the GPU driver reports the GPU utilisation. If the driver does not answer
 #: in that time, the driver is not asked again.
@@ -124,7 +125,7 @@ _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 
-#: Exit codes of a process that SIGKILL ended: the code of `subprocess`, and the code of a shell.
+#: Exit codes of a process that SIGKILL ended, as `subprocess` and as a shell report them.
 _SIGKILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 #: Advice for a signal that ended a component, if the log does not show the cause.
@@ -166,7 +167,7 @@ _OOM_HINT = (
     "Use fewer worker processes, a smaller batch, or less offloading to CPU memory. Or give the "
     "component more memory: a higher memory limit, or a machine with more memory."
 )
-#: Evidence if this machine's kernel knows nothing about the deaths of the component's processes.
+#: Empty evidence: this machine's kernel knows nothing about the deaths of a component's processes.
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
 _EXIT_CODE_HINTS = {
@@ -193,9 +194,8 @@ def make_failure(
         component: Name of the component.
         message: One line that describes the failure.
         text: End of the component's log, in which the cause is searched. If the component is a
-            launcher of several ranks, only the lines of the rank that failed first count.
-        rule: Name of the rule that noticed the failure. If a cause is found in `text`, the rule of
-            that cause replaces this name.
+            launcher of several ranks, only the lines of the first rank that failed are searched.
+        rule: Name of the rule that detected the failure. Used only if no cause is found in `text`.
         kind: Kind of the failure. None if it is uncertain: the kind is then taken from the cause in
             `text`, or else from the signal that ended the component.
         exit: Exit of the component; None if it has not ended.
@@ -212,13 +212,13 @@ def make_failure(
         has_later_error = any(map(is_later_error, traceback.splitlines()))
         if has_later_error or not has_error_file(text, first_rank):
             traceback = ""
-    # If an alarm of the spec has ended the attempt, the alarm itself is the cause. So do not search
+    # If an alarm rule of the run spec has ended the attempt, the alarm is the cause. Do not search
     # the log for another cause.
     is_explained = kind is FailureKind.ALARM
     cause = None if is_explained else find_cause(own_text, is_consequence=is_later_error)
     is_early_end = first_rank is not None and first_rank is evidence.early_end
     if is_early_end:
-        # The errors in the log are those of the other ranks, which lost this rank.
+        # The errors in the log come from other ranks, which lost the connection to this rank.
         cause = None
     elif traceback and (cause is None or cause.rule.role >= Role.CASCADE):
         cause = find_cause(traceback) or cause
@@ -242,7 +242,8 @@ def make_failure(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # If the kind of the cause is UNKNOWN, as for the line "Killed", keep the argument `kind`.
+        # Some causes, such as the log line "Killed", have the kind UNKNOWN. Then keep the argument
+        # `kind`.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -393,7 +394,7 @@ def _is_oom_kill(
 
 
 def _make_exit_hint(exit: Exit) -> str:
-    """Return advice for an exit whose cause is not in the log, or an empty string."""
+    """Return advice for the user if the log does not show why a component exited. May be empty."""
     code = exit.exit_code
     if exit.signal_name in _SIGNAL_HINTS:
         return _SIGNAL_HINTS[exit.signal_name]
@@ -507,10 +508,10 @@ class EarliestDecision:
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
-        """Ignore all events after a time.
+        """Ignore all events that happen after the given time.
 
-        Call this method if an event at that time decides how the attempt ends, but the decision
-        needs more time. A later event can then not decide the end in the meantime.
+        Call this method when an event may decide how the attempt ends, but must be examined first.
+        Events that happen later are then ignored during the examination.
         """
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
@@ -547,8 +548,9 @@ class SupervisedAttempt:
             ports: The ports of the run.
             emit: Publishes events.
             register: The run's registry on disk. None if the run is not registered.
-            template: Helper process that forks the guardians, the processes that own the
-                components. If None, a new helper process is started when it is needed.
+            template: Helper process that forks the guardian processes. Each component runs under
+                its own guardian process. If None, a new helper process is started when it is
+                needed.
             replan: Called with the name of a component whose port is taken. Reserves another port
                 and returns the changed plan; raises OSError if no port is free. None if a taken
                 port must end the attempt.
@@ -558,14 +560,14 @@ class SupervisedAttempt:
         self._moves_left = _MOVES_AT_MOST
         self._context = AttemptContext(plan, ports, emit, register, template, self.crash)
         self._emit = emit
-        #: All components by name, in the order of their start.
+        #: Mapping from name to component, in the order in which the components are started.
         self.components: dict[str, RunningComponent] = {}
         self._launched: list[RunningComponent] = []
         #: Tasks that watch the whole attempt. The tasks that watch a single component are in
         #: `RunningComponent.tasks`.
         self._watchers = OwnedTasks(self.crash)
-        #: Tasks that decide whether the run continues, fails or is complete after the end of a
-        #: component. The teardown waits for their results.
+        #: Tasks that examine the end of a component, and decide whether the run continues, fails or
+        #: is complete. The teardown waits for the results of these tasks.
         self._examinations = OwnedTasks(self.crash)
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(
@@ -581,14 +583,15 @@ class SupervisedAttempt:
             self._context.readers,
             self._context.log_reader,
         )
-        #: Readers of files and folders that do not answer and were reported to the user, by path.
+        #: Files and folders that do not answer and were reported to the user: mapping from path to
+        #: reader.
         self._reported: dict[str, PlaceReader] = {}
-        #: Size in bytes that the log of a component had before Muster examined or stopped the
-        #: component, by the name of the component. Only components that have failed, but were still
-        #: alive, are listed. Later lines of the log are consequences of the examination or stop.
+        #: Mapping from the name of a component to the size of its log in bytes before Muster
+        #: examined or stopped the component. Contains only components that failed while they were
+        #: still alive. Later lines of the log are consequences of the examination or the stop.
         self._sizes_before_stop: dict[str, int] = {}
-        #: How the attempt ends. Several events may end an attempt, such as failures of two
-        #: components. The earliest event decides.
+        #: The decision how the attempt ends. If several events could end the attempt, such as
+        #: failures of two components, the earliest event decides.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
         self._time_to_save = TimeToSave(
@@ -648,8 +651,8 @@ class SupervisedAttempt:
             self._check_undecided(name)
             component = self.components[name]
             await self._launch(component)
-            # If the program could not be executed, the launch has already decided that the attempt
-            # ends. Check this first, so that the component is not reported as ready.
+            # If the program could not be executed, the attempt has already failed at this point.
+            # Check this first, so that the component is not reported as ready.
             self._check_undecided(name)
             await self._until_settled(component)
             self._check_undecided(name)
@@ -721,8 +724,8 @@ class SupervisedAttempt:
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:
-            # The new port does not change the plan of the component. So the component would use the
-            # taken port again. Do not start it again.
+            # The component's command does not depend on the new port, so the component would use
+            # the taken port again. Do not start the component again.
             self._fail_by_loss(component, component.port_loss)
             return
         self._emit("component.moved", component.name, pid=component.pid, reason=message)
@@ -785,8 +788,7 @@ class SupervisedAttempt:
     async def _follow_checkpoints(self, plan: ComponentPlan) -> None:
         """Check repeatedly that the file system of a component's checkpoints responds.
 
-        When the attempt ends, Muster already knows whether the file system responds. So the end of
-        the attempt is not delayed by a file system that hangs.
+        Because of these checks, a file system that hangs does not delay the end of the attempt.
         """
         assert plan.is_saving is not None
         reader = self._context.readers.of(plan.checkpoints)
@@ -845,13 +847,13 @@ class SupervisedAttempt:
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt for a reason outside the attempt, such as a cancel by the user.
 
-        The attempt is completed nevertheless if its training has reached its last step, and its
-        trainer then ends with exit code 0.
+        If the training has reached its last step and the trainer then ends with exit code 0, the
+        attempt still counts as completed.
 
         Args:
             why: Reason for the end, in one line for the user.
-            state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
-                another process resumes the run.
+            state: State of the run after the attempt. RUNNING means that the Ray jobs of the
+                attempt continue until another process resumes the run.
         """
 
         async def make_verdict() -> Verdict:
@@ -874,8 +876,7 @@ class SupervisedAttempt:
         """Return the component that has ended with exit code 0 after the last step.
 
         Returns:
-            None if the last step is unknown or was not reached, or if no component whose exit code
-            0 completes the run has ended so.
+            None if there is no such component, or if the last step is unknown or was not reached.
         """
         if not self._progress.is_finished:
             return None
@@ -907,9 +908,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # Another event may be under examination now: events that happened later are then ignored.
-        # But the error behind this failure may have ended that examination without a result. So
-        # give this failure the time of the earliest event, which makes it count.
+        # During the examination of an earlier event, later events are ignored. But an error may
+        # have ended this examination without a result, so that no event would decide the end. So
+        # give this failure the time of the earlier event.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -1034,7 +1035,7 @@ class SupervisedAttempt:
     def _port_conflict_of(self, component: RunningComponent) -> str:
         """Return the log line which says that a reserved port of the component is in use.
 
-        The line must name the port, or a process must listen on the port now.
+        The line counts only if it names the port, or if a process listens on the port now.
 
         Returns:
             An empty string if there is no such line.
@@ -1088,9 +1089,9 @@ class SupervisedAttempt:
         return has_signal and is_trainer and self._plan.last_step is not None
 
     async def _check_success(self, component: RunningComponent, exit: Exit) -> None:
-        """Decide whether the attempt has succeeded, after the end of a component.
+        """Decide whether the attempt has succeeded when one of its components has ended.
 
-        Called for a component whose end may mean that all work of the run is done.
+        Called only if the end of this component can mean that all work of the run is done.
         """
         if not exit.is_zero:
             await self._check_killed(component, exit)
@@ -1200,9 +1201,10 @@ class SupervisedAttempt:
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.
 
-        The component had done its work if the training reached the last step and the component then
-        saved a complete checkpoint. A component without checkpoints had done its work if the
-        training reached the last step and the component then crashed.
+        In both cases below, the training must have reached its last step:
+
+        - A component with checkpoints has done its work if it then saved a complete checkpoint.
+        - A component without checkpoints has done its work if it then crashed.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
@@ -1281,7 +1283,8 @@ class SupervisedAttempt:
             kind: Kind of the failure, or None if the log of the component decides the kind.
             exit: Exit of the component, or None if it has not ended.
             hint: Advice for the user if the log of the component does not show the cause.
-            place_words: Words in the message before the code that a hung component executes.
+            place_words: Words that introduce the code location at which a component hangs, for
+                example `it was in`.
         """
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
@@ -1392,9 +1395,9 @@ class SupervisedAttempt:
         is_unexamined = not is_blamed and not self._hung_components()
         if last is not None and is_free and not is_warned and is_unexamined:
             # The teardown stops the components in the reverse order of their launch, and writes
-            # events before the first stop. So send the component that was launched last its stop
-            # signal now. But do not do so if this component has caused the end: its log must be
-            # measured before the signal.
+            # events before the first stop. To save time, send the stop signal to the component that
+            # was launched last now. Exception: if this component caused the end, the size of its
+            # log must be read before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -1455,7 +1458,7 @@ class SupervisedAttempt:
             errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # Read the reached step once more, after the end of all components. It decides
+                # Read the reached step once more, after the end of all components. The step decides
                 # whether the attempt has made progress.
                 await self._progress.until_reached(None)
             except Exception:
@@ -1488,9 +1491,10 @@ class SupervisedAttempt:
 
         Args:
             component: The component.
-            left: Receives the processes that could not be ended, by the name of the component.
-            errors: Receives an error of this function, by the name of the component. After an
-                error, the processes of the component are killed.
+            left: Mapping from component name to processes. This function adds the processes that
+                could not be ended.
+            errors: Mapping from component name to error text. This function adds its own error, and
+                then kills the processes of the component.
         """
         try:
             if component.is_launched:
@@ -1521,8 +1525,8 @@ class SupervisedAttempt:
     async def _make_verdict(self, decision: Decision) -> Verdict:
         """Return the verdict of a decision: the final state of the attempt and its reason.
 
-        If an error in Muster's own code prevents the verdict, or the verdict takes too long, the
-        returned verdict is a failure with that error.
+        The verdict is a failure if an error in Muster's own code occurs, or if the time limit is
+        exceeded.
         """
         try:
             async with asyncio.timeout(_RESULT_WITHIN_S):
@@ -1567,7 +1571,7 @@ class SupervisedAttempt:
         place_words = "it hangs in"
         if end is ProgressEnd.NO_FIRST_STEP:
             hint = _FIRST_STEP_HINT
-            # The component may still be at work, for example on an import.
+            # The component may still be working. For example, it may be importing modules.
             place_words = "it was in"
         elif self._plan.progress is None:
             hint = _NO_OUTPUT_HINT
@@ -1586,8 +1590,8 @@ class SupervisedAttempt:
         Called if components still run `finish_within_s` seconds after the last step of the run.
         """
         component = self._stalled_component()
-        # Mark the component as hung, so that its call stacks are read before it is ended. They show
-        # why it did not end.
+        # Mark the component as hung, so that its call stacks are read before it is ended. The call
+        # stacks show why the component did not end.
         component.is_hung = True
         within_s = self._plan.finish_within_s
 
@@ -1706,8 +1710,9 @@ class SupervisedAttempt:
     def _stalled_component(self) -> RunningComponent:
         """Return the component that is blamed if the run makes no progress.
 
-        It is the last started component that is not ready yet. If all components are ready, it is
-        the trainer, or else the component that was started last.
+        Among the components that are not ready yet, the one that was started last is blamed. If all
+        components are ready, the trainer is blamed; without a trainer, the component that was
+        started last.
         """
         running = [
             component for component in self._launched if component.exit is None

@@ -47,11 +47,11 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
         process: Identity of the process.
 
     Returns:
-        The exit, with the current time. Its exit code and signal are None if they are unknown.
+        The exit with the current time. The exit code and the signal are None if unknown.
     """
     at_monotonic_s = time.monotonic()
-    # As long as the process is a zombie, /proc shows the exit status. After its parent has reaped
-    # it, only the pidfd has the status. The parent may reap the process between the first two
+    # While the process is a zombie, /proc shows the exit status. After the parent has reaped the
+    # process, only the pidfd has the status. The parent may reap the process between the first two
     # reads, so read the pidfd a second time.
     for status in (
         _read_status_of_pidfd(pidfd),
@@ -127,7 +127,7 @@ class ProcessWatch:
     live: LiveProbe
     #: Publishes the event `process.watched` for each process that is watched from now on.
     emit: Emit
-    #: Pidfd of each watched process, by its pid.
+    #: Mapping from the pid of each watched process to its pidfd.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
     async def until_lost(self) -> GiveUpReason:
@@ -215,9 +215,9 @@ class ProcessWatch:
 def _may_execute_another_program(process: ProcessId, command: str) -> bool:
     """Return True if a process was just forked and may soon execute another program.
 
-    A process that was just forked has the command line of its parent. So the process matches the
-    pattern of `ProcessWatch` if its parent does. Do not watch this process yet: it may execute a
-    compiler, for example, and the end of a compiler is no failure of the component.
+    A process that was just forked still has the command line of its parent, so it matches the
+    pattern of `ProcessWatch` if the parent matches. It must not be watched yet: it may soon execute
+    a compiler, for example, and the end of a compiler is no failure of the component.
 
     Args:
         process: The process.

@@ -61,26 +61,26 @@ class ComponentPlan:
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if Muster itself checks only the port `NAME.port` of the component. The component starts
-    #: and watches the servers on all its other ports.
+    #: True if Muster checks only the port `NAME.port` of the component. The component itself starts
+    #: and watches the servers on its other ports.
     manages_ports: bool = False
     #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
     checkpoints: str = ""
-    #: Returns True while the component writes a checkpoint. The call may block. None if it is
-    #: unknown whether the component writes checkpoints.
+    #: Function that returns True while the component writes a checkpoint. The function may block.
+    #: The attribute is None if it is unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
-    #: Returns the seconds since a checkpoint last grew, or None if no checkpoint has grown since
-    #: the last call. The call may block. None if it is unknown whether the component writes
-    #: checkpoints.
+    #: Function that returns the seconds since a checkpoint last grew, or None if no checkpoint has
+    #: grown since the last call. The function may block. The attribute is None if it is unknown
+    #: whether the component writes checkpoints.
     seconds_since_growth: Callable[[], float | None] | None = None
-    #: Returns the step and the time of the newest complete checkpoint. The call may block and raise
-    #: OSError. None if the component has no checkpoints.
+    #: Function that returns the step and the time of the newest complete checkpoint. The function
+    #: may block and may raise OSError. The attribute is None if the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
     #: Signal that warns the component before Muster ends the attempt. None for no warning.
     warning: StopWarning | None = None
     #: Largest size of the component's log on the disk, in bytes. None if the log has no bound.
     log_max_bytes: int | None = None
-    #: Creates the `RunningComponent` that runs the component on a Ray cluster. None if the
+    #: Function that creates the `RunningComponent` for a component on a Ray cluster. None if the
     #: component runs as a process of this machine.
     make_component: Callable[[ComponentPlan, AttemptContext], RunningComponent] | None = None
 
@@ -101,10 +101,10 @@ class AttemptPlan:
     #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
-    #: Fingerprint of the `progress.jsonl` file at the start of the attempt, by which lines of
-    #: earlier attempts are skipped. None if the attempt has not started yet.
+    #: Fingerprint of the `progress.jsonl` file at the start of the attempt. Used to skip the lines
+    #: of earlier attempts. None if the attempt has not started yet.
     metrics: FileFingerprint | None = None
-    #: Alarm rules on the metrics, by their name.
+    #: Mapping from the name of an alarm to its rule on a metric.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: Step that must be reached for success. None if exit code 0 is enough.
     success_step: float | None = None
@@ -120,18 +120,19 @@ class AttemptPlan:
     #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
     #: None if there is no limit.
     time_limit_s: float | None = None
-    #: Key of the run spec that sets the time limit, with its value, for messages.
+    #: Text about the time limit for messages: the key in the run spec that sets the limit, and the
+    #: limit.
     time_limit_text: str = ""
     #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
-    #: Numbers of the GPUs of this machine that the run may use, as the GPU driver counts them.
+    #: GPUs of this machine that the run may use, as indices in the numbering of the GPU driver.
     devices: tuple[int, ...] = ()
-    #: Returns the GPU utilisation of each node of the run's cluster, from 0 to 1. None if the run
-    #: uses no cluster.
+    #: Coroutine function that returns the GPU utilisation of each node of the run's cluster, from 0
+    #: to 1. None if the run uses no cluster.
     gpu_use: Callable[[], Awaitable[Mapping[str, float]]] | None = None
     #: Mechanisms which ensure that all processes of the attempt can be ended.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
-    #: Masks secrets in a text before it is written to disk.
+    #: Function that masks the secrets in a text. Every text is masked before it is written to disk.
     mask: Callable[[str], str] = str
 
     @property
@@ -183,16 +184,16 @@ class AttemptContext:
     emit: Emit
     #: Registry of the run on disk; None if the run is not registered.
     register: registry.RunRegistration | None
-    #: Helper process that forks the guardians, the processes that own the components. If None,
-    #: `begin` starts the helper process when it is needed.
+    #: Helper process that forks the guardian processes. Each component runs under its own guardian
+    #: process. If None, `begin` starts the helper process when it is needed.
     template: InitVar[GuardianTemplate | None] = None
     #: Called with each error that a background task of a component raises.
     on_error: Callable[[BaseException], None] = _log_error
     client: httpx.AsyncClient = field(default_factory=make_client)
     #: Object that starts and ends all processes of the attempt on this machine.
     guards: Guards = field(init=False)
-    #: Logs of the components, by the name of the component. Each log file stays open from the start
-    #: of its component until `release_logs` closes it.
+    #: Mapping from the name of each component to its log. Each log file stays open from the start
+    #: of its component until `release_logs` closes the file.
     logs: Mapping[str, HeldLog] = field(init=False)
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
@@ -217,7 +218,7 @@ class AttemptContext:
         return self.register.disk if self.register is not None else None
 
     def begin(self) -> None:
-        """Start the helper processes with which `Guards` starts the guardian of each component.
+        """Start the helper processes that later fork a guardian process for each component.
 
         Raises:
             OSError: A process could not be started.
@@ -310,7 +311,7 @@ class AttemptContext:
     async def close(self) -> dict[str, tuple[str, ...]]:
         """End all processes of the attempt that still run, and close the shared resources.
 
-        If one of the resources cannot be closed, the others are closed first, and then its error is
+        If closing one resource raises an error, all other resources are closed before the error is
         raised.
 
         Returns:
@@ -356,11 +357,11 @@ class RunningComponent(ABC):
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: True if the component is blamed for missing progress. A report on its processes is then
-        #: written before it is stopped.
+        #: True if the component is blamed for missing progress. Muster then writes a report on the
+        #: component's processes before it stops the component.
         self.is_hung = False
-        #: Place in the code where the component hangs; empty if unknown. Set when that report is
-        #: written.
+        #: Place in the code where the component hangs. Empty if unknown, or if no hang report was
+        #: written yet.
         self.hangs_in = ""
         #: Exit code or signal of the component, with the time; None if it has not ended.
         self.exit: Exit | None = None
@@ -371,11 +372,12 @@ class RunningComponent(ABC):
         self.tasks = OwnedTasks(context.on_error)
         self._context = context
         self._emit = context.emit
-        #: Log of the component. Read it from `log.source`: its file may be moved or removed.
+        #: Log of the component. Read the log through `log.source`, because the file may be moved or
+        #: removed.
         self.log = context.logs[plan.name]
-        #: State of the file that the readiness probe checks, by the path of the file. The state was
-        #: recorded before the component's start (see `probes.identity_of`). The probe succeeds only
-        #: if the state has changed since.
+        #: State of the file that the readiness probe checks, before the component's start: a
+        #: mapping from the path of the file to its state (see `probes.identity_of`). The probe
+        #: succeeds only if the state has changed since the start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
         #: Size of the log in bytes before the launch. The bytes before this offset were written by
@@ -416,8 +418,7 @@ class RunningComponent(ABC):
         """Return the facts about the deaths of the component's processes. The call may block.
 
         Args:
-            exit: Exit of the component, or of one of its processes without which the component
-                cannot work.
+            exit: Exit of the component, or exit of one process that the component needs.
         """
         return DeathEvidence()
 
@@ -444,8 +445,8 @@ class RunningComponent(ABC):
     async def until_ready(self) -> None:
         """Wait until the readiness probe succeeds, and report the component as ready.
 
-        If the component has ended before that, the coroutine waits until it is cancelled. The
-        caller then decides whether the component was ready (`was_ready_before_end`).
+        If the component ends first, the coroutine waits until the caller cancels it. The caller
+        then decides with `was_ready_before_end` whether the component was ready.
 
         Raises:
             ComponentFailed: The probe did not succeed in time, or a process that is not part of
@@ -507,9 +508,11 @@ class RunningComponent(ABC):
     async def was_ready_before_end(self) -> bool:
         """Return True if a component that has ended was ready before its end.
 
-        A log, a file or a message to NOTIFY_SOCKET can still prove this after the end. Without a
-        readiness probe, the result is True. A preparation step, with `ready: {exit: 0}`, is ready
-        when all its processes have ended.
+        The proof depends on the readiness probe:
+
+        - A log line, a file or a message to NOTIFY_SOCKET is checked after the end.
+        - A preparation step (`ready: {exit: 0}`) is ready when all its processes have ended.
+        - Without a readiness probe, the result is True.
 
         Call this only after exit code 0.
         """
@@ -608,12 +611,13 @@ class RunningComponent(ABC):
     def forget_warnings(self) -> None:
         """Let the next call of `warn` send the signal again to processes that have already got it.
 
-        This is needed if the end that was announced by the first warning was called off.
+        Call this if the end of the component was announced by the first warning, and then
+        cancelled.
         """
         return
 
     async def read_planned_end(self) -> PlannedEnd | None:
-        """Return when and why the component's machine will end the component, if this is known.
+        """Return the time and the reason of a planned end of the component by its machine.
 
         An example is a shutdown that an administrator has scheduled on the machine.
 
@@ -689,7 +693,7 @@ class RunningComponent(ABC):
         """Raise an error if a process outside this run listens on one of the ports.
 
         Args:
-            ports: The ports. None in the list stands for no port.
+            ports: The ports. Entries that are None are ignored.
 
         Raises:
             ComponentFailed: A process that is not part of this run listens on the port.

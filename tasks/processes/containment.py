@@ -44,7 +44,7 @@ _PROBE_WITHIN_S = 20.0
 class Level(Enum):
     """Ways to make sure that all processes of a run can be ended, the weakest first."""
 
-    #: The processes of a component are ended by their process group.
+    #: A signal to the process group of a component ends the component's processes.
     L1 = "L1"
     #: A guardian process owns each component and ends its process tree.
     L2 = "L2"
@@ -72,10 +72,10 @@ class Containment:
     """The way in which Muster makes sure that it can end all processes of a run on this machine."""
 
     level: Level
-    #: Directory of the cgroup below which each component gets a cgroup. None if components get no
-    #: cgroup.
+    #: Directory of the parent cgroup. Each component gets a cgroup below this directory. None if
+    #: the components get no cgroup.
     cgroup_parent: str | None = None
-    #: Reasons why stronger levels are not used, by the level.
+    #: Mapping from each stronger level to the reason why this level is not used.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:

@@ -34,16 +34,16 @@ _PAUSE_PART = 0.05
 _PAUSE_AT_LEAST_S = 0.25
 #: Upper bound in seconds of the pause that results from `_PAUSE_PART`.
 _PAUSE_AT_MOST_S = 5.0
-#: Pause after a search, as a multiple of the duration of that search. It applies if it is longer
-#: than the pause that results from `_PAUSE_PART`.
+#: Pause after a search, as a multiple of the duration of the search. The longer of two pauses is
+#: used: this pause, or the pause that results from `_PAUSE_PART`.
 _PAUSE_PER_SEARCH = 50.0
 #: Time limit in seconds for a search for descendants. Reading /proc can block for a process that is
 #: stuck in the kernel.
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512
-#: The death of a descendant is a possible cause of the component's end only if it happened in this
-#: number of seconds before that end. The same is true for a kill by the OOM killer.
+#: A component's end is attributed to the death of a descendant, or to a kill by the OOM killer,
+#: only if that event happened within this number of seconds before the end.
 _CAUSE_WITHIN_S = 30.0
 #: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})
@@ -104,17 +104,18 @@ class DescendantWatch:
     _began_monotonic_s: float = field(default_factory=time.monotonic)
     #: Number of kills of the OOM killer on this machine at the start of the component.
     _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
-    #: State of each memory cgroup when the watch first read it, by the directory.
+    #: Mapping from the directory of a memory cgroup to the first state that was read from it.
     _first_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
-    #: Latest state of each memory cgroup, by the directory.
+    #: Mapping from the directory of a memory cgroup to the latest state that was read from it.
     _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
-    #: Time of the latest kill in each memory cgroup in CLOCK_MONOTONIC seconds, by the directory.
+    #: Mapping from the directory of a memory cgroup to the time of its latest kill, in
+    #: CLOCK_MONOTONIC seconds.
     _kill_times: dict[Path, float] = field(default_factory=dict)
-    #: The memory cgroups that contain processes of the component, without repeats. Each key is the
-    #: path of such a cgroup, followed by the paths of its parent cgroups. The values mean nothing:
-    #: a dict is used instead of a set, because it keeps the order.
+    #: Memory cgroups that contain processes of the component. Each key is a tuple: the path of a
+    #: cgroup, followed by the paths of its parent cgroups. The dict is used as an ordered set, so
+    #: all its values are None.
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
-    #: Pidfd and description of each watched descendant, by its pid.
+    #: Mapping from the pid of each watched descendant to its pidfd and its description.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
     #: Pids of all processes of the component that the searches have found so far.
     _pids: set[int] = field(default_factory=set)
@@ -178,8 +179,8 @@ class DescendantWatch:
         The call blocks for some milliseconds, because it reads the kernel log.
 
         Args:
-            exit: Exit of the component's first process, or of one of its processes without which
-                the component cannot work.
+            exit: Exit of the component's first process, or exit of another process that the
+                component needs.
         """
         oom_kill = self._describe_oom_kill(exit)
         return DeathEvidence(
@@ -203,7 +204,8 @@ class DescendantWatch:
             return
         if pid in self._watched:
             # The process may have executed another program since the last search. For example, a
-            # forked process executes its program a moment later. So replace its description.
+            # forked process executes its program a moment later. So replace the description of the
+            # process.
             pidfd, known = self._watched[pid]
             if known.id == process.id:
                 self._watched[pid] = (pidfd, process)
@@ -213,7 +215,8 @@ class DescendantWatch:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            # The process has ended, or no file descriptor is free. It is then not watched.
+            # The process has ended, or no file descriptor is free. In both cases, do not watch the
+            # process.
             return
         if tree.start_ticks(pid) != process.id.start_ticks:
             os.close(pidfd)
@@ -347,8 +350,8 @@ class DescendantWatch:
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
         """Return a cgroup in which the OOM killer killed a process, and the cgroups around it.
 
-        The kill must have happened shortly before the exit. If the cgroup was removed, the kills in
-        the nearest cgroup around it count.
+        The kill must have happened shortly before the exit. If the cgroup was removed, the kills of
+        its nearest remaining parent cgroup are used.
 
         Args:
             exit: Exit of the component.
@@ -380,8 +383,8 @@ class DescendantWatch:
                 "The kernel log (dmesg) does not show that the kernel's OOM killer killed this "
                 "process."
             )
-        # Return the next sentence only if the component's cgroup is known. It is unknown if the
-        # component ended before the first search for its processes.
+        # Claim this only if the component's cgroup is known. The cgroup is unknown if the component
+        # ended before the first search for its processes.
         is_known = self.process.pid in self._pids
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."

@@ -45,22 +45,24 @@ class Devices:
 
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str
-    #: Numbers of the devices that Muster may grant, as the GPU driver counts them, in ascending
-    #: order.
+    #: Indices of the devices that Muster may grant, in the numbering of the GPU driver, in
+    #: ascending order.
     indices: tuple[int, ...]
-    #: UUID of each device that the GPU driver reports, by its number. Empty on a machine without
-    #: GPUs.
+    #: Mapping from the number of each device that the GPU driver reports to its UUID. Empty on a
+    #: machine without GPUs.
     uuids: Mapping[int, str]
-    #: Reason why a device must not be granted, by the number of the device.
+    #: Mapping from the number of a device that must not be granted to the reason.
     problems: Mapping[int, str]
 
     @staticmethod
     def here() -> Devices:
         """Return the devices of this machine that Muster may grant.
 
-        The GPU driver reports the GPUs. If MUSTER_GPUS is set, only the GPUs in it are returned;
-        otherwise, only the GPUs in CUDA_VISIBLE_DEVICES, if that is set. On a machine without GPUs,
-        MUSTER_GPUS alone defines the devices.
+        The GPU driver reports the GPUs. Two environment variables change the result:
+
+        - If MUSTER_GPUS is set, only the GPUs in MUSTER_GPUS are returned.
+        - Otherwise, if CUDA_VISIBLE_DEVICES is set, only the GPUs in that variable are returned.
+        - On a machine without GPUs, MUSTER_GPUS alone defines the devices.
 
         Raises:
             BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
@@ -93,9 +95,9 @@ class Devices:
     def key(self, index: int) -> str:
         """Return the name of the socket that represents a lease on a device.
 
-        The name for a GPU is its UUID, which is the same for all users of the machine. The name for
-        a number without a GPU is derived from the secret of this MUSTER_HOME. So no other user can
-        guess the name and lease the number.
+        The name for a GPU is its UUID, which is the same for all users of the machine. If the
+        number belongs to no GPU, the name is derived from the secret of this MUSTER_HOME, so that
+        no other user can guess the name.
 
         Args:
             index: Number of the device.
@@ -103,8 +105,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # The GPU driver reports no UUID for a GPU that has fallen off the bus. Make a key from the
-        # number of such a GPU, as for a number without a GPU.
+        # The GPU driver reports no UUID for a GPU that has fallen off the bus. Derive the key of
+        # such a GPU from its number.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"
@@ -117,7 +119,7 @@ def _list_visible_gpus(uuids: Mapping[int, str]) -> tuple[int, ...]:
     An outer scheduler such as Slurm sets this variable. The order of the GPUs in it is kept.
 
     Args:
-        uuids: UUID of each GPU, by its number.
+        uuids: Mapping from the number of each GPU to its UUID.
     """
     written = os.environ.get(*DEVICE_VARIABLES["nvidia"])
     if written is None:
@@ -166,8 +168,8 @@ class DeviceHeld(OSError):
 class DeviceLease:
     """A lease of one run on devices of this machine.
 
-    The lease ends with `close`. Without `close`, it ends when this process and all guardians of the
-    run, the processes that own its components, have ended.
+    The lease ends with `close`. Without `close`, the lease ends when this process and all guardian
+    processes of the run's components have ended.
     """
 
     def __init__(self, devices: Devices, indices: Sequence[int], owner: str) -> None:
@@ -237,9 +239,9 @@ class DeviceLease:
 
 
 def read_leases(devices: Devices) -> dict[int, str]:
-    """Return the owner of each device that is leased now, by the number of the device.
+    """Return a mapping from the number of each leased device to the owner of the lease.
 
-    The owner is the id of a flow run; an empty string if it is unknown.
+    The owner is the id of a flow run, or an empty string if unknown.
     """
     owners: dict[str, str] = {}
     for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():

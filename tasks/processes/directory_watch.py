@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 #: Flags of linux/inotify.h: a file was made in the directory, or was moved into it.
 _IN_CREATE = 0x100
 _IN_MOVED_TO = 0x80
-#: Flag of an event after which the kernel reports nothing more about the directory.
+#: Flag of the last event that the kernel reports about a directory.
 _IN_IGNORED = 0x8000
 #: Number of bytes for one read of events. The largest event has 272 bytes.
 _READ_BYTES = 1 << 16
@@ -66,8 +66,8 @@ class DirectoryWatch:
     def close(self) -> None:
         """Stop the thread. Returns at once."""
         if self._watch_id >= 0:
-            # End the thread: after this call, the kernel sends a last event, IN_IGNORED, at which
-            # the thread ends.
+            # End the thread: this call makes the kernel send the event IN_IGNORED, and the thread
+            # ends when it reads that event.
             self._libc.inotify_rm_watch(self._fd, self._watch_id)
             self._watch_id = -1
 

@@ -109,7 +109,8 @@ def end_orphans(*, chases: bool = True) -> list[int]:
     """Send SIGKILL once to the descendants of guardian processes that have died.
 
     The calling process must be a subreaper, so that the kernel makes it the parent of these
-    descendants. Processes that it has started itself, and their descendants, get no signal.
+    descendants. Processes that the calling process has started itself get no signal, and neither do
+    their descendants.
 
     Args:
         chases: See `tree.kill_once`.
@@ -339,8 +340,7 @@ def _are_gone(processes: Iterable[PidAndStart], deadline: float) -> bool:
 
     Args:
         processes: The processes.
-        deadline: Time in CLOCK_MONOTONIC seconds at which the wait ends, even if
-            `KILLED_WITHIN_S` seconds have not passed.
+        deadline: Latest end of the wait, in CLOCK_MONOTONIC seconds.
 
     Returns:
         False if a process still exists at the end of the wait.

@@ -100,9 +100,10 @@ def _find_mount_point(directory: Path) -> Path:
 
 
 def measure_at_exit(log: Path) -> tuple[FileSystem, ...]:
-    """Return the file systems whose lack of space can end a component without a log line.
+    """Return the free space of the file systems of a component's log and of /dev/shm.
 
-    Call this at once after the end of the component, because shared memory may be removed later.
+    A component that finds one of these file systems full may end without a log line. Call this
+    directly after the end of the component, because shared memory may be removed later.
 
     Args:
         log: Log of the component.
@@ -115,7 +116,7 @@ def measure_at_exit(log: Path) -> tuple[FileSystem, ...]:
 
 
 def name_full_disk(failure: Failure, file_systems: Iterable[FileSystem]) -> Failure:
-    """Return a failure with the full file system that caused the failure.
+    """Return a copy of a failure in which a full file system is named as the cause.
 
     The failure is returned unchanged if no file system is full, or if the log shows another cause.
 

@@ -54,8 +54,8 @@ _GUARDIAN = (
 #: Seconds to wait for the report of the guardian process, after the kernel has reported the end of
 #: the component. A guardian process that was stopped with SIGSTOP never reports.
 _REPORT_WITHIN_S = 2.0
-#: Seconds to wait until the component's program is executed. This takes milliseconds, but seconds
-#: if the machine is short of memory.
+#: Seconds to wait until the component's program is executed. The execution usually takes
+#: milliseconds, but takes seconds on a machine that is short of memory.
 _SPAWN_WITHIN_S = 30.0
 #: Seconds to wait until the description of a command is sent to a guardian process. Also the time
 #: limit for an answer of the process that forks guardian processes.
@@ -65,8 +65,8 @@ _ORDER_WITHIN_S = 2.0
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of the command's children, after their guardian process was killed.
 _KEPT_ROUND_S = 0.2
-#: Difference in seconds between the recorded end times of two processes, if Muster only knows which
-#: of them ended first.
+#: Difference in seconds that Muster records between the end times of two processes, if it knows
+#: only which process ended first.
 _A_MOMENT_S = 1e-6
 #: Environment variables of this process that its guardian processes inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
@@ -115,7 +115,7 @@ class Command:
     def ends_within_s(self) -> float:
         """Longest time from the request to stop until the whole process tree has ended, in seconds.
 
-        It takes longer only if SIGKILL cannot end a process.
+        The end takes longer only if SIGKILL cannot end a process.
         """
         return (self.children_grace_s or 0.0) + self.longest_grace_s + KILL_WITHIN_S
 
@@ -275,8 +275,8 @@ class GuardedProcess:
         self.cgroup: str | None = None
         #: Directory of the cgroup with the command's memory limit; None if there is no limit.
         self.memory_cgroup: str | None = None
-        #: Pids that survived SIGKILL or may not be signalled by this user, from the guardian
-        #: process's last report; empty if there are none.
+        #: Pids in the last report of the guardian process: processes that survived SIGKILL, or that
+        #: this user may not signal.
         self.stuck: tuple[int, ...] = ()
         #: Command lines of processes that outlived the command and did not end by themselves. The
         #: value is valid when the future `empty` is done.
@@ -451,7 +451,8 @@ class GuardedProcess:
     def abandon_guardian(self) -> None:
         """Kill a guardian process that does not answer.
 
-        The guardian's descendants become children of this process, a subreaper, which kills them.
+        This process is a subreaper. So it becomes the parent of the guardian's descendants, and
+        kills them.
         """
         self._guardian.kill()
 
@@ -608,7 +609,8 @@ class GuardedProcess:
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
         # The recorded end times must show in which order the processes ended. Pidfds may report the
         # ends late, but in the right order. So each process in `earlier`, whose pidfd reported
-        # first, ended before this process. Correct its end time if it is later.
+        # first, ended before this process. If the recorded end time of such a process is later,
+        # correct it.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]
@@ -700,6 +702,6 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        # Read the error of the future once. Otherwise asyncio would log that the error was never
-        # retrieved, if no caller awaits the future.
+        # Read the error of the future once. Otherwise, if no caller awaits the future, asyncio logs
+        # that the error was never retrieved.
         future.exception()

@@ -67,9 +67,9 @@ else:
     import cgroup
     import tree
 
-#: Text in the command line and the environment of a process that forks guardians, in place of a
-#: component's name. Each forked guardian overwrites the text in its memory with its component's
-#: name. The padding makes room for long names.
+#: Placeholder for a component's name in the command line and the environment of the process that
+#: forks guardians. Each forked guardian overwrites the placeholder in its memory with the name of
+#: its component. The padding makes room for long names.
 TEMPLATE = "template".ljust(64)
 #: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
 _MAX_FDS_PER_MESSAGE = 253
@@ -122,8 +122,8 @@ class Guardian:
         #: Decides when the whole tree gets its next SIGKILL. None before the first SIGKILL.
         self._kill_rounds: tree.KillRounds | None = None
         self._reported_stuck = False
-        #: Command lines of the stragglers by pid. A straggler is a descendant that still lived when
-        #: the first process ended with exit code 0 and without a stop signal.
+        #: Mapping from the pid of each straggler to its command line. A straggler is a descendant
+        #: that still lived when the first process ended with exit code 0 and without a stop signal.
         self._stragglers: dict[int, str] = {}
         #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0
@@ -278,13 +278,14 @@ class Guardian:
                     self._stragglers[pid] = tree.read_command_line(pid) or f"pid {pid}"
 
     def _note_ended_stragglers(self, statuses: dict[int, int]) -> None:
-        """Remember the stragglers that did not end by themselves soon after the first process.
+        """Record the stragglers among the processes that have ended now.
 
         A straggler is a descendant that outlived the first process. A straggler that ends by itself
-        within a second is omitted: it is a helper process, such as Python's resource tracker.
+        within a second counts as a helper process, such as Python's resource tracker, and is
+        omitted.
 
         Args:
-            statuses: Wait status of each process that has ended now, by pid.
+            statuses: Mapping from the pid of each process that has ended now to its wait status.
         """
         lasted_s = time.monotonic() - self._left_alone_at
         for pid in self._stragglers.keys() & statuses.keys():
@@ -512,8 +513,8 @@ def enter_namespace(init: int, alive: int) -> None:
     child = os.fork()
     if child == 0:
         # The parent is outside the namespace, so `getppid` returns 0 for a living and for a dead
-        # parent. A parent that has died before this call is therefore not noticed. The guardian
-        # process continues without it.
+        # parent. So the guardian process does not notice a parent that died before this call, and
+        # continues.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)

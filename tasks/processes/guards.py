@@ -33,7 +33,8 @@ _UNUSED_WITHIN_S = 2.0
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
     """Return the environment variables that identify an attempt.
 
-    The guardians, the processes that own the attempt's components, get these variables.
+    The guardian processes, which own the components of the attempt, are started with these
+    variables.
     """
     return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
 
@@ -118,7 +119,7 @@ class Guards:
             self._template = self._template or GuardianTemplate(self._tag)
 
     def prepare(self, component: str, part: str = "") -> GuardedProcess:
-        """Start the guardian that will own a process, and return the process with this guardian.
+        """Start the guardian process of a command that will be executed later.
 
         The guardian executes no command yet. Pass the same names to `running` later to execute a
         command, or to `dismiss` to end the guardian.
