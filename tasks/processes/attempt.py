@@ -422,7 +422,7 @@ def _advise_early_exit(name: str, step: float | None) -> str:
 
 
 def _describe_shell_code(exit: Exit) -> str:
-    """Return a sentence that names the signal for which the exit code of a shell stands."""
+    """Return a sentence that names the signal behind a shell's exit code, such as 137."""
     return (
         f"Exit code {exit.exit_code} means that the component is a shell or launcher, and "
         f"{_signal_of_shell(exit)} ended the program that the shell or launcher had started."
@@ -1050,7 +1050,7 @@ class SupervisedAttempt:
         return cause.line if named & {*own} else ""
 
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
-        """Decide about a component that ended with exit code 0 before its probe succeeded.
+        """Decide about a component that exited with code 0 before its readiness probe succeeded.
 
         If the log or the files of the component show that it was ready, the component is treated
         as a ready component that has ended. Otherwise the attempt fails.

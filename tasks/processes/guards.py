@@ -88,12 +88,12 @@ class Guards:
         self._prepared: set[str] = set()
         #: Processes in the order in which the kernel has reported their ends.
         self._ended_processes: list[GuardedProcess] = []
-        #: Directory of the existing cgroup of each process, by the name of the process.
+        #: Mapping from the name of each process to the directory of its existing cgroup.
         self._cgroups: dict[str, str] = {}
-        #: Directory of the cgroup that limits the memory of a process, by the name of the process.
+        #: Mapping from the name of a process to the directory of the cgroup that limits its memory.
         self._memory_cgroups: dict[str, str] = {}
-        #: Tasks that wait for the end of a process, by the process. They continue if the code that
-        #: waits for them is cancelled.
+        #: Mapping from a process to the task that waits for its end. The task continues if the code
+        #: that waits for the task is cancelled.
         self._endings: dict[GuardedProcess, asyncio.Task[tuple[int, ...]]] = {}
 
     @property
@@ -246,7 +246,8 @@ class Guards:
     async def end(self, process: GuardedProcess, within_s: float) -> None:
         """Wait until a process has ended. Call its method `stop` or `kill` before.
 
-        Several callers may wait for the end of one process; the time limit of the first one counts.
+        Several callers may wait for the end of one process; the time limit of the first caller
+        applies.
 
         Args:
             process: The process.
@@ -281,8 +282,7 @@ class Guards:
         self._close_template()
         if self._endings:
             await asyncio.wait(self._endings.values())
-        # Leave out processes that SIGKILL could not end. They were reported before, and would not
-        # end now either.
+        # Leave out processes that SIGKILL could not end. These processes were already reported.
         remaining = [
             process for process in self._processes if not (process.empty.done() or process.stuck)
         ]

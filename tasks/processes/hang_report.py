@@ -108,9 +108,10 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
-#: Matches a frame that waits for other ranks or for child processes. The functions are those of
-#: PyTorch and DeepSpeed for communication, and for the start of a process group. The backward pass
-#: waits for the gradients of all ranks. A parent process waits in `multiprocessing` for its ranks.
+#: Pattern of a stack frame in which a process waits for other ranks or for child processes. It
+#: matches functions of PyTorch and DeepSpeed for communication and for the start of a process
+#: group, the backward pass, which waits for the gradients of all ranks, and waits in
+#: `multiprocessing`.
 _WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
@@ -271,8 +272,8 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     deadline = time.monotonic() + within_s
     asked = {
         pid: subprocess.Popen(
-            # Do not let py-spy pause the process (`--nonblocking`). It would wait forever for the
-            # pause of a process that SIGSTOP has stopped already.
+            # Do not let py-spy pause the process (`--nonblocking`). Otherwise py-spy would wait
+            # forever for the pause of a process that SIGSTOP has already stopped.
             [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -514,8 +515,8 @@ _REPORTED_WITHIN_S = 1.0
 _ABORTED_WITHIN_S = 1.0
 #: Time limit in seconds for copying the end of the component's log into the report.
 _COPIED_WITHIN_S = 1.0
-#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. If half of the
-#: grace period is shorter, that time is used instead.
+#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. The time is
+#: never longer than half of the grace period.
 _BEFORE_KILL_S = 1.0
 #: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20
@@ -615,8 +616,8 @@ class Diagnosis:
         if handles_signal(pid, self.command.stop_signal):
             return False
         # The stop signal only reaches the process group of the component's first process. If the
-        # first process handles the signal, it may save a checkpoint. It may need processes outside
-        # its group for that, so these processes must not be aborted.
+        # first process handles the signal, it may save a checkpoint. To save, the first process may
+        # need processes outside its group, so those processes must not be aborted.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
         return not saves or _read_group(pid) == _read_group(first)

@@ -24,8 +24,8 @@ from tasks.record.outcome import Failure
 PROCESS_RULE = "process-limit"
 #: Value of `Failure.rule` if a limit of open files has caused the failure.
 FILE_RULE = "file-limit"
-#: A limit counts as reached if this share of it is in use. The share is below 1, because the use is
-#: measured after the component's end. Ended processes of the component no longer count.
+#: Share of a limit that must be in use, so that the limit counts as reached. The share is below 1,
+#: because the use is measured after the component's end, without the ended processes.
 _REACHED_SHARE = 0.95
 #: Matches messages of programs that could not start a process or thread.
 _NO_PROCESS = re.compile(
@@ -107,9 +107,8 @@ def measure_process_limits() -> tuple[HostLimit, ...]:
 def describe_file_limits() -> str:
     """Return a text about the limits of open files, RLIMIT_NOFILE, after an error of a component.
 
-    The text names the processes that have reached their limit now. Usually the process with the
-    error has ended, and there is no such process. Then the text names the limit with which the
-    components of the run start: they inherit the limit of this process.
+    The text names the processes that have reached their limit now. If no such process exists any
+    more, the text names the limit that the run's components inherit from this process.
     """
     limits: list[HostLimit] = []
     with suppress(OSError):
@@ -188,7 +187,7 @@ def is_process_shortage(error: BaseException) -> bool:
 
 
 def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = ()) -> Failure:
-    """Return a failure with the limit of processes or open files that has caused it.
+    """Return a copy of a failure that names a reached limit of processes or files as the cause.
 
     The failure is returned unchanged if the log of the component shows another cause. The
     measurement may take some tenths of a second.
@@ -301,7 +300,7 @@ def _name_largest(counts: dict[int, int]) -> str:
     """Return a text that names the process that uses most of a limit, or an empty string.
 
     Args:
-        counts: Number of threads of each process, by pid.
+        counts: Mapping from the pid of each process to its number of threads.
     """
     if not counts:
         return ""

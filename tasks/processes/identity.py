@@ -18,7 +18,7 @@ def host_name() -> str:
     """Return the name of this machine: the value of MUSTER_HOST, or else the host name.
 
     Muster's records contain this name, to show which machine they belong to. Set MUSTER_HOST in a
-    container, because its host name differs from that of its machine.
+    container, because the host name of a container differs from that of its machine.
     """
     return HOST.read() or socket.gethostname()
 
@@ -31,8 +31,8 @@ def user_name() -> str:
         return "a user"
 
 
-#: Function that returns an id of this boot of the machine and this PID namespace. A pid is only
-#: valid within the same boot and the same PID namespace.
+#: Function that returns an id for the current boot of the machine and the current PID namespace. A
+#: pid is only valid within the same boot and the same PID namespace.
 boot_id = cache(tree.machine)
 
 

@@ -45,7 +45,7 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, wait for its end, and return its result or raise its error.
 
-        Do not call it from the thread of the loop, because the loop cannot run while it waits.
+        Do not call this method from the thread of the loop: the wait would block the loop.
         """
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 

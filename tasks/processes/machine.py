@@ -107,7 +107,7 @@ def _read_gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any
 def _find_gpu_problem(nvml: Any, handle: Any) -> str:
     """Return the reason why no run may use a GPU; an empty string if there is none.
 
-    A check that this model of GPU does not support is skipped.
+    A check that this type of GPU does not support is skipped.
     """
     with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
@@ -156,7 +156,7 @@ def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str,
         ray_dir: Ray's session directory on this node.
 
     Returns:
-        The facts as plain data, by the name of the fact.
+        Mapping from the name of each fact to its value, as plain data.
     """
     return {
         "machine": machine(),
@@ -262,8 +262,8 @@ def _write_test_file(shared: Path, folder: Path, name: str) -> str:
         return f"there is no directory {shared}"
     try:
         # If this node does not share the directory with the caller, the folder is missing here.
-        # Create the folder. The test files of the other nodes are then missing in it, which shows
-        # that the directory is not shared.
+        # Create the folder nevertheless. It will not contain the test files of the other nodes,
+        # which shows that the directory is not shared.
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     except OSError as error:

@@ -127,7 +127,7 @@ def count_kills_of_machine(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 
 
 def _read_counter(path: Path, name: str) -> int | None:
-    """Return a counter from a file with a name and a number in each line; None if it is absent."""
+    """Return a counter from a file with lines `NAME NUMBER`; None if the counter is missing."""
     with suppress(OSError, ValueError):
         for line in path.read_text(encoding="ascii").splitlines():
             key, _, value = line.partition(" ")
@@ -137,7 +137,7 @@ def _read_counter(path: Path, name: str) -> int | None:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None if it is absent or `max`."""
+    """Return the number in a file; None if the file is missing or contains `max`."""
     with suppress(OSError, ValueError):
         return int(path.read_text(encoding="ascii"))
     return None

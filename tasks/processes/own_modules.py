@@ -34,7 +34,7 @@ _COMMAND = "tasks.command"
 def make_own_command(module: str) -> tuple[str, ...]:
     """Return the beginning of a command that runs a module of Muster in a new process.
 
-    It stands for `python -m MODULE`. Arguments of the module may follow.
+    The command has the effect of `python -m MODULE`. Append the arguments of the module.
 
     Args:
         module: Name of the module, for example `deployments.upkeep`.
@@ -75,8 +75,8 @@ def select_own_path(
 def find_foreign_folders() -> list[str]:
     """Return the folders of the user on the import path of this process.
 
-    They are the folder of the started script, the entries of PYTHONPATH, and the user's own
-    site-packages with the folders that its `.pth` files add.
+    These folders are the folder of the started script, the entries of PYTHONPATH, and the user's
+    own site-packages with the folders that its `.pth` files add.
     """
     foreign = [os.path.dirname(os.path.abspath(sys.argv[0]))]
     if python_path := os.environ.get("PYTHONPATH"):
@@ -91,8 +91,8 @@ def find_foreign_folders() -> list[str]:
 def find_own_folders() -> list[str]:
     """Return the folders of this Python installation on the import path of this process.
 
-    They are its site-packages, and the folders that the `.pth` files there add, such as Muster's
-    checkout after an editable installation.
+    These folders are its site-packages, and the folders that the `.pth` files there add, such as
+    Muster's checkout after an editable installation.
     """
     packages = site.getsitepackages()
     return [*packages, *(folder for place in packages for folder in _list_pth_folders(place))]

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Time limit in seconds of a read for which the caller sets no limit.
+#: Default time limit of a read, in seconds.
 ANSWERS_WITHIN_S = 2.0
 #: Longest wait in seconds of `ask_blocking` between two checks whether the caller must stop.
 _CHECK_STOP_EVERY_S = 0.1
@@ -58,9 +58,9 @@ class _Read(Generic[T]):
 class PlaceReader:
     """Calls functions that read a file, a folder or a URL, one at a time, in a daemon thread.
 
-    The thread starts with the first call. While a call does not return, no further thread starts.
-    As soon as the time limit of that call is over, later calls fail at once with `PlaceTimeout`.
-    All methods can be called from any thread.
+    The thread starts with the first call. If a call does not return within its time limit, later
+    calls fail at once with `PlaceTimeout`. No further thread is started. All methods can be called
+    from any thread.
     """
 
     def __init__(self, place: object, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -183,8 +183,8 @@ class PlaceReader:
         Args:
             work: The function.
             within_s: Time limit in seconds.
-            must_stop: Function that is called several times per second. The wait ends if it returns
-                True.
+            must_stop: Function that is called several times per second. The wait ends if the
+                function returns True.
 
         Raises:
             PlaceTimeout: The function has not returned in time, an earlier call is overdue, or

@@ -44,7 +44,7 @@ _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"}
 
 
 def port_key() -> bytes:
-    """Return the secret of this MUSTER_HOME, which `lock_name` uses. Create it if it is missing.
+    """Return the secret of this MUSTER_HOME for `lock_name`. Create the secret if it is missing.
 
     Raises:
         OSError: The secret can be neither read nor created.
@@ -88,9 +88,11 @@ class PortsReserved:
             OSError: No port is free.
         """
         self._key = key
-        #: Unix socket that reserves each port (see `lock_name`), by the name of the port.
+        #: Mapping from the name of each port to the Unix socket that reserves the port (see
+        #: `lock_name`).
         self._locks: dict[str, socket.socket] = {}
-        #: TCP socket that is bound to each port, by the name of the port, until `release`.
+        #: Mapping from the name of each port to the TCP socket that is bound to the port until
+        #: `release`.
         self._bound: dict[str, socket.socket] = {}
         #: Number of each port, by the name of the port.
         self.numbers: dict[str, int] = {}
@@ -108,14 +110,14 @@ class PortsReserved:
         Use it if the components may already listen on the ports.
 
         Args:
-            numbers: Number of each port, by the name of the port.
+            numbers: Mapping from the name of each port to its number.
         """
         ports = cls(())
         ports.numbers.update(numbers)
         return ports
 
     def of(self, component: str) -> dict[str, int]:
-        """Return the number of each port of one component, by the name of the port.
+        """Return a mapping from the name of each port of one component to the port's number.
 
         The name of a port begins with the component and a dot, for example `trainer.port`.
         """
@@ -133,7 +135,7 @@ class PortsReserved:
         """Reserve other ports for a component, because another process has taken one of its ports.
 
         Each new port is reserved only by a Unix socket with the name `lock_name`. No TCP socket is
-        bound to the port, because other users can see a bound port. They could take the port
+        bound to the port, because other users can see a bound port. Another user could take a port
         between `release` and the component's own bind.
 
         Args:

@@ -113,8 +113,8 @@ async def wait_for_success(
 
     Args:
         probe: The probe.
-        every_s: Smallest interval between two checks, in seconds. The interval grows with the time
-            since the first check: it is a tenth of that time. It does not grow beyond one second.
+        every_s: Minimum interval between two checks, in seconds. The interval is a tenth of the
+            time since the first check, but at most one second.
         on_no: Called with the reason why a check has failed. Not called again for the same reason.
     """
     reason = None
@@ -273,8 +273,9 @@ class LogProbe(ComponentProbe):
 class FileProbe(ComponentProbe):
     """Succeeds if a file exists that was created or changed after the component's start.
 
-    The file's identity is compared with the identity before the start. The time of the file is not
-    compared with the time of the start, because a network file system may have another clock.
+    The inode, size and times of the file are compared with their values before the start. The times
+    are not compared with this machine's clock, because a network file system may have another
+    clock.
     """
 
     def __init__(self, path: Path, before: object, reader: PlaceReader | None = None) -> None:
@@ -289,8 +290,8 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Last result of `identity_of` for the file, read in the thread of the reader. `glance`
-        #: returns it. None before the first read, or if the file does not exist.
+        #: Last result of `identity_of` for the file, which `glance` returns. Set in the thread of
+        #: the reader. None before the first read, or if the file does not exist.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:
@@ -355,9 +356,9 @@ class NotifyProbe(ComponentProbe):
     """Succeeds if a process of the component has sent READY=1 to its NOTIFY_SOCKET.
 
     The socket is in the kernel's abstract namespace, so it leaves no file. Any process of the
-    machine can send to it. So the kernel reports the pid of each sender, and messages from other
-    processes are ignored. All messages are read until `close`, because a full socket would block
-    the component.
+    machine can send messages to the socket. The kernel reports the pid of each sender, so that
+    messages from processes outside the component are ignored. All messages are read until `close`,
+    because a full socket would block the component.
 
     Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
     """
@@ -370,7 +371,8 @@ class NotifyProbe(ComponentProbe):
             is_ours: Returns True for the pid of a process that belongs to the component.
         """
         self._is_ours = is_ours
-        #: Recent senders of messages by their pid: True if the sender belongs to the component.
+        #: Mapping from the pid of each recent sender to True if the sender belongs to the
+        #: component.
         self._checked_senders: dict[int, bool] = {}
         #: Time at which `_checked_senders` was last emptied, in CLOCK_MONOTONIC seconds.
         self._cache_emptied_s = 0.0

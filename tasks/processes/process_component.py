@@ -34,8 +34,8 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: Largest number of command lines in the warning about processes that a component left behind.
 _MAX_STRAGGLERS_NAMED = 5
-#: Seconds in which a component must end after it has ended its own worker processes. If it runs
-#: longer, the end of the workers counts as a failure.
+#: Seconds within which a component must end after its own worker processes have ended. If the
+#: component runs longer, the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
 #: Time limit in seconds for sending the warning signal to the processes of a component.
 _WARN_WITHIN_S = 5.0
@@ -56,7 +56,7 @@ class ProcessComponent(RunningComponent):
     """A component that runs as a process of this machine, owned by its own guardian process."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
-        """Start the guardian process that will own the component. It executes nothing yet.
+        """Start the guardian process of the component. The guardian executes no command yet.
 
         Raises:
             OSError: The guardian could not be started.
@@ -71,7 +71,7 @@ class ProcessComponent(RunningComponent):
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
-        #: True after it was checked that no other process listens on the component's ports.
+        #: True after a check that no other process listens on the component's ports.
         self._may_listen = False
         #: Task that opens the log of the component. `launch` starts it, and it may still run after
         #: `launch` if the file system of the log does not answer.

@@ -79,7 +79,7 @@ class MissingStep:
 
 
 class HttpProgress:
-    """Reads the step from the JSON body of a GET request, such as `progress.http`."""
+    """Reads the step from the JSON answer of an HTTP server (`progress.http` in the run spec)."""
 
     def __init__(self, url: str, key: str, client: httpx.AsyncClient) -> None:
         """
@@ -134,10 +134,10 @@ class HttpProgress:
 
 
 class JsonlProgress:
-    """Reads the training step from a JSON lines file, such as `progress.jsonl`.
+    """Reads the training step from a JSON lines file (`progress.jsonl` in the run spec).
 
-    The last line that contains a step counts. The file is read in another thread, because its file
-    system may not answer. While the file system does not answer, the last known step counts.
+    The step is taken from the last line that contains a step. The file is read in another thread,
+    because its file system may not answer. Meanwhile, the last known step is returned.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class JsonlProgress:
         Args:
             path: The file. It need not exist yet.
             key: Key in the JSON object of each line whose value is the training step.
-            before: Fingerprint of the file at the start of the attempt. Lines that the file already
-                had then are skipped. None if the attempt starts now: this object then takes the
-                fingerprint.
+            before: Fingerprint of the file at the start of the attempt. Lines that the file
+                contained at that time are skipped. If None, the attempt starts now, and this object
+                takes the fingerprint itself.
             take: Called with the step and the JSON object of each line that contains a step.
             reader: Reader of the file. None to create a reader.
         """
@@ -371,7 +371,7 @@ def make_step_reader(
     take: Callable[[float, dict[str, Any]], None],
     readers: PlaceReaders,
 ) -> StepSource | None:
-    """Return the source of the step of a run.
+    """Return the object that reads the training step of a run.
 
     Args:
         progress: The setting `progress` of the run spec.
@@ -494,16 +494,17 @@ class Silence:
         Args:
             logs: Logs of the components.
             clock: Returns the current time in seconds.
-            resumed_step: Step of the checkpoint from which the attempt starts; None if unknown. The
-                report of this step is no progress: the trainer may evaluate before it trains, or
-                may have copied its old metrics.
+            resumed_step: Step of the checkpoint from which the attempt starts; None if unknown. A
+                report of this step does not count as progress, because the trainer may report the
+                step before it trains.
         """
         self._logs = tuple(logs)
         self._outputs = [_Output(log) for log in self._logs]
         self._clock = clock
         self._resumed_step = resumed_step
         self._step: float | None = None
-        #: Time of the last call of `restart`, or the time of the creation.
+        #: Time of the last call of `restart`; before that, the time at which this object was
+        #: created.
         self._start_s = clock()
         #: Time of the last progress. If there was none, the time of the last call of `restart`.
         self._progress_s = clock()
@@ -520,7 +521,7 @@ class Silence:
         return bool(self._step)
 
     def restart(self) -> None:
-        """Count the times from now, for example after the start of a component."""
+        """Measure all times from now, for example after the start of a component."""
         self._start_s = self._clock()
         self._progress_s = self._start_s
 
@@ -607,7 +608,7 @@ _LAST_STEP_WITHIN_S = 3.0
 
 
 class ProgressEnd(Enum):
-    """Reason why the watch over the progress of an attempt ends."""
+    """Reason why Muster stops watching the progress of an attempt."""
 
     #: The run has made no progress for longer than `stall_after_s`.
     STALLED = "stalled"
@@ -641,8 +642,8 @@ class ProgressWatch:
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
     #: Training step that was read last; None if no step is known.
     step: float | None = None
-    #: Highest training step that was read; None if no step is known. It stays the same if the
-    #: trainer later reports a lower step.
+    #: Highest training step that was read; None if no step is known. The value stays the same if
+    #: the trainer later reports a lower step.
     highest_step: float | None = None
     #: Step in the first line that this attempt has added to the metrics file. None if the attempt
     #: has added no line.
@@ -730,7 +731,8 @@ class ProgressWatch:
                     growth_s = await self.seconds_since_growth()
                     if growth_s is None or growth_s > within_s:
                         return ProgressEnd.FINISHED, self.describe_end()
-                    # Count from the growth itself. It may have ended long before this check.
+                    # Start the period when the checkpoint last grew, which may be long before this
+                    # check.
                     finished_s = loop.time() - growth_s
             elif limit_s is not None and loop.time() >= check_at:
                 check_at = loop.time() + check_every_s
@@ -817,8 +819,8 @@ class ProgressWatch:
     def size_of_survived_log(self, log: Path) -> int:
         """Return the size in bytes that a log had several training steps ago.
 
-        Errors in these first bytes of the log did not stop the training, because the training has
-        made `STEPS_OF_SURVIVAL` steps since. The size is 0 if there were fewer steps.
+        The training has made `STEPS_OF_SURVIVAL` steps since then. So errors in these first bytes
+        of the log did not stop the training. The size is 0 if there were fewer steps.
 
         Args:
             log: Log file of a component.

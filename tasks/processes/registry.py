@@ -90,7 +90,7 @@ _UNKNOWN_JOB_GRACE_S = 60.0
 
 
 class _Model(BaseModel):
-    """Base of the registry's JSON files. Unknown keys are ignored."""
+    """Base class for the JSON files of the registry. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -106,8 +106,8 @@ class Owner(_Model):
     #: Id of the run's flow run. None if the registered processes belong to no flow run, for example
     #: those of a temporary Prefect server.
     flow_run_id: str | None = None
-    #: URL of the Prefect server that stores the flow run. None if it is a temporary server, which
-    #: ends with the run.
+    #: URL of the Prefect server that stores the flow run. None if the server is temporary and ends
+    #: with the run.
     api_url: str | None = None
     #: Name of the Prefect worker that started the flow run. None if no worker started it.
     worker: str | None = None
@@ -230,8 +230,9 @@ def leave(directory: Path, component: str) -> None:
         component: Name of the component.
     """
     (directory / ProcessEntry.file_of(component)).unlink(missing_ok=True)
-    # Also remove entries of the component's parts. If the component was killed, it could not remove
-    # these entries itself. All parts are descendants of the component, so they have ended, too.
+    # Also remove the entries of the component's parts, such as single inference servers. A
+    # component that was killed could not remove these entries itself. All parts are descendants of
+    # the component, so they have ended, too.
     for part in directory.glob(ProcessEntry.file_of(f"{component}.*")):
         part.unlink(missing_ok=True)
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
@@ -275,7 +276,7 @@ class RunRegistration(EntryWriter):
         """Register a run, and lock its registry directory.
 
         An earlier owner of the run may have died. If another process is ending the leftover
-        processes of that owner, wait until it has done so.
+        processes of that owner, wait until they have ended.
 
         Args:
             owner: Description of the calling process and of the run.
@@ -286,7 +287,7 @@ class RunRegistration(EntryWriter):
             OSError: The registry cannot be written.
         """
         # The entries have a thread of their own. Otherwise the start of a component would wait
-        # until earlier changes of the run's record are safe from a power failure.
+        # until earlier changes of the run's record are on the disk.
         entry_disk = DiskThread(f"registry entries of {owner.run_id}")
         super().__init__(_registry_directory() / owner.run_id, entry_disk)
         #: Thread that writes the record and the events of the run.
@@ -361,7 +362,7 @@ class RunRegistration(EntryWriter):
 
         Args:
             made: Files that processes of the run have made.
-            removed: Files that were removed. They are taken from the list, because another user may
+            removed: Files that were removed. They are taken off the list, because another user may
                 create a file with the same name.
         """
         kept = [path for path in self.owner.leftovers if path not in removed]
@@ -437,7 +438,7 @@ class RunRegistration(EntryWriter):
 
 
 class LostRun:
-    """A registered run whose owner, the process that supervised it, has died.
+    """A registered run whose owner has died. The owner is the process that supervised the run.
 
     The calling process holds the lock on the run's directory. Use `claim_lost_run` to create this
     object.
@@ -458,8 +459,8 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Those of the `unreadable_jobs` whose Ray jobs have unknown names, because a submission
-        #: file of the run cannot be read, either. These Ray jobs may still be running.
+        #: Subset of `unreadable_jobs`. The names of these Ray jobs are unknown, because a
+        #: submission file of the run cannot be read, either. The Ray jobs may still be running.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run from its reserved disk space. A run writes its record there only
         #: if the disk is full. None if there is no record in the reserved space.
@@ -475,7 +476,7 @@ class LostRun:
     def is_of_this_boot(self) -> bool:
         """True if the owner of the run was started in this boot of the machine or container.
 
-        If it is False, no process of the run can exist any more.
+        If the value is False, no process of the run can exist any more.
         """
         return self.owner.process.boot_id == boot_id()
 
@@ -526,7 +527,7 @@ class LostRun:
 
 @contextmanager
 def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
-    """Lock a run whose owner, the process that supervised it, has died.
+    """Lock a run whose owner has died. The owner is the process that supervised the run.
 
     No other process can then end the leftover processes of the run at the same time.
 
@@ -535,8 +536,8 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
         host: Name of the machine on which the owner ran. None if it is this machine.
 
     Yields:
-        The run. None if its owner lives, or if another process has locked the run. Also None if the
-        run is not registered, or if it does not belong to the machine `host`.
+        The run. None in these cases: the owner lives, another process has locked the run, the run
+        is not registered, or the run belongs to another machine than `host`.
 
     Raises:
         OSError: The registry cannot be read, for example because this process has too many open
@@ -631,7 +632,7 @@ def read_owner(run_id: str) -> Owner | None:
 
 
 def find_run_ids() -> dict[str, str]:
-    """Return the run id of each registered run that has a flow run, by the id of the flow run.
+    """Return a mapping from flow run id to run id, for each registered run with a flow run.
 
     The result is empty if the registry cannot be read.
     """
@@ -737,8 +738,8 @@ class _Lock:
 
 
 #: Registry directories that this process has locked. The kernel releases a POSIX lock as soon as
-#: its process closes any descriptor of the lock file. So the process must not open it a second
-#: time.
+#: its process closes any descriptor of the lock file. So the process must not open the lock file a
+#: second time.
 _locked_here: dict[Path, _Lock] = {}
 
 
@@ -956,8 +957,8 @@ def _describe_invalid_content(content: bytes, error: ValidationError) -> str:
 def _remove_run(directory: Path) -> None:
     """Remove a run's directory from the registry.
 
-    The directory is renamed first. Otherwise another process could read a part of it. The caller
-    must have the lock.
+    The directory is renamed first. Otherwise another process could find the directory half removed.
+    The caller must hold the lock on the directory.
     """
     removed = directory.with_name(f"{_REMOVED}{directory.name}.{os.getpid()}")
     try:
@@ -996,9 +997,8 @@ def _try_lock(directory: Path) -> int | None:
     return fd
 
 
-#: Seconds that a guardian, the process that owns a component, has in addition to the grace period.
-#: In this time it must end the component of a run whose owner has died. After this time, the
-#: guardian is killed.
+#: Extra seconds after the grace period in which a guardian process must end its component, if the
+#: supervising process of the run has died. After this time, the guardian is killed.
 _GUARDIAN_MARGIN_S = 10.0
 #: Prefix of the names of directories that Muster makes. Other directories are never removed.
 _PREFIX = "muster-"

@@ -27,7 +27,7 @@ _ROOM_BYTES = 32768
 
 
 def reserve(directory: Path) -> None:
-    """Reserve disk space for the run's final record, by files in the run's registry directory.
+    """Reserve disk space for the run's final record with files in the run's registry directory.
 
     Raises:
         OSError: A file cannot be written, for example because the disk is full.
@@ -53,8 +53,8 @@ def make_room(directory: Path) -> None:
 def write_final_record(directory: Path, record: RunJson) -> None:
     """Write a short form of the run's final record into the reserved disk space.
 
-    The short form contains the final state, the message and the failure of the last attempt. It
-    is not written if it is larger than the reserved space.
+    The short form contains the final state, the message and the failure of the last attempt.
+    Nothing is written if the short form is larger than the reserved space.
 
     Raises:
         OSError: The reserved file does not exist or cannot be written.

@@ -50,8 +50,9 @@ class RestartPolicy:
     #: If a service was ready for at least this number of seconds, the delay after its next death
     #: is `first_delay_s` again.
     steady_s: float = 30.0
-    #: A service that was not ready during this number of seconds is not started again after its
-    #: next death. The seconds count from the first death after the service was last ready.
+    #: Time limit in seconds for repeated restarts, counted from the first death after the service
+    #: was last ready. If the service has not become ready in this time, it is not started again
+    #: after its next death.
     give_up_after_s: float = 300.0
 
 
