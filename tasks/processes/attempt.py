@@ -889,7 +889,7 @@ class SupervisedAttempt:
         return next(ended, None)
 
     def _complete(self, message: str) -> Verdict:
-        """Return the verdict of a completed attempt, with a warning if a metric is not finite."""
+        """Return the verdict of a completed attempt. Warn if a metric is NaN or infinite."""
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
         if not_finite:
             message = f"warning: {message}, but {not_finite}"
@@ -1177,7 +1177,7 @@ class SupervisedAttempt:
         self._decide(replace(decision, reason=reason))
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
-        """Return True if the attempt trained no step, because its checkpoint had the last step."""
+        """Return True if the attempt started at the last step, so that it trained no step."""
         loaded = self._plan.resume.step if self._plan.resume else None
         is_last = loaded is not None and loaded in (self._plan.last_step, self._plan.success_step)
         return step in (None, loaded) and (is_last or self._plan.starts_finished)

@@ -360,13 +360,12 @@ class ProcessComponent(RunningComponent):
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if a listener outside the component's process tree is not part of this run.
 
-        A listener outside the process tree can still be part of this run: the component may have
-        started a container or a daemon. So a listener counts as part of this run if the component
-        was launched and
+        A component may start a container or a daemon, which listens outside its process tree. After
+        the launch of the component, a listener counts as part of this run in two cases:
 
-        - the listener belongs to this user or root, and runs in a container, listens for a
-          container, or has the run id in its environment; or
-        - the listener belongs to another user, but runs in a PID namespace that root has created.
+        - The listener belongs to this user or root. It also runs in a container, listens for a
+          container, or has the run id in its environment.
+        - The listener belongs to another user, but runs in a PID namespace that root has created.
           Containers of root may contain programs of other users, and no other user can create such
           a namespace.
 

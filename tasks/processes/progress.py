@@ -549,7 +549,7 @@ class Silence:
         return self._clock() - self._progress_s
 
     def measure_logs(self) -> dict[Path, int]:
-        """Return the size of each log in bytes, by its path; -1 for a log that does not exist.
+        """Return a mapping from the path of each log to its size in bytes; -1 for a missing log.
 
         The call may block.
         """
@@ -634,7 +634,8 @@ class ProgressWatch:
     silence: Silence
     #: Function that publishes an event of the run.
     emit: Emit
-    #: Returns True while no progress is expected, for example before a component was started.
+    #: Function that returns True while no progress is expected, for example before a component was
+    #: started.
     is_quiet: Callable[[], bool]
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)

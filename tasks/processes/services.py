@@ -156,12 +156,12 @@ MakeServiceProcess = Callable[[ComponentPlan, AttemptContext], ServiceProcess]
 class _Death:
     """End of a service's process that was not expected, so that the service must be restarted."""
 
-    #: Failure of the process. None if Muster has ended the process, because another service that it
-    #: needs has died.
+    #: Failure of the process. None if Muster has ended the process, because another service that
+    #: this service needs has died.
     failure: Failure | None
     #: Time in seconds during which the process was ready; None if it was not ready.
     ready_for_s: float | None = None
-    #: True if SIGKILL from outside has ended the process, for example from the OOM killer. Its
+    #: True if SIGKILL from outside has ended the process, for example from the OOM killer. The
     #: program may have no fault, so a restart can help even if the service was never ready.
     was_killed: bool = False
 
@@ -215,7 +215,8 @@ class _Service:
             delay_s = self._restarts.delay_after_death(self._owner.clock(), death.ready_for_s)
             if not self.was_up.is_set() and not death.was_killed:
                 # The service has died by itself before it was ever ready. A restart would probably
-                # fail, too. So do not start it again, and let `start` report the failure at once.
+                # fail, too. So do not start the service again, and let `start` report the failure
+                # at once.
                 delay_s = None
             if delay_s is None:
                 if self.was_up.is_set():

@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 #: Longest time in seconds between two scans of /dev/shm.
 _SCAN_EVERY_S = 1.0
 #: Seconds between two checks whether /dev/shm has changed. A change causes a scan. A check reads
-#: only the time of the last change, so it is much cheaper than a scan. Usually the kernel reports a
-#: new file before the next check. So even the files of a short-lived process are found.
+#: only the time of the last change, so it is much cheaper than a scan. In addition, the kernel
+#: usually reports a new file at once, so that even the files of a short-lived process are found.
 _CHECK_EVERY_S = 0.1
-#: Age of a new file in /dev/shm, in seconds, up to which each scan checks whether a process of the
-#: run uses the file. One check is not enough, because a process may map a file a moment after it
-#: closed the file.
+#: Seconds after the discovery of a new file in /dev/shm during which each scan checks whether a
+#: process of the run uses the file. One check is not enough: a process may close the file and map
+#: the file a moment later.
 _MAPPED_WITHIN_S = 0.25
 #: Largest share of one CPU core for scans of /dev/shm. If there are many files, the scans become
 #: less frequent.
@@ -72,10 +72,11 @@ class SharedMemoryScan:
         self._known: set[_File] = set()
         #: Existing files of the directory that processes of the run have made.
         self._made: set[_File] = set()
-        #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. The scan drops the
-        #: entry when a process of the run uses the file, or after `_MAPPED_WITHIN_S` seconds.
+        #: Mapping from each new file to the time at which the file was found, in CLOCK_MONOTONIC
+        #: seconds. An entry is dropped when a process of the run uses the file, or after
+        #: `_MAPPED_WITHIN_S` seconds.
         self._found_at: dict[_File, float] = {}
-        #: Time of the last change of the directory before the last scan, in nanoseconds.
+        #: Modification time of the directory at the last scan, in nanoseconds.
         self._changed_at_ns = 0
         self._is_closing = False
         #: Earliest time of the next scan because of a new file, in CLOCK_MONOTONIC seconds.
@@ -100,7 +101,7 @@ class SharedMemoryScan:
         self._wake.set()
 
     def _scan_for_new_file(self) -> None:
-        """Request a scan after a new file, unless a scan may use no more CPU time now."""
+        """Request a scan because of a new file, unless the scans have used up their CPU time."""
         if time.monotonic() >= self._next_scan_at:
             self._wake.set()
 

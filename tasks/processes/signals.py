@@ -24,7 +24,8 @@ from types import FrameType
 #: Signals that request the end of a program.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Several SIGINTs within this number of seconds count as one Ctrl-C. A terminal sends SIGINT to all
-#: processes in the foreground, and one of them may send it once more to its child process.
+#: processes in the foreground, and one of these processes may send a second SIGINT to its child
+#: process.
 ONE_PRESS_S = 0.1
 
 #: Signals that Python itself ignores in every program.

@@ -44,8 +44,9 @@ _STATE_NAMES = (
     "CLOSING",
     "NEW_SYN_RECV",
 )
-#: Layout of the header of a netlink message: length, type, flags, sequence number, port id. It is a
-#: text and no `struct.Struct`, because a `Struct` cannot be pickled and sent to Ray nodes.
+#: Layout of the header of a netlink message: length, type, flags, sequence number, port id. The
+#: layout is a text instead of a `struct.Struct`, because a `Struct` cannot be pickled and sent to
+#: Ray nodes.
 _HEADER = "=IHHII"
 #: Layout of a sock_diag request: address family, protocol, extensions, socket states, local and
 #: remote port in network order, local and remote address, interface, cookie.
@@ -368,7 +369,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address:
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """Return the user of each socket that listens on a TCP port, by the inode of the socket.
+    """Return a mapping from the inode of each socket that listens on a TCP port to its user.
 
     Raises:
         OSError: The kernel's table of TCP sockets cannot be read.

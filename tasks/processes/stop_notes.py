@@ -18,15 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 def describe_stopped_worker() -> str:
-    """Return the reason for the end of the runs of a worker that is stopped on this machine."""
+    """Return the reason to record for runs whose worker is stopped on this machine."""
     return f"cancelled, because the worker on {host_name()} was stopped"
 
 
 def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[Path]:
     """Write the reason of a stop into the directories of the runs that are stopped.
 
-    A run that has a reason already keeps it: `muster down` stops the worker, and the worker stops
-    the run, but only `muster down` knows the user.
+    If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
+    with the name of the user before the worker, which does not know the user, stops the run.
 
     Args:
         reason: Reason for the end of the runs, for the user.

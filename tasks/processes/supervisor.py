@@ -46,9 +46,9 @@ class Supervisor:
             emit: Publishes events.
             register: The run's registry on disk. None if the run is not registered. In this case,
                 `muster reconcile` cannot end the leftover processes of the run.
-            template: Helper process that forks the guardians, the processes that own the
-                components. It is closed after all guardians were forked. If None, a new helper
-                process is started when it is needed.
+            template: Helper process that forks the guardian processes. Each component runs under
+                its own guardian process. The helper process is closed when all guardians were
+                forked. If None, a new helper process is started when it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
         # Some kernels have no subreapers and refuse this call. Continue without a subreaper,
@@ -92,8 +92,8 @@ class Supervisor:
 
         Args:
             why: Reason for the end, in one line for the user.
-            state: State of the run after the attempt. With RUNNING, the Ray jobs of the attempt
-                continue until another process resumes the run.
+            state: State of the run after the attempt. RUNNING means that the Ray jobs of the
+                attempt continue until another process resumes the run.
         """
         self._loop.soon(self._attempt.interrupt, why, state)
 

@@ -27,7 +27,7 @@ async def describe_survivors(pids: Iterable[int]) -> tuple[str, ...]:
     user can end it, as far as this is known.
 
     Args:
-        pids: The processes. Zombies are left out, except if there are only zombies.
+        pids: The processes. Zombies are left out if there are other processes.
     """
     remaining = tree.living_or_all(list(pids))
     return tuple(await asyncio.gather(*map(_describe_in_time, remaining)))

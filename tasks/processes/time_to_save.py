@@ -38,7 +38,7 @@ _CHECK_EVERY_S = 0.2
 _WARN_EVERY_S = 2.0
 #: Seconds between two checks whether a component's machine will end it, for example by a shutdown.
 _PLANNED_END_EVERY_S = 15.0
-#: An announced end counts as called off if the attempt still runs this number of seconds after the
+#: An announced end counts as cancelled if the attempt still runs this number of seconds after the
 #: announced time. The components then get a new warning signal before a later end.
 _CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
@@ -77,10 +77,11 @@ class TimeToSave:
     #: True if a second cancel has ended the grace periods. Components are then killed at once, even
     #: while they save a checkpoint.
     is_hurried: bool = False
-    #: Facts about each component that was warned by a signal before its end, by component name.
+    #: Mapping from the name of each component that got a warning signal to facts about this
+    #: warning.
     _warned: dict[str, _Warned] = field(default_factory=dict)
-    #: Remaining seconds for which the end of a component may be delayed while it saves a
-    #: checkpoint, by the name of the component.
+    #: Mapping from the name of a component to the remaining seconds for which its end may be
+    #: delayed while it saves a checkpoint.
     _left_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:
@@ -167,8 +168,8 @@ class TimeToSave:
     def _is_warned(self, component: RunningComponent) -> bool:
         """Return True if a component got a warning of an end that is still expected.
 
-        If the attempt still runs some time after the announced end, the end was called off. The
-        warning is then forgotten, so that the component can be warned of a later end.
+        If the attempt still runs some time after the announced end, the end counts as cancelled.
+        The warning is then forgotten, so that the component can be warned of a later end.
         """
         warned = self._warned.get(component.name)
         if warned is not None and self.clock() > warned.end_at + _CALLED_OFF_AFTER_S:

@@ -49,9 +49,9 @@ _ROUND_PAUSE_AT_MOST_S = 5.0
 _ROUND_PAUSE_PART = 0.05
 #: Seconds after the first round of SIGKILL in which the next round may follow without a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: If this user may signal none of the remaining processes, they are reported this number of seconds
-#: after the first SIGKILL. They are not reported at once, because they may end by themselves when
-#: their parent has ended.
+#: Seconds from the first SIGKILL to the report of the remaining processes, if this user may signal
+#: none of them. The report is delayed, because the processes may end by themselves when their
+#: parent has ended.
 REFUSED_AFTER_S = 1.0
 #: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
 #: process is in uninterruptible sleep, for example on a broken disk.
@@ -204,7 +204,7 @@ def mark_own(mark: int) -> None:
 
 
 def allow_files(wanted: int) -> None:
-    """Raise the soft limit of open files of this process to `wanted`, or to the hard limit.
+    """Raise this process's soft limit of open files to `wanted`, at most to the hard limit.
 
     Start other programs with the former limit, `FILES_AT_START`. Many programs use select(2), which
     fails for file descriptors above 1,023.
@@ -268,7 +268,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def living_or_all(pids: list[int]) -> list[int]:
-    """Return the processes that are no zombies; all of them if there are only zombies.
+    """Return the processes without the zombies. If all processes are zombies, return all.
 
     A zombie can block the end of a process tree, for example if a debugger traces it.
     """
@@ -370,7 +370,8 @@ def list_open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
 def machine() -> str:
     """Return a text that identifies this boot of the machine and this PID namespace.
 
-    Together with the pid and the start time of a process, it identifies the process permanently.
+    Together with the pid and the start time of a process, this text identifies the process
+    permanently.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -526,9 +527,8 @@ class KillRounds:
     def are_stuck(self, pids: Iterable[int]) -> bool:
         """Return True if the remaining processes must now be reported as survivors of SIGKILL.
 
-        They are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user may signal
-        none of them, they are reported earlier, after `REFUSED_AFTER_S` seconds: a further SIGKILL
-        would be refused as well.
+        The processes are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user may
+        signal none of the processes, they are reported earlier, after `REFUSED_AFTER_S` seconds.
 
         Args:
             pids: The remaining processes.
@@ -594,8 +594,8 @@ def reap_all() -> tuple[dict[int, int], bool]:
     """Read the exit status of every child of this process that has ended (reap it).
 
     Returns:
-        `(statuses, is_empty)`: the wait status of each such child by its pid, and True if this
-        process has no child now.
+        `(statuses, is_empty)`: a mapping from the pid of each such child to its wait status, and
+        True if this process has no child now.
     """
     statuses: dict[int, int] = {}
     while True:

@@ -269,7 +269,7 @@ class _Backend(httpcore.NetworkBackend):
 class _AsyncBackend(httpcore.AsyncNetworkBackend):
     """Network backend for asyncio that sends nothing to servers of untrusted users.
 
-    It opens and checks connections in the same way as `_Backend`.
+    This backend opens and checks connections in the same way as `_Backend`.
     """
 
     def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:

@@ -91,7 +91,7 @@ async def list_living_nodes(gcs_address: str) -> list[Any]:
 
 
 async def read_drain_deadlines(gcs_address: str) -> dict[str, float]:
-    """Return when the cluster will end the nodes that it drains, in UTC epoch seconds.
+    """Return the times at which the cluster will end the nodes that are being drained.
 
     `ray drain-node` and the autoscaler of the cluster drain nodes, for example before a preemption.
 
@@ -99,8 +99,8 @@ async def read_drain_deadlines(gcs_address: str) -> dict[str, float]:
         gcs_address: `HOST:PORT` of the control store.
 
     Returns:
-        The deadline of each drained node by the id of the node, in hex. Nodes that are drained
-        without a deadline are not included.
+        Mapping from the id of each drained node, in hex, to its deadline in UTC epoch seconds.
+        Nodes that are drained without a deadline are not included.
     """
     (reply,) = await _call(gcs_address, "NodeResourceInfo", "GetDrainingNodes", [{}])
     return {
@@ -121,7 +121,7 @@ async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[st
         prefix: Start of the keys.
 
     Returns:
-        The values of the entries, by their keys without the prefix.
+        Mapping from the key of each entry, without the prefix, to its value.
     """
     namespace_field = {"namespace": namespace.encode()}
     key_request = {"prefix": prefix.encode(), **namespace_field}
@@ -143,7 +143,7 @@ async def _call(
         gcs_address: `HOST:PORT` of the control store.
         service: Name of the gRPC service without its ending `GcsService`.
         method: Name of the service's method.
-        requests: For each request message, the values of its fields by the name of the field.
+        requests: For each request message, a mapping from field name to value.
     """
 
     def run() -> list[Any]:
@@ -209,7 +209,7 @@ def prepare_request(channel: Any, service: str, method: str) -> Callable[..., An
     """Return a function that sends requests of one kind to the control store.
 
     Call the returned function as `send(within_s, **fields)`, with a deadline in seconds and the
-    fields of the request message. It returns a gRPC future of the reply.
+    fields of the request message. The function returns a gRPC future of the reply.
 
     Args:
         channel: An open channel to the control store.

@@ -69,8 +69,8 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
     """Return the number of accelerators, such as GPUs, among Ray resources.
 
     Args:
-        resources: Amounts of the resources of a node, bundle, actor or task, by the name of the Ray
-            resource. None if there are no resources.
+        resources: Mapping from the name of a Ray resource to its amount, for a node, bundle, actor
+            or task. None if there are no resources.
     """
     for kind in ACCELERATORS:
         if amount := (resources or {}).get(kind):
@@ -135,8 +135,8 @@ class Credentials:
     The methods raise `Denied` if the value of a header or the certificate file cannot be read.
     """
 
-    #: Values of the HTTP headers by the name of the header, as they are written in the settings of
-    #: the cluster. The values may contain placeholders such as `${env.NAME}`.
+    #: Mapping from the name of each HTTP header to its value in the settings of the cluster. The
+    #: value may contain placeholders such as `${env.NAME}`.
     headers: Mapping[str, str] = field(default_factory=dict)
     #: Path of a file with CA certificates. None if the public certificate authorities are used.
     ca: str | None = None
@@ -229,7 +229,7 @@ def add_listed_clusters(clusters: Iterable[object]) -> None:
 
 
 def _listed_clusters() -> dict[str, ListedCluster]:
-    """Return the clusters in the environment variable MUSTER_RAY_CLUSTERS, by their address."""
+    """Return a mapping from address to cluster for the clusters in MUSTER_RAY_CLUSTERS."""
     return _parse_clusters(RAY_CLUSTERS.read())
 
 
@@ -255,9 +255,9 @@ class LiveNode:
     name: str
     #: True if this is the head node of the cluster.
     is_head: bool
-    #: All resources of the node, used or free, as amounts by the name of the Ray resource.
+    #: Mapping from the name of a Ray resource to its total amount on the node, used or free.
     resources_total: Mapping[str, float]
-    #: Ray's labels of the node, by name.
+    #: Mapping from the name of each of the node's Ray labels to its value.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -317,8 +317,8 @@ class PlacementGroup:
 
     #: Ray's id of the placement group, in hex.
     group_id: str
-    #: Number of GPUs that the group has reserved on each node, by the id of the node. Empty if Ray
-    #: has not placed the group yet.
+    #: Mapping from the id of a node to the number of GPUs that the group has reserved there. Empty
+    #: if Ray has not placed the group yet.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -392,7 +392,7 @@ class Dashboard:
             since: Earliest time of a loss, in UTC epoch seconds.
 
         Returns:
-            A phrase about each lost node, by the id of the node.
+            Mapping from the id of each lost node to a phrase about the node.
         """
         sentences = {}
         for entry in await self._state("nodes", state="DEAD"):
@@ -423,13 +423,13 @@ class Dashboard:
         """Return the mean GPU utilisation of each node in Ray's last sample.
 
         Args:
-            gpus_by_node: Number of GPUs to include on each node, by the name of the node. The
+            gpus_by_node: Mapping from the name of each node to the number of GPUs to include. The
                 busiest GPUs of a node are included, because Ray does not report which GPUs a job
                 has. If the mapping is empty, all GPUs of all nodes are included.
 
         Returns:
-            The utilisation from 0 to 1, by the name of the node. A node is missing if its
-            utilisation is unknown.
+            Mapping from the name of each node to its utilisation, from 0 to 1. A node is missing if
+            its utilisation is unknown.
         """
         answer = await self._json("/nodes", view="summary")
         utilisation: dict[str, float] = {}
@@ -576,8 +576,8 @@ class Dashboard:
 
         Args:
             resource: Kind of the entries, such as "nodes".
-            filters: Required values of fields, by the name of the field. Only entries with these
-                values are returned.
+            filters: Mapping from field name to required value. Only entries with these values are
+                returned.
         """
         query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _MAX_ENTRIES)]
         for key, value in filters.items():

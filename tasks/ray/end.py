@@ -114,7 +114,7 @@ _SUPERVISOR_DELAY_S = 2.5
 #: Longest time until Ray notices that a node has died, in seconds. With Ray's default health
 #: checks, delays of up to 66 s were measured.
 _NODE_DELAY_S = 70.0
-#: Largest rounding error of a job's end time, in seconds. Ray rounds it to milliseconds.
+#: Largest rounding error of a job's end time, in seconds. Ray rounds the time to milliseconds.
 _ROUNDING_S = 0.001
 #: Beginning of the line in a job's log in which Ray repeats the job's command.
 #: Source: ray 2.60, JobSupervisor._exec_entrypoint.
@@ -233,8 +233,8 @@ _REMOVAL_DELAY_S = 3.0
 _FREE_TIMEOUT_S = 30.0
 #: Largest number of nodes that a message about unchecked nodes lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests to the cluster during the wait for a job's end. It is this share of
-#: the past duration of the wait, so the pauses grow.
+#: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
+#: since the start of the wait. So the pauses grow.
 _PAUSE_SHARE = 0.1
 #: Shortest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MIN_PAUSE_S = 0.04

@@ -212,13 +212,14 @@ class RayJob(RunningComponent):
         #: time is unknown, because an earlier process of the run asked Ray. None if Muster has not
         #: asked Ray to stop the job.
         self._stopped_s: float | None = None
-        #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies the
-        #: job's log, and "last" copies the end of that log.
+        #: Mapping from name to running asyncio task: "watch" requests the state of the job,
+        #: "follow" copies the job's log, and "last" copies the end of that log.
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         #: True if the job has ended without leftovers.
         self._is_clear = False
-        #: Processes that got the warning signal, by the machine. Each is a list: pid, start time.
+        #: Mapping from a machine to its processes that got the warning signal. Each process is a
+        #: list of pid and start time.
         self._warned: dict[str, list[list[int]]] = {}
         #: Earliest time at which `warn` sends signals again, in CLOCK_MONOTONIC seconds.
         self._warn_again_s = 0.0

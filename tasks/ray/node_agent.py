@@ -67,9 +67,9 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
     return result | {"carriers": leftovers}
 
 
-#: The function of each order, by the name of the order. An order is a request to an agent. The
-#: function carries out the order on this machine and returns JSON data. Each function takes a short
-#: time. It may be called again with the same arguments, because a client repeats a lost order.
+#: Mapping from the name of an order to the function that carries out the order. An order is a
+#: request to an agent. Each function runs on this machine for a short time, and returns JSON data.
+#: A function may be called again with the same arguments, because a client repeats a lost order.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
@@ -153,8 +153,8 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _find_activity(wanted: Mapping[str, str]) -> str:
     """Return the reason why certain processes must not be killed, or an empty string.
 
-    Processes must not be killed while a Ray job of their run is active. They must not be killed
-    either while their guardian, which is the Muster process that owns them, runs on this machine.
+    Processes must not be killed in two cases: while a Ray job of their run is active, and while
+    their guardian process, the Muster process that owns them, runs on this machine.
 
     Args:
         wanted: Environment variables that the processes have: MUSTER_RUN_ID, and optionally
@@ -300,7 +300,7 @@ def _ask_agents(
         prefix: Start of the agents' names. Each name ends with the id of the agent's node. The last
             part of the prefix is the digest of the agents' code.
         what: Name of the order, such as `sweep`, from ORDERS.
-        each: Arguments of the order for each node that receives the order, by the id of the node.
+        each: Mapping from the id of each node that receives the order to the order's arguments.
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
@@ -317,7 +317,7 @@ def _ask_agents(
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     answers: dict[str, Any] = {}
     unreached: dict[str, str] = {}
-    #: Node id and actor handle of each agent, by the Ray future of its answer.
+    #: Mapping from the Ray future of each agent's answer to the agent's node id and actor handle.
     agents: dict[Any, Any] = {}
 
     for node_id, arguments in each.items():

@@ -60,7 +60,8 @@ _LOCK_EVERY_S = 0.1
 #: Longest share of an order's time limit that is spent on the wait for the lock.
 _LOCK_SHARE = 0.5
 #: Environment variables that the child process for requests through Ray must not inherit. With the
-#: MUSTER variables, it would look like a leftover process of the run and would be killed.
+#: MUSTER variables, the child process would look like a leftover process of the run and would be
+#: killed.
 _NOT_INHERITED = frozenset(
     {
         "MUSTER_RUN_ID",
@@ -94,9 +95,9 @@ class Node:
 class NodeAnswers:
     """Results of one order, which is a request to Muster's agents on several Ray nodes."""
 
-    #: Results of the nodes that have carried out the request, by the id of the node.
+    #: Mapping from the id of each node that has carried out the request to its result.
     answers: Mapping[str, Any]
-    #: Reasons why nodes did not answer or did not carry out the request, by the id of the node.
+    #: Mapping from the id of each other node to the reason why it did not carry out the request.
     unreached: Mapping[str, str]
 
 
@@ -249,11 +250,11 @@ class NodeClient:
     _gcs_address: str
     #: Key pair that signs the requests to the nodes.
     _key: AgentKey
-    #: Addresses that the agents have published, as `HOST:PORT`, by the id of the node.
+    #: Mapping from node id to the address `HOST:PORT` that the agent of the node has published.
     _agents: dict[str, str]
     #: Temporary file that receives stderr of the driver process.
     _errors: IO[bytes]
-    #: For each node id, a pair of seconds: the difference between the node's clock and this
+    #: Mapping from node id to a pair of seconds: the difference between the node's clock and this
     #: machine's clock, and the largest error of this difference. The most precise pair is kept.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: Child process that sends requests through Ray, or None before this process is needed.
@@ -466,7 +467,7 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
 
 
 async def _read_agents(gcs_address: str, key: AgentKey, nodes: Iterable[Node]) -> dict[str, str]:
-    """Return the addresses that the agents of nodes have published, by the id of the node.
+    """Return a mapping from node id to the address that the agent of the node has published.
 
     Any job of the cluster can write to the key-value table with the addresses. So an address is
     used only if its host is the host of the node.
@@ -675,7 +676,7 @@ def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverPro
     If several Ray nodes run on one machine, each of them reports all processes of the machine.
 
     Args:
-        answers: Reports of the nodes, by the name of the node.
+        answers: Mapping from the name of each node to its report.
         key: Key of the process list in each report: "killed" or "left".
     """
     processes: dict[tuple[str, int, int], LeftoverProcess] = {}
@@ -763,7 +764,8 @@ async def warn(
         attempt: Number of the run's attempt.
         component: Name of the component that runs as the job.
         signum: Number of the signal.
-        skip: Processes that do not get the signal again: pid and start time, by the machine.
+        skip: Mapping from a machine to processes that do not get the signal again, each as pid and
+            start time.
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
