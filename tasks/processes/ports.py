@@ -94,7 +94,7 @@ class PortsReserved:
         #: Mapping from the name of each port to the TCP socket that is bound to the port until
         #: `release`.
         self._bound: dict[str, socket.socket] = {}
-        #: Number of each port, by the name of the port.
+        #: Mapping from the name of each port to its number.
         self.numbers: dict[str, int] = {}
         try:
             for name in names:
@@ -126,7 +126,7 @@ class PortsReserved:
         }
 
     def release(self, component: str) -> None:
-        """Close the TCP sockets on the ports of a component, so that it can bind its ports."""
+        """Close the TCP sockets on a component's ports, so that the component can bind them."""
         for name in self.of(component):
             if (bound := self._bound.pop(name, None)) is not None:
                 bound.close()

@@ -233,7 +233,7 @@ def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s
 
     Args:
         channel: An open channel to the control store.
-        bundles: The resources of each bundle, as amounts by the name of the resource.
+        bundles: For each bundle, a mapping from resource name to amount.
         within_s: Deadline of each of the two requests, in seconds.
 
     Source: ray/autoscaler/v2/sdk.py, request_cluster_resources;

@@ -234,7 +234,7 @@ def _listed_clusters() -> dict[str, ListedCluster]:
 
 
 def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
-    """Return the entries that are valid `ListedCluster` data, by the address of the cluster."""
+    """Return a mapping from address to cluster for all valid entries of the list."""
     parsed = {}
     for entry in clusters:
         with contextlib.suppress(ValueError):

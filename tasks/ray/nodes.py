@@ -268,8 +268,7 @@ class NodeClient:
 
         Args:
             what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
-            each: Arguments of the order for each node that receives the order, by the id of the
-                node.
+            each: Mapping from the id of each node that receives the order to the order's arguments.
             within_s: Deadline for all nodes together, in seconds.
         """
         deadline = time.monotonic() + within_s
@@ -309,12 +308,11 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: Arguments of the order for each node that receives the order, by the id of the
-                node.
+            each: Mapping from the id of each node that receives the order to the order's arguments.
             deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
 
         Returns:
-            The replies by the id of the node. A node is missing if its agent could not be reached.
+            Mapping from node id to reply. A node is missing if its agent could not be reached.
         """
         known_agents = [(node, self._agents[node]) for node in each if node in self._agents]
         connections = await asyncio.gather(
@@ -351,8 +349,7 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: Arguments of the order for each node that receives the order, by the id of the
-                node.
+            each: Mapping from the id of each node that receives the order to the order's arguments.
             deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
         """
         try:
@@ -360,7 +357,7 @@ class NodeClient:
                 self._driver = await self._start_driver()
                 # Agents do not encrypt their replies. So if the operator has encrypted Ray's
                 # connections, the agents must open no port, and receive requests only through Ray.
-                # Tell them this by the modulus 0 instead of the modulus of the RSA key.
+                # An agent that receives the modulus 0, and not that of the RSA key, opens no port.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
                 hello = {
                     "gcs_address": self._gcs_address,
@@ -639,7 +636,7 @@ async def sweep(
             results = await client.send_order("sweep", each, within_s)
             names |= {node.node_id: node.name for node in client.nodes}
     except Exception as error:
-        # No node was checked. So return a report in which the whole cluster is unreached.
+        # No node was checked. So report the whole cluster as unreached.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
@@ -807,8 +804,9 @@ async def examine(
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
-        Two dicts by the name of the node: the evidence from each machine that has processes of the
-        job, and the reason for each node that could not be examined.
+        Two mappings. The first maps a node name to the evidence from each machine that has
+        processes of the job. The second maps the name of each node that could not be examined to
+        the reason.
 
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node could be examined.

@@ -43,8 +43,8 @@ class JobPlan:
     #: Patterns in the syntax of .gitignore. Matching files of the working directory are not copied
     #: to the cluster. Some other files, such as .git, are never copied.
     excludes: tuple[str, ...] = ()
-    #: Amounts of Ray resources that the driver itself takes on its node, by the name of the
-    #: resource.
+    #: Mapping from the name of a Ray resource to the amount that the driver itself takes on its
+    #: node.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     #: Ray labels of the node on which the driver must run. Maps each label to its value.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class SubmissionFile:
         An OSError is logged and not raised.
 
         Args:
-            fields: New values of fields of `SubmissionJson`, by the name of the field.
+            fields: Fields of `SubmissionJson` with their new values.
         """
         changes = {
             key: value for key, value in fields.items() if getattr(self.content, key) != value
@@ -197,7 +197,7 @@ class SubmissionFile:
 
         Args:
             state: The reported state.
-            fields: New values of other fields of `SubmissionJson`, by the name of the field.
+            fields: Other fields of `SubmissionJson` with their new values.
         """
         fields["status"] = state.status.lower()
         if state.is_final:

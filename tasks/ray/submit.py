@@ -65,7 +65,7 @@ _REQUEST_TIMEOUT_S = 60.0
 #: Name of the directory with the wrapper program, which is copied to the cluster with each job. The
 #: wrapper starts the component's command on the node.
 _PACKAGE = "muster_driver"
-#: Levels of Ray's loggers that report each upload, by the name of the logger. The level suppresses
+#: Mapping from the name of a Ray logger that reports uploads to its new level. The level suppresses
 #: these reports, which would disturb Muster's own output on the terminal.
 _NOISY_LOGGERS = {
     "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
@@ -73,8 +73,8 @@ _NOISY_LOGGERS = {
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
 #: Python code that finds and runs the wrapper program on the node. `python -m` is not used, because
-#: it puts the working directory first on the import path. A user's file such as `queue.py` there
-#: would replace the module of the standard library.
+#: the option puts the working directory first on the import path. A user's file such as `queue.py`
+#: there would replace the module of the standard library.
 _BOOTSTRAP = (
     "import os,runpy;runpy.run_path(next(p for p in"
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
@@ -130,7 +130,7 @@ def list_excludes(plan: JobPlan) -> list[str]:
 def choose_driver_node(
     plan: JobPlan, nodes: Sequence[LiveNode]
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
-    """Choose the node of the job's driver by resources and labels that the node must have.
+    """Choose the resources and labels that a node must have to run the job's driver.
 
     - If the plan contains resources or labels for the driver, they are used unchanged.
     - Otherwise, the driver runs on a node that the queue granted to the run.
@@ -138,8 +138,8 @@ def choose_driver_node(
       head node.
 
     Returns:
-        The required amounts by the name of the resource, and the required values by the name of the
-        label. Both are empty if the cluster has only a head node.
+        Two mappings: from resource name to required amount, and from label name to required value.
+        Both are empty if the cluster has only a head node.
     """
     if plan.entrypoint_resources or plan.entrypoint_label_selector:
         return plan.entrypoint_resources, plan.entrypoint_label_selector
@@ -244,7 +244,7 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
 
 
 def wrapper_sources() -> dict[str, str]:
-    """Return the source code of the wrapper program's files, by the name of the file."""
+    """Return a mapping from the name of each file of the wrapper program to its source code."""
     files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 

@@ -94,8 +94,8 @@ class UncheckedNodesNote(BaseModel):
     events: Path
     #: Time at which this note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
-    #: Names of the nodes to check, by the id of the node. Empty if all nodes of the cluster must be
-    #: checked.
+    #: Mapping from the id of each node to check to its name. Empty if all nodes of the cluster must
+    #: be checked.
     nodes: Mapping[str, str] = {}
 
     def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:

@@ -62,13 +62,13 @@ class NodeReport:
     node_id: str
     #: Ray's name for the node. Several nodes may have the same name.
     name: str
-    #: All resources of the node, used or free, as amounts by the name of the resource. Resources
-    #: that Ray creates for placement groups are not included.
+    #: Mapping from resource name to the node's total amount, used or free. Resources that Ray
+    #: creates for placement groups are not included.
     own: Mapping[str, float]
-    #: Free amounts of the resources in `own`, by the name of the resource.
+    #: Mapping from the name of each resource in `own` to its free amount.
     available: Mapping[str, float]
-    #: Total amounts of the resources that Ray has reserved for placement groups on the node. The
-    #: keys are the names of the resources, such as `GPU_group_0_<group id>`.
+    #: Resources that Ray has reserved for placement groups on the node: a mapping from resource
+    #: name, such as `GPU_group_0_<group id>`, to total amount.
     grouped: Mapping[str, float] = field(default_factory=dict)
     #: True if Ray is about to remove the node. Ray then starts no new tasks or actors on the node.
     is_draining: bool = False
@@ -84,8 +84,8 @@ class ActorReport:
     name: str
     #: Ray's job id of the driver process that created the actor, in hex.
     job_id: str
-    #: Amounts of the resources that the actor holds, by the name of the resource. For an actor in a
-    #: placement group, the resources have names such as `GPU_group_0_<group id>`.
+    #: Mapping from resource name to the amount that the actor holds. For an actor in a placement
+    #: group, the resources have names such as `GPU_group_0_<group id>`.
     resources: Mapping[str, float]
 
 
@@ -107,17 +107,18 @@ class ClusterNode:
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
     #: Number of CPUs that the queue cannot grant, because other programs than Muster's runs use
-    #: them. It also includes the CPUs of those actors and bundles of Muster's runs that use no GPU.
+    #: them. The number also includes the CPUs of those actors and bundles of Muster's runs that use
+    #: no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
     #: Numbers of the GPU devices that Muster's queue may grant to runs. Empty if Ray assigns the
     #: devices.
     devices: tuple[int, ...] = ()
-    #: Holders of the GPU devices that are in use, by the number of the device. A holder is the name
-    #: of the flow run that has locked the device, or another description.
+    #: Mapping from the number of each GPU device in use to its holder. A holder is the name of the
+    #: flow run that has locked the device, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: Run id of each run that works on this host, by the id of its flow run. Empty if the node is
+    #: Mapping from flow run id to run id, for the runs that work on this host. Empty if the node is
     #: another host, or if Ray assigns the devices.
     run_ids: Mapping[str, str] = field(default_factory=dict)
     #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
@@ -128,11 +129,12 @@ class ClusterNode:
     is_missing: bool = False
     #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
-    #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.
+    #: Mapping from run id to the number of this node's GPUs that Muster's queue has granted to the
+    #: run.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Number of GPUs that each known program holds, by the name of the program. These GPUs are part
-    #: of `others_gpus`. A run of Muster that has no grant is also listed, under its run id. For
-    #: example, a run loses its grant if its flow run is deleted.
+    #: Mapping from the name of each known program to the number of GPUs that the program holds.
+    #: These GPUs are part of `others_gpus`. The mapping also contains the run ids of Muster's runs
+    #: without a grant. For example, a run loses its grant if its flow run is deleted.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -208,8 +210,8 @@ def compute_usage(
     Args:
         nodes: The living nodes.
         actors: The placed actors outside placement groups.
-        submissions: Submission ids of the Ray jobs, by the Ray job id. The entry is missing or
-            empty if the Ray job was not submitted through the dashboard.
+        submissions: Mapping from Ray job id to submission id. The entry is missing or empty if the
+            Ray job was not submitted through the dashboard.
     """
     present = {name for node in nodes for name in ACCELERATORS if node.own.get(name)}
     accelerator = next((name for name in ACCELERATORS if name in present), ACCELERATORS[0])
@@ -298,8 +300,8 @@ def _make_node(
         node: The control store's report about the node.
         name: Unique name of the node in the cluster.
         accelerator: Ray's name for the accelerator of the cluster.
-        ours: Amounts that the Ray jobs of Muster's runs hold on the node, by the name of the
-            resource.
+        ours: Mapping from resource name to the amount that the Ray jobs of Muster's runs hold on
+            the node.
     """
 
     def used_by_others(resource: str) -> float:
@@ -373,8 +375,8 @@ class ClusterReader:
         `control_store.request_nodes`.
 
         Args:
-            bundles: The resources of each bundle, as amounts by the name of the resource. An empty
-                list withdraws the previous request.
+            bundles: For each bundle, a mapping from resource name to amount. An empty list
+                withdraws the previous request.
             within_s: Deadline in seconds of each of two requests: one for each version of Ray's
                 autoscaler.
 
@@ -440,12 +442,12 @@ class _ControlStore:
         self._cluster = prepare_request(self._channel, "NodeInfo", "GetClusterId")
         #: Ray's id of the cluster. An empty string before the first snapshot.
         self._id = ""
-        #: GcsNodeInfo message of each known node, by node id.
+        #: Mapping from the id of each known node to its GcsNodeInfo message.
         self._infos: dict[bytes, Any] = {}
         #: Ray's id of the head node, in hex. An empty string before the first snapshot.
         self._head = ""
-        #: Submission ids of the Ray jobs, by the Ray job id. The submission id is empty if the Ray
-        #: job was not submitted through the dashboard.
+        #: Mapping from Ray job id to submission id. The submission id is empty if the Ray job was
+        #: not submitted through the dashboard.
         self._submissions: dict[str, str] = {}
 
     def close(self) -> None:
@@ -474,10 +476,10 @@ class _ControlStore:
         The reports are requested from the control store.
         """
         usage_reply = self._usage(within_s)
-        # Send all requests at once, and the requests for actors last. An actor that is created
-        # between two replies may appear in only one of them. A used resource whose owner no reply
-        # names counts as used by other programs. So the queue may grant too few GPUs for a short
-        # time, but never too many.
+        # Send the requests for actors last. The replies may disagree about an actor that is just
+        # being created. If no reply names the owner of a used resource, the resource counts as used
+        # by other programs. So the queue may grant too few GPUs for a short time, but never too
+        # many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]

@@ -52,9 +52,9 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: Age of the command in seconds from which Ray's stop signal has certainly reached it. Ray first
-#: lists the processes of the tree and then sends the signal, so a process that starts after the
-#: listing gets no signal. The keeper itself sends the stop signal to a younger command.
+#: If the command runs for less than this number of seconds, the keeper itself sends the stop
+#: signal. Ray's stop signal may miss such a young command: Ray first lists the processes of the
+#: tree and then sends the signal, so a process that starts after the listing gets no signal.
 _YOUNG_S = 0.5
 #: Message "stop the command" from the front process to the keeper process, if the stop request came
 #: from another process than Ray's.
@@ -99,8 +99,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # Disable core dumps of this process. The process that is imitated may have written a core dump,
-    # and a second core dump would be misleading.
+    # Disable core dumps of this process. This process only repeats the death of another process,
+    # which may already have written a core dump. A second core dump would be misleading.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Ignore the error for SIGKILL, whose action cannot be set. SIGKILL always ends the process.
@@ -267,7 +267,7 @@ class Keeper:
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Schedule the kill of the process tree. If an earlier kill is scheduled, it stays.
+        """Schedule the kill of the process tree, unless an earlier kill is already scheduled.
 
         Args:
             seconds: Delay until the kill.
@@ -335,8 +335,8 @@ def command_environment(package: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, ValueError, AttributeError):
         config = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
         job_variables = config["runtime_env"].get("env_vars") or {}
-        # Remove `py_modules` from the job's runtime_env, because the command does not need it. Its
-        # only entry is this wrapper.
+        # Remove `py_modules` from the job's runtime_env, because the command does not need it. The
+        # only entry of `py_modules` is this wrapper.
         config["runtime_env"].pop("py_modules", None)
         env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(config)
 

@@ -24,13 +24,13 @@ def list_old_pipelines(
 ) -> list[Path]:
     """Return the folders of pipelines that may be deleted.
 
-    A folder is kept if `server_text` contains the id of the pipeline's flow run. It is also kept if
-    a run that keeps its files has a spec with this id.
+    A folder is kept if `server_text` contains the id of the pipeline's flow run, or if the spec of
+    a run whose files are kept contains this id.
 
     Args:
         older_than_s: Age in seconds. A folder with a younger file is kept.
         server_text: Ids, names and parameters of the open flow runs and deployments on the server.
-        kept_runs: Directories of the runs on this host that keep their files.
+        kept_runs: Directories of the runs on this host whose files are kept.
     """
     now = time.time()
     folders = [

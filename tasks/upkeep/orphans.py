@@ -107,7 +107,7 @@ def _end_orphan(owner: Owner, reason: str) -> RunReport:
     """Send SIGTERM to the flow process of a run, and return the report about the run."""
     pid = owner.process.pid
     if owner.directory is not None:
-        # The signal has no text, so a note tells the process why the run is cancelled.
+        # A signal carries no text. So write a note that tells the process why the run is cancelled.
         write_note(owner.directory, f"cancelled, because {reason} on the Prefect server")
     try:
         send_to_owner(owner, signal.SIGTERM)

@@ -69,7 +69,7 @@ _STACK_LOG_BYTES = 50 * 1024**2
 _UPKEEP_DAYS = 2.0
 #: Largest number of flow runs that the Prefect server deletes in one request.
 _MAX_DELETED = 50
-#: Number of deployments that one request to the Prefect server returns at most.
+#: Largest number of deployments that one request to the Prefect server returns.
 _PAGE_SIZE = 200
 
 #: Paths, relative to a run's directory, of files that are never deleted.
@@ -104,8 +104,8 @@ class Retention(BaseModel):
     def of_environment(environment: Mapping[str, str]) -> Retention:
         """Return the rules that the environment variables set.
 
-        The variable of the field `days` is `MUSTER_PRUNE_DAYS`, and that of `outputs` is
-        `MUSTER_PRUNE_OUTPUTS`. A missing or empty variable leaves the field at its default.
+        The variable of the field `days` is `MUSTER_PRUNE_DAYS`. The variable of the field `outputs`
+        is `MUSTER_PRUNE_OUTPUTS`. A missing or empty variable leaves the field at its default.
 
         Raises:
             InvalidVariable: A variable has an invalid value.
@@ -294,7 +294,7 @@ def _ended_at(directory: Path) -> float:
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return the size in bytes of every file below a directory, by the file's relative path.
+    """Return a mapping from relative path to size in bytes for all files below a directory.
 
     A symbolic link counts as a file and is not followed.
     """
@@ -396,8 +396,8 @@ def _forget_code(
 ) -> int:
     """Delete unused code from this host's code store and from the Prefect server.
 
-    Code is in use if a run that keeps its files, an unfinished flow run, or a deployment refers to
-    the code.
+    Code is in use if one of these refers to the code: a run whose files are kept, an unfinished
+    flow run, or a deployment.
 
     Args:
         server_text: Names and parameters of all deployments and unfinished flow runs.
@@ -441,8 +441,8 @@ def _delete_upkeep(client: SyncPrefectClient) -> int:
     content = {"flow_runs": flow_run_filter, "limit": _MAX_DELETED}
     count = 0
     while deployment_ids:
-        # `Any` is for the type checker, because the type of `client.request` allows only a list of
-        # paths, and this path is not in the list.
+        # Use `Any` to satisfy the type checker: `client.request` declares a fixed list of paths,
+        # and this path is not in the list.
         path: Any = "/flow_runs/bulk_delete"
         deleted = len(client.request("POST", path, json=content).json()["deleted"])
         count += deleted
@@ -463,8 +463,8 @@ def prune(
 
     The copy of a run's code is deleted with its files, and unused code is deleted from the code
     store. run.json and the specs of a run are always kept. Files that the run's own programs wrote
-    are kept unless --outputs is given. A run is skipped if it has not ended, if it waits, or if
-    another run has started from its files.
+    are kept unless --outputs is given. These runs are skipped: runs that have not ended or wait for
+    their next attempt, and runs from whose files another run has started.
 
     Exit: 0 files deleted or listed; 1 a file could not be deleted; 2 a rule is invalid.
 
