@@ -149,7 +149,7 @@ _NOT_FINITE_HINT = (
     "the last steps. To let Muster resume from a checkpoint before the alarm, list ALARM under "
     "`retry` in the spec."
 )
-#: Advice for a run that was stopped before its first step, because it did not seem to work.
+#: Advice for a run that Muster stopped before the first step, because no progress was visible.
 _FIRST_STEP_HINT = (
     "If the program needs more time for imports, the model or a compilation, raise `stall_after_s` "
     "in the spec (now {limit_s:g} s). Otherwise read the file {hang_report}: it shows the code "
@@ -310,7 +310,7 @@ def make_failure(
 
 
 def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
-    """Return the process of a component that failed first, or None if it is unknown.
+    """Return the component's process that failed first, or None if unknown.
 
     Args:
         text: End of the component's log, in which a launcher may name this process.
@@ -470,8 +470,10 @@ class Decision:
 
         Args:
             verdict: The final state of the attempt, with a message and the failure.
-            at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if it happens now.
-            warns: See the field `warns`.
+            at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if the event happens
+                now.
+            warns: True if the components first get their warning signal and time to save a
+                checkpoint.
         """
 
         async def make_verdict() -> Verdict:
@@ -529,8 +531,8 @@ class EarliestDecision:
 class SupervisedAttempt:
     """Supervises the components of one attempt, and determines how the attempt ends.
 
-    When an event decides the end of the attempt, the teardown begins. It stops the components in
-    reverse order. No component is started after that.
+    When an event decides the end of the attempt, the teardown begins. The teardown stops the
+    components in reverse order. After its begin, no component is started.
     """
 
     def __init__(
@@ -603,9 +605,9 @@ class SupervisedAttempt:
     def prepare(self) -> None:
         """Prepare every component, and start the tasks that watch the whole attempt.
 
-        For each component that runs on this machine, a guardian process is started. It will later
-        start the component's program and end the program's processes. If a guardian process cannot
-        be started, the attempt fails.
+        For each component that runs on this machine, a guardian process is started. The guardian
+        process will later start the component's program and end the program's processes. If a
+        guardian process cannot be started, the attempt fails.
         """
         try:
             self._context.begin()
@@ -931,8 +933,8 @@ class SupervisedAttempt:
         """
         if self._teardown is None:
             self.interrupt("the run was ended before it had finished")
-        # Wait until it is decided how the attempt ends. After the end of a component, it takes some
-        # time to find out whether the attempt has failed or is complete.
+        # Wait for the decision how the attempt ends. After the end of a component, Muster needs
+        # some time to find out whether the attempt has failed or is complete.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
@@ -944,7 +946,8 @@ class SupervisedAttempt:
     async def _launch(self, component: RunningComponent) -> None:
         """Start a component.
 
-        Never cancel this coroutine. A process that it has started might then never be ended.
+        Never cancel this coroutine: a process that the coroutine has started might then never be
+        ended.
         """
         self._launched.append(component)
         self._progress.silence.restart()
@@ -969,8 +972,8 @@ class SupervisedAttempt:
         command = component.plan.command
         if isinstance(error, PlaceTimeout):
             return str(error)
-        # The explanation reads files of the program. They may be on a file system that does not
-        # answer, so limit the time.
+        # The explanation reads files of the program. The files may be on a file system that does
+        # not answer, so limit the time.
         return await call_with_time_limit(
             _EXPLAIN_START_WITHIN_S,
             lambda: describe_start_error(error, command.argv, command.env, command.cwd),
@@ -1052,8 +1055,8 @@ class SupervisedAttempt:
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that exited with code 0 before its readiness probe succeeded.
 
-        If the log or the files of the component show that it was ready, the component is treated
-        as a ready component that has ended. Otherwise the attempt fails.
+        If the log or the files show that the component was ready, it is treated as a ready
+        component that has ended. Otherwise the attempt fails.
         """
         if await component.was_ready_before_end():
             component.mark_ready()
@@ -1395,8 +1398,8 @@ class SupervisedAttempt:
         is_unexamined = not is_blamed and not self._hung_components()
         if last is not None and is_free and not is_warned and is_unexamined:
             # The teardown stops the components in the reverse order of their launch, and writes
-            # events before the first stop. To save time, send the stop signal to the component that
-            # was launched last now. Exception: if this component caused the end, the size of its
+            # events before the first stop. To save time, send the stop signal now to the component
+            # that was launched last. Exception: if this component caused the end, the size of its
             # log must be read before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
@@ -1416,7 +1419,7 @@ class SupervisedAttempt:
         self._context.hurry()
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         await self._cancel_watchers()
-        # Note the size of the logs before any component is examined or stopped. The examination
+        # Record the size of the logs before any component is examined or stopped. The examination
         # appends call stacks to the log, and a launcher reports its stop signal as an error. The
         # search for the cause skips these lines.
         for component in self._launched:
@@ -1427,7 +1430,7 @@ class SupervisedAttempt:
                     self._sizes_before_stop[component.name] = max(0, size)
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the call stacks of
-        # the waiting component would no longer show this.
+        # the waiting component would no longer show the wait.
         await self._for_each(
             self._hung_components().values(), lambda component: component.examine()
         )
@@ -1493,8 +1496,8 @@ class SupervisedAttempt:
             component: The component.
             left: Mapping from component name to processes. This function adds the processes that
                 could not be ended.
-            errors: Mapping from component name to error text. This function adds its own error, and
-                then kills the processes of the component.
+            errors: Mapping from component name to error text. If this function fails, it adds its
+                error, and kills the processes of the component.
         """
         try:
             if component.is_launched:
@@ -1656,7 +1659,7 @@ class SupervisedAttempt:
     def _mean_gpu_use(self, gpu_state: Mapping[str, Any]) -> float | None:
         """Return the mean utilisation of the run's GPUs on this machine, from 0 to 1.
 
-        If the run has no granted GPUs, the GPUs that its processes use count as its GPUs.
+        If the run has no granted GPUs, the GPUs that its processes use are counted instead.
 
         Args:
             gpu_state: Result of `read_gpus`.
@@ -1666,7 +1669,8 @@ class SupervisedAttempt:
         """
         granted = self._plan.devices
         gpu_processes = gpu_state.get("processes", ())
-        # List the processes of the run only if they are needed. There may be thousands.
+        # List the processes of the run only if they are needed. A run may have thousands of
+        # processes.
         pids = self._context.guards.own_pids() if gpu_processes and not granted else set[int]()
         used_uuids = {process["uuid"] for process in gpu_processes if process["pid"] in pids}
 

@@ -116,8 +116,8 @@ _SHOWN_CHARACTERS = 200
 class ProcessWatch:
     """Watches the processes of a component whose command lines match a pattern.
 
-    Each process is watched through a pidfd, so its death is noticed within milliseconds. New
-    processes are looked for at intervals.
+    Each process is watched through a pidfd, so its death is noticed within milliseconds. A search
+    for new processes is repeated at intervals.
     """
 
     #: The component whose processes are watched.
@@ -216,8 +216,9 @@ def _may_execute_another_program(process: ProcessId, command: str) -> bool:
     """Return True if a process was just forked and may soon execute another program.
 
     A process that was just forked still has the command line of its parent, so it matches the
-    pattern of `ProcessWatch` if the parent matches. It must not be watched yet: it may soon execute
-    a compiler, for example, and the end of a compiler is no failure of the component.
+    pattern of `ProcessWatch` if the parent matches. Such a process must not be watched yet. For
+    example, it may soon execute a compiler, and the end of a compiler is no failure of the
+    component.
 
     Args:
         process: The process.

@@ -287,7 +287,7 @@ class AttemptContext:
             file.read(1)
 
     def release_logs(self) -> None:
-        """Close the logs of all components. Call it when the logs have been read to their end."""
+        """Close the logs of all components. Call this when the logs have been read to their end."""
         for log in self.logs.values():
             log.release()
 
@@ -300,7 +300,7 @@ class AttemptContext:
             self.register.leave(component)
 
     def hurry(self) -> None:
-        """Request a scan of /dev/shm at once. Call it before processes of the attempt are ended.
+        """Request a scan of /dev/shm at once. Call this before processes of the attempt are ended.
 
         The scan finds the shared memory segments that these processes have made, so that the
         segments can be removed later.
@@ -350,8 +350,8 @@ class RunningComponent(ABC):
         #: asyncio event that is set after the component was reported as ready.
         self.became_ready = asyncio.Event()
         #: asyncio event that is set if another process took the component's port before the
-        #: component was ready. It is set only if the component can be started again on another
-        #: port.
+        #: component was ready. The event is set only if the component can be started again on
+        #: another port.
         self.lost_port = asyncio.Event()
         #: Message about the taken port; valid after `lost_port` was set.
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
@@ -582,7 +582,8 @@ class RunningComponent(ABC):
         Args:
             since: Offset in bytes at which reading begins: the size of the log at one of the last
                 training steps, or 0 if unknown.
-            until: Offset in bytes at which reading ends. If None, it ends at the end of the log.
+            until: Offset in bytes at which reading ends. If None, reading ends at the end of the
+                log.
         """
         since = max(since, self._log_since)
         self._context.log_reader.place = str(self.log.path)
@@ -591,7 +592,7 @@ class RunningComponent(ABC):
     async def examine(self) -> None:
         """Write a report on a component that hangs, with the call stacks of its processes.
 
-        Call it before the component is ended, because an ended process has no call stacks.
+        Call this before the component is ended, because an ended process has no call stacks.
         """
         return
 

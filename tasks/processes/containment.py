@@ -196,8 +196,8 @@ _END_WITHIN_S = 8.0
 class PidNamespace:
     """A PID namespace for the components of a run.
 
-    The first process of the namespace runs until its standard input, a pipe, closes. The guardians,
-    the processes that own the components, have the write end of this pipe open. So the pipe closes
+    The first process of the namespace runs until its standard input, a pipe, closes. The guardian
+    processes, which own the components, keep the write end of this pipe open. So the pipe closes
     when the last guardian has ended. When the first process ends for any reason, the kernel kills
     every process in the namespace.
 

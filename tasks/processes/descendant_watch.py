@@ -306,8 +306,8 @@ class DescendantWatch:
         if kill.limiting_group is None:
             return _describe_machine_limit()
         if not kill.limiting_group:
-            # An old kernel does not write the name of the cgroup into its log. So look for a cgroup
-            # of the killed process that has reached its limit.
+            # An old kernel does not write the name of the cgroup into its log. So look for a memory
+            # limit that was reached among the cgroups of the killed process.
             return (
                 self._describe_reached_limit(chain)
                 or "the cgroup of this process reached its memory limit"

@@ -116,7 +116,8 @@ class Devices:
 def _list_visible_gpus(uuids: Mapping[int, str]) -> tuple[int, ...]:
     """Return the numbers of the GPUs that CUDA_VISIBLE_DEVICES lists; all GPUs if it is not set.
 
-    An outer scheduler such as Slurm sets this variable. The order of the GPUs in it is kept.
+    An outer scheduler such as Slurm sets this variable. The order of the GPUs in the variable is
+    kept.
 
     Args:
         uuids: Mapping from the number of each GPU to its UUID.
@@ -207,7 +208,7 @@ class DeviceLease:
     def why_unfit(self) -> str:
         """Return the reason why the leased devices cannot be used now; empty if they can be used.
 
-        The GPU driver is asked in another thread, because it may hang.
+        The GPU driver is asked in another thread, because the driver may hang.
         """
         answers: list[str] = []
 
@@ -218,8 +219,8 @@ class DeviceLease:
                 answers.append(str(error))
                 return
             # On a machine without GPUs, the leased device numbers come from MUSTER_GPUS or from the
-            # work pool's settings. No physical device belongs to such a number, so it cannot be
-            # unhealthy.
+            # work pool's settings. No physical device belongs to such a number, so there is no
+            # device that could be unhealthy.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
             problem = f"GPU {format_devices(unfit)} of {host_name()} is missing or unhealthy"
             answers.append(problem if unfit else "")

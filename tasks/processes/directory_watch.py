@@ -41,7 +41,7 @@ class DirectoryWatch:
         """
         Args:
             directory: The directory.
-            on_new_file: Function to call. It must return at once.
+            on_new_file: Function to call. The function must return at once.
         """
         self._on_new_file = on_new_file
         self._fd = -1

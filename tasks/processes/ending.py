@@ -209,8 +209,9 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     def note_carrier(pid: int) -> None:
         """Store the command lines of a matching process and of its unkillable descendants.
 
-        An unkillable descendant is a process that this user may not signal. Search for it before
-        its parent ends. After that, it is no descendant of the matching process any more.
+        An unkillable descendant is a process that this user may not signal. Search for such a
+        process before its parent ends: afterwards, the process is no descendant of the matching
+        process any more.
         """
         commands[pid] = read_command(pid)
         for child in descendants(pid):

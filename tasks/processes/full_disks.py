@@ -17,8 +17,8 @@ from tasks.processes.shared_memory import DIRECTORY as SHARED_MEMORY
 from tasks.record.outcome import Failure, signal_name
 from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
 
-#: A file system with fewer free bytes counts as full. It may have some free bytes left if the last
-#: write needed more bytes.
+#: A file system with fewer free bytes than this number counts as full. A full file system may have
+#: some free bytes left, if the last write needed more bytes.
 _FULL_BELOW_BYTES = 1 << 16
 #: Rule name of a failure whose cause is a full file system.
 RULE = "full-disk"
@@ -175,7 +175,7 @@ def describe_storage_error(error: BaseException, directory: Path) -> str:
 
     Args:
         error: An error for which `is_storage_error` is True.
-        directory: Directory on the file system that is measured if the error names no file.
+        directory: Directory whose file system is measured if the error names no file.
     """
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError):

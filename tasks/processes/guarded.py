@@ -43,8 +43,8 @@ from tasks.record.outcome import Exit
 #: If this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
 kept_fds: set[int] = set()
 
-#: Command line of a guardian process, without its arguments. It contains the path of `guardian.py`,
-#: so that `ps` shows the purpose of the process.
+#: Command line of a guardian process, without its arguments. The command line contains the path of
+#: `guardian.py`, so that `ps` shows the purpose of the process.
 _GUARDIAN = (
     *(sys.executable, "-I", "-S", "-c"),
     "import sys; del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
@@ -77,7 +77,7 @@ class Command:
     """A command that a guardian process starts, and the way to stop the command."""
 
     argv: tuple[str, ...]
-    #: Complete environment of the process. It inherits no other variables.
+    #: Complete environment of the process. The process inherits no other variables.
     env: Mapping[str, str]
     cwd: Path
     #: File that standard output and standard error are appended to.
@@ -87,8 +87,8 @@ class Command:
     grace_s: float = 10.0
     #: If this number is set, the children of the program get the stop signal first. The program
     #: itself gets the signal when all its children have ended, or after this number of seconds. Use
-    #: it for a program whose children may outlive the program. If None, the program gets the signal
-    #: first, and children that outlive the program are stopped at once.
+    #: this setting for a program whose children may outlive the program. If None, the program gets
+    #: the signal first, and children that outlive the program are stopped at once.
     children_grace_s: float | None = None
     #: Longest time in seconds that the program gets to finish a checkpoint. The stop signal and
     #: SIGKILL are delayed while the program writes a checkpoint. If None, the time is `grace_s`.
@@ -322,12 +322,12 @@ class GuardedProcess:
         ended_processes: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
-        """Start a guardian process. It waits until `launch` sends it the command.
+        """Start a guardian process, which waits until `launch` sends the command.
 
         Args:
             name: Name shown in the guardian's command line, for `ps`.
             tag: Variables that identify the run, for the guardian's environment.
-            namespace: PID namespace of the guardian and the command. If None, they run in the
+            namespace: PID namespace of the guardian and the command. If None, both run in the
                 namespace of this process.
             ended_processes: List that collects the processes whose pidfds have reported their end,
                 in the order of these reports. Pass the same list for processes whose end times are
@@ -403,9 +403,8 @@ class GuardedProcess:
         self.cgroup = cgroup
         self.memory_cgroup = memory_cgroup
         self._owes_processes = True
-        # Block until the whole message is sent, so that no other message gets into the middle of
-        # it. The guardian process reads the message at once, unless SIGSTOP has stopped the
-        # guardian.
+        # Block until the whole message is sent, so that no other message is sent in between. The
+        # guardian process reads the message at once, unless SIGSTOP has stopped the guardian.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(encode_message(order))
         self._channel.setblocking(False)
@@ -478,7 +477,7 @@ class GuardedProcess:
         """Wait until the guardian reports an empty process tree, or survivors of SIGKILL.
 
         Args:
-            within_s: Time limit in seconds. No error is raised when it has passed.
+            within_s: Time limit in seconds. After this time, the method returns without an error.
         """
         reports = [self.empty, self.has_survivors]
         await asyncio.wait(reports, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
@@ -503,8 +502,8 @@ class GuardedProcess:
             self._channel.shutdown(socket.SHUT_WR)
 
     def _request(self, action: str, **fields: float) -> None:
-        # Ignore an error. It means that the guardian process has ended, and `_on_guardian_gone`
-        # then ends the processes of the command.
+        # Ignore an error: the guardian process has then ended, and `_on_guardian_gone` ends the
+        # processes of the command.
         with contextlib.suppress(OSError):
             self._channel.send(encode_message({"do": action, **fields}))
 

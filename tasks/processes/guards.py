@@ -159,7 +159,7 @@ class Guards:
         return process
 
     def settle(self) -> None:
-        """End the preparation. Call it after `prepare` was called for each component.
+        """End the preparation. Call this after `prepare` was called for each component.
 
         The helper process that forks guardian processes is ended, and the PID namespace accepts no
         further guardian.
@@ -244,7 +244,7 @@ class Guards:
             await self.end(process, command.ends_within_s)
 
     async def end(self, process: GuardedProcess, within_s: float) -> None:
-        """Wait until a process has ended. Call its method `stop` or `kill` before.
+        """Wait until a process has ended. Call `process.stop` or `process.kill` before.
 
         Several callers may wait for the end of one process; the time limit of the first caller
         applies.
@@ -276,8 +276,8 @@ class Guards:
         """End all processes that still run, without a grace period, and close the PID namespace.
 
         Returns:
-            `left[name]`: descriptions of the processes that could not be ended, by the name of the
-            component. Empty if all processes have ended.
+            `left[name]`: descriptions of the processes of the component `name` that could not be
+            ended. Empty if all processes have ended.
         """
         self._close_template()
         if self._endings:
@@ -405,7 +405,7 @@ class Guards:
 def _name_of(component: str, part: str) -> str:
     """Return the name of a process in the registry.
 
-    The name is that of the component. For a part of a component, such as the inference server `r0`,
-    it is `rollout.r0`.
+    The name is the name of the component. For a part of a component, a dot and the name of the part
+    follow, for example `rollout.r0` for the inference server `r0`.
     """
     return f"{component}.{part}" if part else component

@@ -73,7 +73,7 @@ def _describe_process(at: Path, pid: int, status: dict[str, str]) -> Iterator[st
     Args:
         at: Directory of the process in /proc.
         pid: Pid of the process.
-        status: Fields of its file `status`.
+        status: Fields of the file `status` of the process.
     """
     command = _read_text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
     yield f"pid {pid}, child of {status.get('PPid')}: {command}"
@@ -109,9 +109,8 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
 #: Pattern of a stack frame in which a process waits for other ranks or for child processes. It
-#: matches functions of PyTorch and DeepSpeed for communication and for the start of a process
-#: group, the backward pass, which waits for the gradients of all ranks, and waits in
-#: `multiprocessing`.
+#: matches the backward pass, waiting functions of `multiprocessing`, and functions of PyTorch and
+#: DeepSpeed for communication and for the start of a process group.
 _WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
@@ -451,7 +450,7 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
-    """Send SIGABRT to processes that handle it, so that they write their call stacks and end.
+    """Send SIGABRT to all processes that handle it. They then write their call stacks and end.
 
     Python's faulthandler installs such a handler. Processes without a handler get no signal,
     because they would end without writing their stacks. The processes are signalled one after the

@@ -43,8 +43,8 @@ _NO_FILE = re.compile(r"too many open files|\[Errno 2[34]\]|\bE[MN]FILE\b", re.I
 class HostLimit:
     """A limit of this machine, with its use at one moment."""
 
-    #: Name of the limit and of the cgroup or user that it limits, such as `pids.max of the cgroup
-    #: /sys/fs/cgroup/pids/job`.
+    #: Name of the limit, with the cgroup or user to which it applies, such as `pids.max of the
+    #: cgroup /sys/fs/cgroup/pids/job`.
     name: str
     #: Unit of the limit, such as `processes and threads`.
     unit: str

@@ -163,7 +163,8 @@ def read_kernel_log() -> str:
     """Return the entries of the kernel log, or an empty string if this user may not read them.
 
     The kernel log contains the pids of the machine's first PID namespace. In another PID namespace,
-    such as that of a container, processes have other pids. So the string is empty there, too.
+    such as that of a container, processes have other pids. In such a namespace, the result is an
+    empty string.
     """
     entries: list[bytes] = []
     with suppress(OSError):

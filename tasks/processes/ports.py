@@ -34,8 +34,9 @@ __all__ = (
     "listening_sockets",
 )
 
-#: Range from which ports are reserved. It avoids 10002 to 19999, which the workers of a Ray node
-#: use. It also avoids the ports from 32768, which the kernel uses for outgoing connections.
+#: Range from which ports are reserved. Two other ranges are avoided: 10002 to 19999, which the
+#: workers of a Ray node use, and the ports from 32768, which the kernel uses for outgoing
+#: connections.
 _PORTS = range(20000, 32000)
 #: Number of random ports that are tried before the reservation fails.
 _TRIES = 2000
@@ -107,7 +108,7 @@ class PortsReserved:
     def known(cls, numbers: Mapping[str, int]) -> PortsReserved:
         """Return ports with known numbers, without reserving them.
 
-        Use it if the components may already listen on the ports.
+        Use this method if the components may already listen on the ports.
 
         Args:
             numbers: Mapping from the name of each port to its number.

@@ -108,8 +108,8 @@ async def wait_for_success(
 ) -> None:
     """Repeat the check of a probe until it succeeds. The caller must set a time limit.
 
-    Between two checks, `probe.glance` is called every 10 ms. If its result changes, the next check
-    follows at once.
+    Between two checks, `probe.glance` is called every 10 ms. If the result of `glance` changes, the
+    next check follows at once.
 
     Args:
         probe: The probe.
@@ -213,8 +213,8 @@ class LogProbe(ComponentProbe):
         Args:
             log: The log.
             pattern: Regular expression.
-            since: Number of bytes at the start of the log that an earlier process has written. They
-                are skipped.
+            since: Number of bytes at the start of the log that an earlier process has written.
+                These bytes are skipped.
             reader: Reader of the log. None to create a reader.
         """
         self._reader = reader or PlaceReader(log.path)
@@ -282,8 +282,8 @@ class FileProbe(ComponentProbe):
         """
         Args:
             path: The file.
-            before: Result of `identity_of(path)` before the component's start. It differs from a
-                later result if the file was created or changed in the meantime.
+            before: Result of `identity_of(path)` before the component's start. If the file is
+                created or changed, later results differ from this result.
             reader: Reader of the file. None to create a reader.
         """
         self.question = f"file {path}"

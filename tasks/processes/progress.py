@@ -71,7 +71,7 @@ class MissingStep:
 
     #: Clause that names the file or URL, and the problem.
     problem: str
-    #: Advice for the user. It repeats the keys or files that `problem` names.
+    #: Advice for the user. The advice repeats the keys or files that `problem` names.
     remedy: str
 
     def __str__(self) -> str:

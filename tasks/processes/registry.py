@@ -72,8 +72,8 @@ _FLOCK = "hhqqi"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
-#: Time limit in seconds for freeing the disk space that is reserved for `run.json`. It also applies
-#: to writing the short form of the run's final record into its reserved file.
+#: Time limit in seconds for freeing the disk space that is reserved for `run.json`. The limit also
+#: applies to writing the short form of the run's final record into its reserved file.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 #: Seconds to wait again for the last files of a run, after reserved disk space was freed for them.
 #: The space is freed if the files were not on the disk within `_WRITTEN_WITHIN_S`.
@@ -140,7 +140,8 @@ class _Entry(_Model):
     #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
     #: Longest time in seconds for which the end of the component is delayed while it writes a
-    #: checkpoint. None in an entry of an earlier version of Muster, which used `grace_s` for this.
+    #: checkpoint. None in an entry of an earlier version of Muster, which used `grace_s` for this
+    #: delay.
     save_grace_s: float | None = None
 
     @classmethod

@@ -57,7 +57,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Calculates the delay before each restart of one service from its earlier deaths.
+    """Calculates the delay before each restart of a service, based on the service's earlier deaths.
 
     Times are CLOCK_MONOTONIC seconds.
     """
@@ -486,7 +486,7 @@ class Services:
     def give_up(self, failure: Failure) -> None:
         """Record that a service cannot be started again, so that all services end.
 
-        Call it only in the thread of the services.
+        Call this only in the thread of the services.
         """
         if not self._is_over.is_set():
             self.failure = failure

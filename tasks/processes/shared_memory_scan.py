@@ -63,7 +63,8 @@ class SharedMemoryScan:
                 most once for each scan.
             note: Called in the scanning thread with the segments that the run has made, and with
                 segments of the run that were removed.
-            directory: Directory to scan. Files that it contains now do not belong to the run.
+            directory: Directory to scan. Files that the directory contains now do not belong to the
+                run.
         """
         self._own_pids = own_pids
         self._note = note
@@ -95,8 +96,8 @@ class SharedMemoryScan:
     def hurry(self) -> None:
         """Request a scan for new files in shared memory. Does not wait for the scan.
 
-        Call this before processes of the run are stopped. After their end, nobody can determine
-        which files they had open.
+        Call this before processes of the run are stopped. After the end of a process, nobody can
+        determine which files the process had open.
         """
         self._wake.set()
 

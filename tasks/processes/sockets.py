@@ -124,7 +124,7 @@ class SocketTable:
                 returned. If None, the sockets of all addresses are returned.
 
         Returns:
-            `user[inode]`: uid of the user of each socket, by the inode of the socket.
+            `user[inode]`: uid of the user of the socket with this inode.
 
         Raises:
             OSError: The kernel's table of TCP sockets cannot be read.

@@ -56,8 +56,8 @@ def use_own_temporary_folder() -> Path:
 
 
 def _remove_own(folder: Path, owner_pid: int) -> None:
-    # A forked process inherits this exit handler from its parent. It must not remove the folder,
-    # because the parent still uses the folder.
+    # A forked process inherits this exit handler from its parent. The forked process must not
+    # remove the folder, because the parent still uses the folder.
     if os.getpid() == owner_pid:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -36,7 +36,8 @@ _CHECK_EVERY_S = 0.2
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
 _WARN_EVERY_S = 2.0
-#: Seconds between two checks whether a component's machine will end it, for example by a shutdown.
+#: Seconds between two checks whether a component's machine will end the component, for example by a
+#: shutdown.
 _PLANNED_END_EVERY_S = 15.0
 #: An announced end counts as cancelled if the attempt still runs this number of seconds after the
 #: announced time. The components then get a new warning signal before a later end.

@@ -541,7 +541,7 @@ class KillRounds:
 def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     """Send a signal to the process `pid` if it still is a child of `parent`.
 
-    The check of the parent protects an unrelated process that has got a reused pid.
+    If the kernel has given the pid to another process, that process gets no signal.
 
     Returns:
         True if the signal was sent.

@@ -25,7 +25,7 @@ from tasks.ray.dashboard import Denied, NoAnswer, require_trusted_control_store
 #: Deadline of one request to the control store, in seconds.
 _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
-#: After some months it exceeds gRPC's default limit of 4 MiB.
+#: After some months, the list exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
 #: Time in the year 2255, in UTC epoch milliseconds. For a drained node without a deadline, some
 #: programs write the largest integer as the deadline. So a deadline at this time or later counts as

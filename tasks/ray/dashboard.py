@@ -215,7 +215,7 @@ def _environment_value(name: str) -> str:
 
 
 def add_listed_clusters(clusters: Iterable[object]) -> None:
-    """Add trusted clusters to those of this process and its Muster child processes.
+    """Add clusters to the trusted clusters of this process and of its Muster child processes.
 
     Muster may send credentials to these clusters.
 
@@ -541,7 +541,7 @@ class Dashboard:
         if follow:
             query["interval"] = "0.5"
         else:
-            # Let the dashboard wait up to 600 seconds until the node has sent the whole log to it.
+            # Let the dashboard wait up to 600 seconds until the node has sent the whole log.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:

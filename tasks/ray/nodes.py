@@ -97,7 +97,8 @@ class NodeAnswers:
 
     #: Mapping from the id of each node that has carried out the request to its result.
     answers: Mapping[str, Any]
-    #: Mapping from the id of each other node to the reason why it did not carry out the request.
+    #: Mapping from the id of each node that did not carry out the request, or did not answer, to
+    #: the reason.
     unreached: Mapping[str, str]
 
 
@@ -112,8 +113,9 @@ class AgentKey:
     private: Any
     #: Modulus of the RSA public key, in hex. The agents check signatures with it.
     modulus: str
-    #: Beginning of the names of all agents of this user. It contains a digest of the public key and
-    #: a digest of the agents' code. The name of an agent ends with the id of its node.
+    #: Beginning of the names of all agents of this user. This beginning contains a digest of the
+    #: public key and a digest of the agents' code. The name of an agent ends with the id of its
+    #: node.
     prefix: str
 
     @staticmethod
@@ -485,8 +487,8 @@ async def _read_agents(gcs_address: str, key: AgentKey, nodes: Iterable[Node]) -
 async def _lock_agent_start(within_s: float) -> AsyncIterator[None]:
     """Hold this host's lock for the start of agents while the context is open.
 
-    Many runs may end at the same moment. Without the lock, each of them would start a driver
-    process for the same missing agents, which occupies all cores for a minute.
+    Many runs may end at the same moment. Without the lock, each run would start a driver process
+    for the same missing agents, and these driver processes would occupy all cores for a minute.
 
     Args:
         within_s: Longest wait for the lock in seconds. After that, the context opens without the

@@ -284,8 +284,8 @@ def _client(address: str) -> JobSubmissionClient:
 
     class Client(JobSubmissionClient):
         def __init__(self) -> None:
-            # Skip the constructor of JobSubmissionClient. It would replace the address with the
-            # value of the environment variable RAY_ADDRESS.
+            # Skip the constructor of JobSubmissionClient. The constructor would replace the address
+            # with the value of the environment variable RAY_ADDRESS.
             SubmissionClient.__init__(
                 self, address, headers=credentials.make_headers(), verify=credentials.ca or True
             )
@@ -294,8 +294,8 @@ def _client(address: str) -> JobSubmissionClient:
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
             kwargs.setdefault("timeout", _REQUEST_TIMEOUT_S)
             kwargs.setdefault("proxies", {"http": "", "https": ""})
-            # Follow no redirect, because it would send the headers with the token to another
-            # address.
+            # Follow no redirect, because a redirect would send the headers with the token to
+            # another address.
             kwargs.setdefault("allow_redirects", False)
             require_trusted_url(address)
             return super()._do_request(*args, **kwargs)

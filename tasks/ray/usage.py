@@ -165,8 +165,8 @@ class Cluster:
 
     #: The living nodes, sorted by name.
     nodes: tuple[ClusterNode, ...]
-    #: Ray's id of the cluster. It does not depend on the address with which the cluster is reached.
-    #: An empty string if the nodes are not those of a Ray cluster.
+    #: Ray's id of the cluster. The id does not depend on the address with which the cluster is
+    #: reached. An empty string if the nodes are not those of a Ray cluster.
     id: str = ""
     #: `used[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
     #: jobs take their GPUs step by step, so a run may hold fewer GPUs than Muster's queue has

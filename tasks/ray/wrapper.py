@@ -123,9 +123,9 @@ def kill_rest() -> None:
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
     """Run the front process of the wrapper, which Ray treats as the process of the job.
 
-    The front process starts the keeper process, which runs the command. It forwards stop requests
-    to the keeper, and ends with the exit code or the signal of the keeper. This function does not
-    return.
+    The front process starts the keeper process, which runs the command. The front process forwards
+    stop requests to the keeper, and ends with the exit code or the signal of the keeper. This
+    function does not return.
 
     Args:
         options: Parsed arguments of this program.

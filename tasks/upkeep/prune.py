@@ -207,7 +207,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         pipelines = list_old_pipelines(keep.days * _DAY_S, server_text, kept_directories)
     problems: list[str] = []
     if not dry_run:
-        # A run may have been resumed since `survey` read its record, so check it again.
+        # A run may have been resumed since `survey` read its record, so check each run again.
         ended = (run for run in runs if math.isfinite(_ended_at(run.directory)))
         runs = [run for run in ended if run.directory.name not in registered_runs()]
         problems = [problem for run in runs if (problem := _delete_files(run))]
