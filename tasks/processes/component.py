@@ -512,6 +512,7 @@ class RunningComponent(ABC):
 
         - A log line, a file or a message to NOTIFY_SOCKET is checked after the end.
         - A preparation step (`ready: {exit: 0}`) is ready when all its processes have ended.
+        - Other probes cannot succeed after the end, so the result is False.
         - Without a readiness probe, the result is True.
 
         Call this only after exit code 0.

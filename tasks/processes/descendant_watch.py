@@ -42,8 +42,8 @@ _PAUSE_PER_SEARCH = 50.0
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512
-#: A component's end is attributed to the death of a descendant, or to a kill by the OOM killer,
-#: only if that event happened within this number of seconds before the end.
+#: Seconds before the end of a component in which a possible cause must have happened. Possible
+#: causes are the death of a descendant, and a kill by the OOM killer.
 _CAUSE_WITHIN_S = 30.0
 #: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})

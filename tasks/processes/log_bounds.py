@@ -20,7 +20,7 @@ async def keep_log_bounded(
     """Free the disk space of the middle of a log each time the log exceeds its size limit.
 
     The function runs until it is cancelled. If the file system cannot free the space of a part of a
-    file, the function returns early, and the size of the log is not limited any more.
+    file, the function returns early. The size of the log is then not limited any more.
 
     Args:
         name: Name of the program that writes the log, for the warning.

@@ -81,7 +81,7 @@ class PlaceReader:
 
     @property
     def unanswered_s(self) -> float:
-        """Seconds for which the file or folder has not answered; 0 if no call waits for it."""
+        """Seconds for which the file or folder has not answered; 0 if no call is waiting."""
         read = self._running
         if read is None or read.began_s is None:
             return 0.0
@@ -236,7 +236,7 @@ class PlaceReaders:
         self._readers: dict[str, PlaceReader] = {}
 
     def of(self, place: object) -> PlaceReader:
-        """Return the reader of a file, folder or URL. The first call for it creates the reader."""
+        """Return the reader of a file, folder or URL. Create the reader if it does not exist."""
         with self._lock:
             return self._readers.setdefault(str(place), PlaceReader(place))
 

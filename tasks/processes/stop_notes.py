@@ -26,7 +26,7 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     """Write the reason of a stop into the directories of the runs that are stopped.
 
     If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
-    with the name of the user before the worker, which does not know the user, stops the run.
+    that names the user, and then stops the worker, which does not know the user.
 
     Args:
         reason: Reason for the end of the runs, for the user.

@@ -82,8 +82,8 @@ class ListenerCheck:
 
         Raises:
             UntrustedListener: The user of the server is not trusted or unknown. Also raised if
-                another socket has begun to listen since this object was created, because it is
-                then unknown which socket accepted the connection.
+                another socket has begun to listen since this object was created: Muster then does
+                not know which socket accepted the connection.
         """
         own_address = _parse_address(own[0])
         peer_address = _parse_address(peer[0])

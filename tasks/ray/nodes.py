@@ -487,8 +487,8 @@ async def _read_agents(gcs_address: str, key: AgentKey, nodes: Iterable[Node]) -
 async def _lock_agent_start(within_s: float) -> AsyncIterator[None]:
     """Hold this host's lock for the start of agents while the context is open.
 
-    Many runs may end at the same moment. Without the lock, each run would start a driver process
-    for the same missing agents, and these driver processes would occupy all cores for a minute.
+    Many runs may end at the same moment. Without the lock, each run would start its own driver
+    process for the same missing agents. These processes would occupy all cores for a minute.
 
     Args:
         within_s: Longest wait for the lock in seconds. After that, the context opens without the

@@ -52,7 +52,7 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: If the command runs for less than this number of seconds, the keeper itself sends the stop
+#: If the command has run for less than this number of seconds, the keeper itself sends the stop
 #: signal. Ray's stop signal may miss such a young command: Ray first lists the processes of the
 #: tree and then sends the signal, so a process that starts after the listing gets no signal.
 _YOUNG_S = 0.5

@@ -228,8 +228,8 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 def _needs_next_process(state: State[object]) -> bool:
     """Return True if Muster must schedule the next process of a lost flow run.
 
-    This is the case if no worker will start the flow run by itself. The flow run is then Running or
-    Crashed, or it has been Pending for longer than a worker needs to start a flow run.
+    Muster must do so if no worker will start the flow run by itself. The state of the flow run is
+    then Running or Crashed, or Pending for longer than a worker needs to start a flow run.
     """
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT

@@ -24,8 +24,8 @@ def list_old_pipelines(
 ) -> list[Path]:
     """Return the folders of pipelines that may be deleted.
 
-    A folder is kept if `server_text` contains the id of the pipeline's flow run, or if the spec of
-    a run whose files are kept contains this id.
+    A folder is kept if the id of the pipeline's flow run appears in `server_text`, or in the spec
+    of a run whose files are kept.
 
     Args:
         older_than_s: Age in seconds. A folder with a younger file is kept.

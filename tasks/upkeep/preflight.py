@@ -227,8 +227,8 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
 def describe_gpus(node: NodeResult) -> str:
     """Return a short text about the number of GPUs of a node.
 
-    Examples are `8`, `8 logical` if the node has no GPU driver, and `8 in Ray, 7 in the GPU driver`
-    if the two numbers differ.
+    Examples: `8`; `8 logical`, if the node has no GPU driver; `8 in Ray, 7 in the GPU driver`, if
+    the two numbers differ.
     """
     gpu_report = node.facts.get("gpus", {})
     if not node.gpus:
