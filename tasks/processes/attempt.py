@@ -588,9 +588,9 @@ class SupervisedAttempt:
         #: Files and folders that do not answer and were reported to the user: mapping from path to
         #: reader.
         self._reported: dict[str, PlaceReader] = {}
-        #: Mapping from the name of a component to the size of its log in bytes before Muster
-        #: examined or stopped the component. Contains only components that failed while they were
-        #: still alive. Later lines of the log are consequences of the examination or the stop.
+        #: Mapping from component name to the size of the log in bytes before Muster examined or
+        #: stopped the component. Contains only components that failed while they were still alive.
+        #: Later lines of the log are consequences of the examination or the stop.
         self._sizes_before_stop: dict[str, int] = {}
         #: The decision how the attempt ends. If several events could end the attempt, such as
         #: failures of two components, the earliest event decides.

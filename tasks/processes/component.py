@@ -104,7 +104,7 @@ class AttemptPlan:
     #: Fingerprint of the `progress.jsonl` file at the start of the attempt. Used to skip the lines
     #: of earlier attempts. None if the attempt has not started yet.
     metrics: FileFingerprint | None = None
-    #: Mapping from the name of an alarm to its rule on a metric.
+    #: Mapping from the name of an alarm to the rule that triggers the alarm.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: Step that must be reached for success. None if exit code 0 is enough.
     success_step: float | None = None
@@ -192,8 +192,8 @@ class AttemptContext:
     client: httpx.AsyncClient = field(default_factory=make_client)
     #: Object that starts and ends all processes of the attempt on this machine.
     guards: Guards = field(init=False)
-    #: Mapping from the name of each component to its log. Each log file stays open from the start
-    #: of its component until `release_logs` closes the file.
+    #: Mapping from component name to log. Each log file stays open from the start of its component
+    #: until `release_logs` closes the file.
     logs: Mapping[str, HeldLog] = field(init=False)
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)

@@ -48,10 +48,10 @@ class Devices:
     #: Indices of the devices that Muster may grant, in the numbering of the GPU driver, in
     #: ascending order.
     indices: tuple[int, ...]
-    #: Mapping from the number of each device that the GPU driver reports to its UUID. Empty on a
+    #: Mapping from device number to UUID, for all devices that the GPU driver reports. Empty on a
     #: machine without GPUs.
     uuids: Mapping[int, str]
-    #: Mapping from the number of a device that must not be granted to the reason.
+    #: Mapping from device number to the reason why the device must not be granted.
     problems: Mapping[int, str]
 
     @staticmethod
@@ -240,7 +240,7 @@ class DeviceLease:
 
 
 def read_leases(devices: Devices) -> dict[int, str]:
-    """Return a mapping from the number of each leased device to the owner of the lease.
+    """Return a mapping from device number to the owner of the lease, for all leased devices.
 
     The owner is the id of a flow run, or an empty string if unknown.
     """

@@ -285,7 +285,7 @@ class Guardian:
         omitted.
 
         Args:
-            statuses: Mapping from the pid of each process that has ended now to its wait status.
+            statuses: Mapping from pid to wait status, for the processes that have ended now.
         """
         lasted_s = time.monotonic() - self._left_alone_at
         for pid in self._stragglers.keys() & statuses.keys():

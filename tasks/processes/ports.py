@@ -89,13 +89,11 @@ class PortsReserved:
             OSError: No port is free.
         """
         self._key = key
-        #: Mapping from the name of each port to the Unix socket that reserves the port (see
-        #: `lock_name`).
+        #: Mapping from port name to the Unix socket that reserves the port (see `lock_name`).
         self._locks: dict[str, socket.socket] = {}
-        #: Mapping from the name of each port to the TCP socket that is bound to the port until
-        #: `release`.
+        #: Mapping from port name to TCP socket. The socket is bound to the port until `release`.
         self._bound: dict[str, socket.socket] = {}
-        #: Mapping from the name of each port to its number.
+        #: Mapping from port name to port number.
         self.numbers: dict[str, int] = {}
         try:
             for name in names:
@@ -111,14 +109,14 @@ class PortsReserved:
         Use this method if the components may already listen on the ports.
 
         Args:
-            numbers: Mapping from the name of each port to its number.
+            numbers: Mapping from port name to port number.
         """
         ports = cls(())
         ports.numbers.update(numbers)
         return ports
 
     def of(self, component: str) -> dict[str, int]:
-        """Return a mapping from the name of each port of one component to the port's number.
+        """Return a mapping from port name to port number, for all ports of one component.
 
         The name of a port begins with the component and a dot, for example `trainer.port`.
         """

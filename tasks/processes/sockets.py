@@ -369,7 +369,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address:
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """Return a mapping from the inode of each socket that listens on a TCP port to its user.
+    """Return a mapping from inode to uid of the user, for all sockets that listen on a TCP port.
 
     Raises:
         OSError: The kernel's table of TCP sockets cannot be read.

@@ -78,11 +78,11 @@ class TimeToSave:
     #: True if a second cancel has ended the grace periods. Components are then killed at once, even
     #: while they save a checkpoint.
     is_hurried: bool = False
-    #: Mapping from the name of each component that got a warning signal to facts about this
-    #: warning.
+    #: Mapping from component name to facts about the warning, for components that got a warning
+    #: signal.
     _warned: dict[str, _Warned] = field(default_factory=dict)
-    #: Mapping from the name of a component to the remaining seconds for which its end may be
-    #: delayed while it saves a checkpoint.
+    #: Mapping from component name to the remaining seconds for which the end of the component may
+    #: be delayed while it saves a checkpoint.
     _left_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:

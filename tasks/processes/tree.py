@@ -594,8 +594,8 @@ def reap_all() -> tuple[dict[int, int], bool]:
     """Read the exit status of every child of this process that has ended (reap it).
 
     Returns:
-        `(statuses, is_empty)`: a mapping from the pid of each such child to its wait status, and
-        True if this process has no child now.
+        `(statuses, is_empty)`: a mapping from pid to wait status for these children, and True if
+        this process has no child now.
     """
     statuses: dict[int, int] = {}
     while True:

@@ -99,8 +99,8 @@ async def read_drain_deadlines(gcs_address: str) -> dict[str, float]:
         gcs_address: `HOST:PORT` of the control store.
 
     Returns:
-        Mapping from the id of each drained node, in hex, to its deadline in UTC epoch seconds.
-        Nodes that are drained without a deadline are not included.
+        Mapping from node id, in hex, to the deadline of the node in UTC epoch seconds. Nodes that
+        are drained without a deadline are not included.
     """
     (reply,) = await _call(gcs_address, "NodeResourceInfo", "GetDrainingNodes", [{}])
     return {
@@ -121,7 +121,7 @@ async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[st
         prefix: Start of the keys.
 
     Returns:
-        Mapping from the key of each entry, without the prefix, to its value.
+        Mapping from key to value. The keys do not contain the prefix.
     """
     namespace_field = {"namespace": namespace.encode()}
     key_request = {"prefix": prefix.encode(), **namespace_field}

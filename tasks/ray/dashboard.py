@@ -257,7 +257,7 @@ class LiveNode:
     is_head: bool
     #: Mapping from the name of a Ray resource to its total amount on the node, used or free.
     resources_total: Mapping[str, float]
-    #: Mapping from the name of each of the node's Ray labels to its value.
+    #: Ray labels of the node: mapping from label name to value.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -317,8 +317,8 @@ class PlacementGroup:
 
     #: Ray's id of the placement group, in hex.
     group_id: str
-    #: Mapping from the id of a node to the number of GPUs that the group has reserved there. Empty
-    #: if Ray has not placed the group yet.
+    #: Mapping from node id to the number of GPUs that the group has reserved on the node. Empty if
+    #: Ray has not placed the group yet.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -392,7 +392,7 @@ class Dashboard:
             since: Earliest time of a loss, in UTC epoch seconds.
 
         Returns:
-            Mapping from the id of each lost node to a phrase about the node.
+            Mapping from node id to a phrase about the node, for all lost nodes.
         """
         sentences = {}
         for entry in await self._state("nodes", state="DEAD"):
@@ -423,13 +423,13 @@ class Dashboard:
         """Return the mean GPU utilisation of each node in Ray's last sample.
 
         Args:
-            gpus_by_node: Mapping from the name of each node to the number of GPUs to include. The
-                busiest GPUs of a node are included, because Ray does not report which GPUs a job
-                has. If the mapping is empty, all GPUs of all nodes are included.
+            gpus_by_node: Mapping from node name to the number of GPUs to include. The busiest GPUs
+                of a node are included, because Ray does not report which GPUs a job has. If the
+                mapping is empty, all GPUs of all nodes are included.
 
         Returns:
-            Mapping from the name of each node to its utilisation, from 0 to 1. A node is missing if
-            its utilisation is unknown.
+            Mapping from node name to utilisation, from 0 to 1. A node is missing if its utilisation
+            is unknown.
         """
         answer = await self._json("/nodes", view="summary")
         utilisation: dict[str, float] = {}

@@ -300,7 +300,8 @@ def _ask_agents(
         prefix: Start of the agents' names. Each name ends with the id of the agent's node. The last
             part of the prefix is the digest of the agents' code.
         what: Name of the order, such as `sweep`, from ORDERS.
-        each: Mapping from the id of each node that receives the order to the order's arguments.
+        each: Mapping from node id to the arguments of the order, for all nodes that receive the
+            order.
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:

@@ -95,10 +95,10 @@ class Node:
 class NodeAnswers:
     """Results of one order, which is a request to Muster's agents on several Ray nodes."""
 
-    #: Mapping from the id of each node that has carried out the request to its result.
+    #: Mapping from node id to result, for the nodes that have carried out the request.
     answers: Mapping[str, Any]
-    #: Mapping from the id of each node that did not carry out the request, or did not answer, to
-    #: the reason.
+    #: Mapping from node id to the reason why the node did not answer or did not carry out the
+    #: request.
     unreached: Mapping[str, str]
 
 
@@ -270,7 +270,8 @@ class NodeClient:
 
         Args:
             what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
-            each: Mapping from the id of each node that receives the order to the order's arguments.
+            each: Mapping from node id to the arguments of the order, for all nodes that receive the
+                order.
             within_s: Deadline for all nodes together, in seconds.
         """
         deadline = time.monotonic() + within_s
@@ -310,7 +311,8 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: Mapping from the id of each node that receives the order to the order's arguments.
+            each: Mapping from node id to the arguments of the order, for all nodes that receive the
+                order.
             deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
 
         Returns:
@@ -351,7 +353,8 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: Mapping from the id of each node that receives the order to the order's arguments.
+            each: Mapping from node id to the arguments of the order, for all nodes that receive the
+                order.
             deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
         """
         try:
@@ -675,7 +678,7 @@ def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverPro
     If several Ray nodes run on one machine, each of them reports all processes of the machine.
 
     Args:
-        answers: Mapping from the name of each node to its report.
+        answers: Mapping from node name to the report of the node.
         key: Key of the process list in each report: "killed" or "left".
     """
     processes: dict[tuple[str, int, int], LeftoverProcess] = {}

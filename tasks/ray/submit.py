@@ -65,8 +65,8 @@ _REQUEST_TIMEOUT_S = 60.0
 #: Name of the directory with the wrapper program, which is copied to the cluster with each job. The
 #: wrapper starts the component's command on the node.
 _PACKAGE = "muster_driver"
-#: Mapping from the name of a Ray logger that reports uploads to its new level. The level suppresses
-#: these reports, which would disturb Muster's own output on the terminal.
+#: Mapping from logger name to log level, for Ray's loggers that report uploads. The level
+#: suppresses these reports, which would disturb Muster's own output on the terminal.
 _NOISY_LOGGERS = {
     "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
     "ray._private.runtime_env.packaging": logging.WARNING,
@@ -244,7 +244,7 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
 
 
 def wrapper_sources() -> dict[str, str]:
-    """Return a mapping from the name of each file of the wrapper program to its source code."""
+    """Return a mapping from file name to source code, for all files of the wrapper program."""
     files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 

@@ -94,8 +94,8 @@ class UncheckedNodesNote(BaseModel):
     events: Path
     #: Time at which this note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
-    #: Mapping from the id of each node to check to its name. Empty if all nodes of the cluster must
-    #: be checked.
+    #: Nodes that must be checked: mapping from node id to node name. Empty if all nodes of the
+    #: cluster must be checked.
     nodes: Mapping[str, str] = {}
 
     def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:

@@ -115,8 +115,8 @@ class ClusterNode:
     #: Numbers of the GPU devices that Muster's queue may grant to runs. Empty if Ray assigns the
     #: devices.
     devices: tuple[int, ...] = ()
-    #: Mapping from the number of each GPU device in use to its holder. A holder is the name of the
-    #: flow run that has locked the device, or another description.
+    #: Mapping from device number to holder, for the GPU devices that are in use. A holder is the
+    #: name of the flow run that has locked the device, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
     #: Mapping from flow run id to run id, for the runs that work on this host. Empty if the node is
     #: another host, or if Ray assigns the devices.
@@ -132,9 +132,9 @@ class ClusterNode:
     #: Mapping from run id to the number of this node's GPUs that Muster's queue has granted to the
     #: run.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Mapping from the name of each known program to the number of GPUs that the program holds.
-    #: These GPUs are part of `others_gpus`. The mapping also contains the run ids of Muster's runs
-    #: without a grant. For example, a run loses its grant if its flow run is deleted.
+    #: Mapping from the name of a program to the number of GPUs that the program holds. These GPUs
+    #: are part of `others_gpus`. The mapping also contains the run ids of Muster's runs without a
+    #: grant. For example, a run loses its grant if its flow run is deleted.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -442,7 +442,7 @@ class _ControlStore:
         self._cluster = prepare_request(self._channel, "NodeInfo", "GetClusterId")
         #: Ray's id of the cluster. An empty string before the first snapshot.
         self._id = ""
-        #: Mapping from the id of each known node to its GcsNodeInfo message.
+        #: Mapping from node id to GcsNodeInfo message, for all known nodes.
         self._infos: dict[bytes, Any] = {}
         #: Ray's id of the head node, in hex. An empty string before the first snapshot.
         self._head = ""

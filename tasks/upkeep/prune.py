@@ -294,7 +294,7 @@ def _ended_at(directory: Path) -> float:
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return a mapping from relative path to size in bytes for all files below a directory.
+    """Return a mapping from relative path to size in bytes, for all files below a directory.
 
     A symbolic link counts as a file and is not followed.
     """
