@@ -435,7 +435,7 @@ def _signal_of_shell(exit: Exit) -> str | None:
     If a signal ends the program, the exit code of the shell is 128 plus the number of the signal.
 
     Returns:
-        None if the exit code stands for no signal.
+        None if no signal explains the exit code.
     """
     code = exit.exit_code or 0
     return signal_name(code - 128) if 128 < code < 128 + 65 else None

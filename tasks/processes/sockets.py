@@ -27,7 +27,8 @@ _REQUEST = 0x1
 _DUMP = 0x300
 _ALL_STATES = 0xFFFFFFFF
 _STATE_LISTEN = 10
-#: Names of the states of a TCP connection, by the number that the kernel shows.
+#: Names of the states of a TCP connection. The index is the number that the kernel shows for a
+#: state.
 #: Source: include/net/tcp_states.h.
 _STATE_NAMES = (
     "?",
@@ -382,7 +383,7 @@ def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the inodes of the sockets that a process has open.
 
     Returns:
-        `inode[fd]`: inode of each socket, by its file descriptor in that process. Empty if the
+        `inode[fd]`: inode of the socket with this file descriptor in that process. Empty if the
         process has ended or belongs to another user.
 
     Raises:

@@ -350,8 +350,8 @@ def list_open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the open files of a process.
 
     Returns:
-        `target[fd]`: a path, or a name such as `socket:[4711]`, by the file descriptor. Empty if
-        the process has ended or belongs to another user.
+        `target[fd]`: the open file with this file descriptor: a path, or a name such as
+        `socket:[4711]`. Empty if the process has ended or belongs to another user.
 
     Raises:
         OSError: The calling process cannot read /proc, for example because it has too many open
@@ -399,8 +399,8 @@ def _below(
 
     Args:
         roots: Pids whose descendants are returned.
-        is_meant: Returns True for each child of a root that is wanted. Only wanted children and
-            their descendants are returned.
+        is_meant: Function that returns True for a child of a root if the child and its descendants
+            must be returned.
     """
     children_of = _children_of()
     found = [(pid, root) for root in roots for pid in children_of(root) if is_meant(pid)]
@@ -574,8 +574,8 @@ def signal_descendants(
     Args:
         root: Pid of the process, which gets no signal itself.
         signum: The signal.
-        is_meant: Returns True for each child of `root` that is wanted. Only wanted children and
-            their descendants get the signal.
+        is_meant: Function that returns True for a child of `root` if the child and its descendants
+            must get the signal.
 
     Returns:
         The pids that got the signal, parents first. Processes of other users are skipped.

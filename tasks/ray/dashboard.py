@@ -60,7 +60,7 @@ class Denied(MusterError):
     """The Ray cluster refused the request. A repeated request would be refused, too."""
 
 
-#: Names of the Ray resources that stand for accelerators. A cluster uses only one of these names.
+#: Names of the Ray resources that represent accelerators. A cluster uses only one of these names.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
@@ -78,7 +78,7 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
     return 0.0
 
 
-#: Prefix of the placeholders that stand for an environment variable, such as `${env.NAME}`.
+#: Prefix of the placeholders for environment variables, such as `${env.NAME}`.
 _ENV_PREFIX = "env."
 #: Environment variable with a JSON list of `ListedCluster` objects. A Muster process sets the
 #: variable in its own environment, and its Muster child processes inherit the variable.
@@ -198,7 +198,7 @@ def _environment_value(name: str) -> str:
         name: Name of the placeholder: `env.VARIABLE` for `${env.VARIABLE}`.
 
     Raises:
-        Denied: The placeholder stands for no environment variable, or the variable is not set.
+        Denied: The placeholder names no environment variable, or the variable is not set.
     """
     variable = name.removeprefix(_ENV_PREFIX)
     if variable == name:

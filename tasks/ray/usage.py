@@ -44,7 +44,7 @@ _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{8})--a\d{2,}(-.+)?")
 #: Start of the name of the supervisor actor with which Ray manages a submitted job. The submission
 #: id follows. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: Names of the Ray resources that stand for memory. Every node has them. They are not custom
+#: Names of the Ray resources that represent memory. Every node has them. They are not custom
 #: resources, so the key `entrypoint_resources` of a spec cannot request them.
 _MEMORY = ("memory", "object_store_memory")
 #: Ray resource that only the head node of a cluster has.
