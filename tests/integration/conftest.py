@@ -20,14 +20,14 @@ from tests.support.wheel import build_wheel, install_in_venv  # noqa: E402
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a wheel that was built from the checkout."""
+    """Build a wheel of Muster from the checkout, and return the path of the wheel."""
     with _shared_directory(tmp_path_factory, "dist") as (directory, is_ready):
         return next(directory.glob("*.whl")) if is_ready else build_wheel(directory)
 
 
 @pytest.fixture(scope="session")
 def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of `muster` in a virtual environment in which the wheel is installed."""
+    """Install the wheel into a virtual environment, and return the path of the command `muster`."""
     with _shared_directory(tmp_path_factory, "muster") as (directory, is_ready):
         venv = directory / "venv"
         return venv / "bin/muster" if is_ready else install_in_venv(wheel, venv)
@@ -35,12 +35,10 @@ def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
-    """Yield a directory that all pytest workers of the session share, and whether it is filled.
+    """Yield a directory that all pytest workers share, and True if the directory is already filled.
 
-    The second value is True if another pytest worker has already filled the directory.
-
-    The caller that gets False must fill the directory. A file lock makes the other callers wait
-    until the directory is filled.
+    The caller that gets False must fill the directory. A file lock makes all other callers wait
+    until then.
     """
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
@@ -55,11 +53,11 @@ def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tu
 def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ComponentHarness]:
     """Yield a `ComponentHarness`, which runs components and supervisors in this test's directory.
 
-    After the test, the harness ends all of their processes.
+    After the test, the harness ends all processes of the components and supervisors.
     """
     if "observed_flow" in request.fixturenames:
-        # Pytest tears fixtures down in reverse order. The fork server must outlive the fixture
-        # `harness`, so it must be created first.
+        # Create the fork server before the harness. Pytest ends fixtures in reverse order of their
+        # creation, so the fork server then outlives the harness.
         request.getfixturevalue("forkserver")
     with create_harness(tmp_path) as harness:
         yield harness
@@ -67,10 +65,10 @@ def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Componen
 
 @pytest.fixture
 def observed_flow(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., ObservedFlow]]:
-    """Yield a function that starts a flow process, and returns its `ObservedFlow`.
+    """Yield a function that starts a flow process, and returns an `ObservedFlow` to control it.
 
-    The parent of the flow process is an oracle: a process that checks whether a descendant of the
-    flow process survives. All processes end with the test.
+    The flow process is the child of an oracle: a process that checks whether descendants of the
+    flow process remain after its end. All these processes are ended after the test.
     """
     witnesses: list[ObservedFlow] = []
 

@@ -27,7 +27,8 @@ from tests.support.supervised_components import processes_with
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a-key-to-the-bucket"
-#: A training program that ends when the file exists that its second argument names.
+#: A training program that ends as soon as a file exists. Its second argument is the path of the
+#: file.
 TRAINER = """
 import os, pathlib, sys, time
 place = pathlib.Path(sys.argv[1])
@@ -63,9 +64,10 @@ def home() -> Iterator[Path]:
 
 
 def call_as_another_user(ask: Callable[[], Any]) -> Any:
-    """Call a function in a process of another user, and return its result, sent as JSON.
+    """Call a function in a process of another user, and return the result of the function.
 
-    If the function raises, the result is the text of the exception.
+    The process sends the result as JSON. If the function raises an exception, the result is the
+    text of the exception.
     """
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -86,7 +88,7 @@ def call_as_another_user(ask: Callable[[], Any]) -> Any:
 
 
 def filter_readable(paths: list[str]) -> list[str]:
-    """Return the paths of the files and directories that this process can read."""
+    """Return those of the given paths that this process can read."""
     readable = []
     for path in paths:
         try:
@@ -101,7 +103,10 @@ def filter_readable(paths: list[str]) -> list[str]:
 
 
 def request_status(url: str, body: Any = None, **headers: str) -> int:
-    """Return the HTTP status of a request without a password: a POST request if `body` is given."""
+    """Send a request without a password, and return the HTTP status of the response.
+
+    The request is a POST request with the JSON of `body`, or a GET request if `body` is None.
+    """
     data = None if body is None else json.dumps(body).encode()
     named_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(
@@ -153,8 +158,9 @@ def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> N
         run_id = logs[0].parents[1].name
         environs = [f"/proc/{pid}/environ" for pid in processes_with("MUSTER_RUN_ID", run_id)]
 
-        # The first request makes this process import the Python modules that a request needs. The
-        # calls below run as another user, who may not be able to read the files of these modules.
+        # Send a first request, so that this process imports all Python modules that a request
+        # needs. The other user, who sends the next requests, may not be able to read the files of
+        # these modules.
         assert request_status(f"{api}/health") == 200
         read_paths = call_as_another_user(lambda: filter_readable([*files, *environs]))
         query_status = call_as_another_user(lambda: request_status(f"{api}/flow_runs/filter", {}))
@@ -171,8 +177,8 @@ def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> N
     finally:
         process.terminate()
         process.wait(60)
-    # The test does not check the files of Prefect's web pages. Prefect copies them with their
-    # original modes, but the folder around them is closed to other users.
+    # Ignore the files of Prefect's web pages. Prefect copies the original modes of these files, but
+    # other users cannot enter the folder that contains the files.
     pages = {path for folder in home.glob("cache/prefect-ui-*/*") for path in folder.rglob("*")}
     private = {home, *home.rglob("*")} - pages
     assert [str(path) for path in private if path.stat().st_mode & 0o077] == []

@@ -19,8 +19,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: Error message of verl if the cluster has too few GPUs. The trainer fails with this message until
-#: a file exists.
+#: Error message of the RL framework verl for a cluster with too few GPUs. The trainer prints this
+#: message and fails, until the test creates a file.
 TEXT = "Total available GPUs 0 is less than total desired GPUs 16"
 TRAINER = f"""
 import os, sys
@@ -41,7 +41,7 @@ def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironme
 
 @pytest.fixture
 def room_file(tmp_path: Path) -> Path:
-    """Return the path of a file that does not exist; the trainer succeeds once it exists."""
+    """Return the path of a missing file. The trainer succeeds after the test creates this file."""
     return tmp_path / "room"
 
 
@@ -49,7 +49,7 @@ def build_spec(room_file: Path, delay_s: float) -> dict[str, Any]:
     """Return the spec of a run whose trainer fails for lack of GPUs until a file exists.
 
     Args:
-        room_file: The file.
+        room_file: Path of this file.
         delay_s: Wait before the next attempt, in seconds.
     """
     return {
@@ -73,7 +73,7 @@ def build_spec(room_file: Path, delay_s: float) -> dict[str, Any]:
 
 
 def wait_until_parked(run: Run) -> dict[str, Any]:
-    """Wait until the run waits for its next attempt, and return its state on the Prefect server."""
+    """Wait until the run waits for its next attempt, and return the run's state in Prefect."""
 
     def find_parked_state() -> dict[str, Any] | None:
         state: dict[str, Any] = run.flow_run()["state"]
@@ -84,7 +84,7 @@ def wait_until_parked(run: Run) -> dict[str, Any]:
 
 
 def read_artifacts(run: Run) -> dict[str, dict[str, Any]]:
-    """Return the Prefect artifacts of the run by key, and check that each key has one artifact."""
+    """Return a mapping from key to Prefect artifact of the run; check that each key is unique."""
     artifacts = run.host_env.post(
         "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run.flow_run_id]}}
     )
@@ -160,8 +160,8 @@ def test_run_takes_its_record_to_another_host(
     assert numbers == list(range(1, len(numbers) + 1))
     assert record_elsewhere["state"] == "completed"
     assert len(numbers) > len(record_here["attempts"]) > 0
-    # The record that was read before `reconcile` lacks the attempts that ran on the other host.
-    # `reconcile` has replaced it by the complete record.
+    # Before `reconcile`, this host's record of the run lacked the attempts that ran on the other
+    # host. `reconcile` has replaced the record with a complete record.
     assert record_elsewhere["attempts"][0] == record_here["attempts"][0]
     assert run.record() == record_elsewhere
     assert json.loads(read_artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"

@@ -31,8 +31,8 @@ from tests.support.web import serving
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
 
 DUMMY = ROOT / "tests" / "support" / "dummy_server.py"
-#: Seconds that a run must wait until an automation reports it in these tests. Prefect's minimum is
-#: 10.
+#: Waiting time, in seconds, after which the automations of these tests report a run. Prefect
+#: accepts no time below 10 seconds.
 LONG_S = 25
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 FAILED, WAITS, FLOOR, DRAINED = (
@@ -44,7 +44,7 @@ FAILED, WAITS, FLOOR, DRAINED = (
 
 
 class Sink:
-    """A web server whose webhook stores the messages that Prefect's automations post to it."""
+    """A web server that stores the messages that Prefect's automations send to its webhook."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []
@@ -62,9 +62,9 @@ class Sink:
 
 @dataclass(kw_only=True)
 class AutomationSetup:
-    """The setup of a test: a work pool with a worker, and a web server that receives notifications.
+    """A work pool with a worker, and a web server that receives notifications.
 
-    The automations of the Prefect server post their messages to this web server, the sink.
+    The automations of the Prefect server send their messages to this web server.
     """
 
     pool: GangPool
@@ -73,7 +73,7 @@ class AutomationSetup:
     url: str
 
     def message_of(self, text: str) -> dict[str, str]:
-        """Return the first webhook message that contains a text; wait until it has arrived."""
+        """Wait for a webhook message that contains a text, and return the first such message."""
         wait_for(lambda: self.sink.of(text), f"a message with {text}", 60)
         return self.sink.of(text)[0]
 
@@ -81,8 +81,8 @@ class AutomationSetup:
         """Return up to 50 events of the Prefect server, oldest first.
 
         Args:
-            names: Names of the events; if there are none, all events whose name begins with
-                "muster.".
+            names: Names of the events. Without names, the method returns all events whose name
+                begins with "muster.".
             about: Id of the Prefect resource that the events are about; empty for any resource.
         """
         event = {"name": list(names)} if names else {"prefix": ["muster."]}
@@ -111,7 +111,7 @@ class AutomationSetup:
 
 @pytest.fixture(scope="module")
 def client_of() -> Callable[[str], SyncPrefectClient]:
-    """Return a function that makes a client of the Prefect server at an address."""
+    """Return a function that takes the address of a Prefect server and returns a client of it."""
 
     def client(api: str) -> SyncPrefectClient:
         with temporary_settings({PREFECT_API_URL: api}):
@@ -122,9 +122,9 @@ def client_of() -> Callable[[str], SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a copy of the automations that reports waiting runs after LONG_S.
+    """Return a folder with changed automations, which report a run that has waited LONG_S seconds.
 
-    The original automations report a run after an hour.
+    The original automations report a run that has waited an hour.
     """
     folder = tmp_path_factory.mktemp("automations")
     for path in FOLDER.glob("*.yaml"):
@@ -197,8 +197,8 @@ def test_failed_run_is_notified_once_with_kind_component_and_log(
     assert OUT_OF_MEMORY in Path(log.partition(":")[2]).read_text()
     assert lines[-1] == OUT_OF_MEMORY
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
-    # Muster's event of the failure has caused the message. The Prefect server also emits an event
-    # of the same failure, which must not cause a second message.
+    # Muster and the Prefect server each emit an event about the failure. Muster's event has caused
+    # the message. The server's event must not cause a second message.
     fired = automation_setup.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
     executed = wait_for(
         lambda: automation_setup.events(
@@ -224,8 +224,8 @@ def test_infeasible_run_is_notified_with_the_requested_resources(
 
     message = automation_setup.message_of(run.name)
 
-    # Muster's event or the Prefect server's event causes the message, whichever comes first. In
-    # both cases the message must have this content.
+    # The message is caused by Muster's event or by the Prefect server's event. In both cases, the
+    # message must have this content.
     assert message["subject"] == f"{run.name} failed: INFEASIBLE"
     assert "kind: INFEASIBLE" in message["body"].splitlines()
     assert "3 nodes with 8 GPUs" in message["body"]
@@ -257,8 +257,8 @@ def test_only_the_run_that_still_waits_is_notified(automation_setup: AutomationS
 
     message = automation_setup.message_of(waiting.name)
 
-    # No message is about the admitted run, because it got its GPUs. The message about the waiting
-    # run may mention the admitted run as the first run in the queue.
+    # The admitted run has its GPUs, so there must be no message about this run. The message about
+    # the waiting run may still mention the admitted run.
     assert automation_setup.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
     assert "needs 1 node with 8 GPUs" in message["body"]

@@ -23,15 +23,15 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
-#: Seconds within which a working run must end, or its state must be corrected, after a person has
-#: changed the state.
+#: Time limit, in seconds, after a person has changed the state of a working run. Within this time,
+#: the run must end, or Muster must correct the state.
 WITHIN_S = 60.0
-#: Delays, in seconds, from the end of a run's program to a cancel of the run.
+#: Delays between the end of a run's program and the cancellation of the run, in seconds.
 CANCEL_DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8)
-#: Types of the states that mean the end of a flow run.
+#: Types of the final states of a flow run.
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-#: Types of the Prefect states in which a flow run does no work: it has no process yet, or is
-#: paused.
+#: Types of the states in which a flow run does no work, because the flow run has no process yet or
+#: is paused.
 EARLIER = ("SCHEDULED", "PENDING", "PAUSED")
 
 
@@ -45,7 +45,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
 
 
 def force_state(run: Run, type: str) -> None:
-    """Set a state by hand, as "Change state" in the Prefect UI does."""
+    """Set the state of a run, as a person does with "Change state" in the Prefect UI."""
     path = f"/flow_runs/{run.flow_run_id}/set_state"
     run.host_env.post(path, force=True, state={"type": type})
 
@@ -55,7 +55,7 @@ def delete_flow_run(run: Run) -> None:
 
 
 def read_queue(pool: GangPool) -> dict[str, float]:
-    """Return the number of GPUs that each program uses, by its name, as `muster queue` shows it."""
+    """Return the mapping from program name to number of used GPUs that `muster queue` shows."""
     command = (sys.executable, "-m", "tasks.command", "queue", "--json")
     env = pool.host_env.env
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

@@ -54,7 +54,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def write_word(project: Path, word: str) -> None:
-    """Change the code of the project's package; the training program prints the word."""
+    """Change the project's package, so that the training program prints the given word."""
     (project / "lib" / "words.py").write_text(f"WORD = {word!r}\n")
 
 
@@ -88,7 +88,7 @@ def run_muster(host_env: HostEnvironment, *arguments: str) -> str:
 
 
 def find_newest_run(pool: GangPool) -> Run:
-    """Return the run of the pool that was submitted last."""
+    """Return the most recently submitted run of the pool."""
     [run, *_] = pool.host_env.post(
         "/flow_runs/filter",
         flows={"name": {"any_": ["train"]}},

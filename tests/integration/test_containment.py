@@ -50,10 +50,10 @@ def segment() -> Iterator[Path]:
 
 
 def containment_at(level: Level) -> dict[str, Containment]:
-    """Return the argument of a supervisor that limits the containment to a level.
+    """Return the keyword argument that makes a supervisor use at most this containment level.
 
-    A containment level says how Muster finds and ends all processes of a component: with guardian
-    processes (L2), also with cgroups (L3), or also with namespaces (L4).
+    The level says how Muster finds and ends all processes of a component. L2 uses guardian
+    processes, L3 also cgroups, and L4 also namespaces.
     """
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}
@@ -159,8 +159,8 @@ def test_components_of_a_run_share_a_namespace_and_see_only_processes_of_the_run
     harness.end(supervisor)
 
 
-# This test uses two process trees of SHAPES. `make faults` tests all of them, at each containment
-# level.
+# This test uses only two of the process trees in SHAPES. `make faults` tests all process trees at
+# each containment level.
 @needs_namespace
 @pytest.mark.parametrize("shape", ["leader-ignores-term", "scrubbed-daemon"])
 def test_process_tree_in_a_namespace_ends_with_its_component(
@@ -305,7 +305,7 @@ def test_process_cannot_claim_its_own_living_run_as_lost(
 
 
 def find_cgroup(pid: int) -> list[str]:
-    """Return the path of a process's cgroup in a list. Empty if the process has ended."""
+    """Return a list with the path of a process's cgroup, or an empty list for an ended process."""
     try:
         return [cgroup.own_cgroup(f"/proc/{pid}")]
     except OSError:

@@ -34,7 +34,7 @@ SPEC = {
     "tags": ["demo"],
     "components": {"trainer": {"command": ["true"]}},
 }
-#: Schedules as Prefect's UI sends them: without a slug.
+#: Schedules in the form in which Prefect's UI sends them, without a slug.
 SCHEDULES = [
     {"schedule": {"interval": 18000.0, "timezone": "Asia/Tokyo"}, "active": True},
     {"schedule": {"rrule": "FREQ=WEEKLY;BYDAY=SA", "timezone": "UTC"}, "active": False},
@@ -54,7 +54,7 @@ KEPT = (*CHANGES, "schedules", "global_concurrency_limit", "work_pool_name", "wo
 
 @pytest.fixture
 def client(prefect_url: str, muster_home: Path) -> Iterator[SyncPrefectClient]:
-    """Yield a client of a server that has the deployment through which any spec can run."""
+    """Yield a client of a server that has the general deployment, which can run any spec."""
     flow_name, name = STAGE_DEPLOYMENT.split("/")
     with temporary_settings({PREFECT_API_URL: prefect_url}), get_client(sync_client=True) as client:
         flow_id = client.create_flow_from_name(flow_name)
@@ -265,7 +265,7 @@ def test_restart_of_the_upkeep_keeps_schedules_of_a_person(
 
 
 def schedules_of(deployment: dict[str, Any]) -> list[Any]:
-    """Return the schedules of a deployment in a fixed order, without ids and times of creation."""
+    """Return the schedules of a deployment in a fixed order, without ids and creation times."""
     fields = ("schedule", "active", "parameters", "slug")
     schedules = [{name: schedule[name] for name in fields} for schedule in deployment["schedules"]]
     return sorted(schedules, key=str)

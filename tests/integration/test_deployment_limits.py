@@ -24,13 +24,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 #: Time limit for a decision of the scheduler, in seconds.
 WITHIN_S = 60.0
-#: Setting of a server that keeps its concurrency leases in memory, as Prefect does by default.
+#: Setting that makes the server keep its concurrency leases in memory, as Prefect does by default.
 LEASES_IN_MEMORY = {
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.memory"
 }
-#: Name of the setting with the address of the database. The fixture sets the address itself.
+#: Name of the server setting that contains the address of the database. The fixture `pool` sets the
+#: address.
 DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-#: Settings of a server with PostgreSQL that keeps its concurrency leases in memory.
+#: Settings that make the server use PostgreSQL, and keep its concurrency leases in memory.
 WITH_POSTGRESQL = {**LEASES_IN_MEMORY, DATABASE: "postgresql"}
 
 
@@ -58,7 +59,7 @@ def limit_deployment(pool: GangPool, strategy: str = "ENQUEUE") -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[GangPool]:
-    """Yield a pool without a worker; its server has the settings of the fixture's parameter."""
+    """Yield a pool without a worker. The fixture's parameter contains settings of the server."""
     settings = dict(getattr(request, "param", {}))
     with ExitStack() as stack:
         if DATABASE in settings:
@@ -94,9 +95,9 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # Prefect's own engine would renew the lease of the concurrency limit 225 s after the start of
-    # the run. The engine would then end the run, because the restarted server has lost the lease.
-    # So this run takes longer than 225 s.
+    # The restarted server has lost the run's lease of the concurrency limit. Prefect's own engine
+    # would find this 225 s after the start of the run, and end the run. So the run of this test
+    # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
     wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)
@@ -122,8 +123,9 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restart of the server loses the run's lease. Prefect's own engine renews the lease 225 s
-    # after the start of a run, and would then end the run. So this run lasts longer than 225 s.
+    # The restarted server has lost the run's lease of the concurrency limit. Prefect's own engine
+    # would find this 225 s after the start of the run, and end the run. So the run of this test
+    # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=900.0))
     wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)
     [start] = [line["at"] for line in wait_for(lambda: pool.read_lines_of(run), "it starts")][:1]
@@ -187,7 +189,8 @@ def test_run_without_worker_blocks_no_run_after_its_deployments_limit_was_remove
     send_request("PATCH", address, {"concurrency_limit": None})
 
     pool.start_worker()
-    # The scheduler requeues a run whose worker did not start it within a minute.
+    # If the worker does not start the run within a minute, the scheduler returns the run to the
+    # queue.
     wait_for(lambda: run.state()[0] == "COMPLETED", "the run is completed", 60.0 + WITHIN_S)
     next_run = pool.submit(pool.spec(lasts_s=0.2))
 

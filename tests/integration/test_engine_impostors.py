@@ -15,12 +15,12 @@ from tests.integration.test_fleet_process import COMMAND, SERVER, FleetProcess, 
 from tests.support.attack_programs import FLOODS, OTHER_USER, only_as_root, start_as_another_user
 from tests.support.supervised_components import DEADLINE_S, free_port, wait_until
 
-# Importing this pytest fixture makes it available to the tests of this file.
+# The tests of this file use the pytest fixture `fleet`, so the file must import it.
 __all__ = ("fleet",)
 
 #: A program that listens on a port, prints "listens", then prints all data that it receives.
 #:
-#: It answers every request with status 200.
+#: The program answers every request with status 200.
 IMPOSTOR = """
 import socket, sys
 with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=64) as server:
@@ -51,9 +51,10 @@ def start_fleet(fleet: FleetProcess, port: int, command: list[str]) -> None:
 def start_fleet_despite_impostor(
     fleet: FleetProcess, impostor: subprocess.Popen[bytes], port: int
 ) -> str:
-    """Start a fleet whose engine must use another port; return the data sent to the impostor.
+    """Start a fleet whose engine finds its port in use; return the data that the impostor received.
 
-    The impostor is a process of the test that listens on the engine's planned port.
+    The impostor is a process of the test that listens on the engine's planned port. The engine must
+    use another port.
     """
     try:
         assert impostor.stdout is not None
@@ -139,7 +140,7 @@ def test_another_user_on_the_port_of_a_dead_engine_gets_no_request(fleet: FleetP
 @pytest.mark.thorough
 @only_as_root
 def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -> None:
-    """The limit of open files of the fleet process is low, so that few connections exhaust it."""
+    """The fleet process may open only a few files, so a few connections exhaust this limit."""
     port = free_port()
     plan = fleet.plan(fleet={"engines": 1}, ports={"server.0": port})
     fleet.start(plan)
@@ -174,8 +175,7 @@ def count_requests(port: int) -> int:
 def wait_for_new_engine(fleet: FleetProcess, impostor: subprocess.Popen[bytes]) -> str:
     """Wait until the engine was restarted; return the data that the impostor printed.
 
-    The impostor is a process of the test that listens on the engine's previous port. Each start of
-    an engine is a new epoch.
+    The impostor is a process of the test that listens on the engine's previous port.
     """
     try:
         fleet.until_ready(epoch=2)

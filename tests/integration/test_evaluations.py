@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 #: Waits until a condition is true. The time limit is long, because each evaluation starts a process
 #: that imports Prefect.
 until = partial(until_within, within_s=240.0)
-#: Program of the training. The program saves a checkpoint for each number in its arguments, and
-#: exits when the file exists that its second argument names.
+#: Program of the training. The program saves a checkpoint for each number in its arguments. It
+#: exits as soon as a file exists; the second argument is the path of this file.
 TRAINER = """
 import os, pathlib, sys, time
 folder, go, *steps = sys.argv[1:]
@@ -36,8 +36,8 @@ print("up", flush=True)
 while not os.path.exists(go):
     time.sleep(0.05)
 """
-#: Program of an evaluation. The program writes a line to a trace file, waits until the file exists
-#: that its last argument names, and writes the accuracy as its result.
+#: Program of an evaluation. The program writes a line to a trace file, and waits until the file in
+#: its last argument exists. It then writes the accuracy as its result.
 EVALUATION = """
 import json, os, pathlib, sys, time
 trace, checkpoint, step, end = sys.argv[1:]
@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
 
 
 def create_step_deployment(pool: GangPool) -> None:
-    """Create the deployment with which a training creates the runs of its evaluations."""
+    """Create the deployment that a training uses to create the runs of its evaluations."""
     step_deployment = {
         "name": "any",
         "flow_id": pool.host_env.post("/flows/", name="train")["id"],
@@ -74,7 +74,7 @@ def create_step_deployment(pool: GangPool) -> None:
 
 @pytest.fixture
 def pool(served: GangPool) -> Iterator[GangPool]:
-    """Yield the pool; all runs of the test end after it."""
+    """Yield the pool, and end all its runs after the test."""
     yield served
     served.cancel_all()
 
@@ -83,7 +83,7 @@ def make_spec(files: Path, *steps: int, waits: bool = False, **more: Any) -> dic
     """Return the spec of a training that saves checkpoints, and that has the evaluation `math`.
 
     Args:
-        files: Folder with the trace of the evaluation, and the file `go` that ends the training.
+        files: Folder of the evaluations' trace file, and of the file `go`, which ends the training.
         steps: Steps of the checkpoints.
         waits: True if each evaluation ends only after the file `end` exists.
         more: Further keys of the evaluation.
@@ -117,7 +117,7 @@ def make_spec(files: Path, *steps: int, waits: bool = False, **more: Any) -> dic
 def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
     """Return the flow runs of the evaluations of a training.
 
-    The runs are also recorded in the pool, which cancels them after the test.
+    The function also stores these runs in the pool, so that they are cancelled after the test.
     """
     children = {"parent_flow_run_id": {"any_": [training.flow_run_id]}}
     flow_runs: list[dict[str, Any]] = pool.host_env.post("/flow_runs/filter", flow_runs=children)
@@ -128,7 +128,7 @@ def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
 
 
 def read_page(pool: GangPool, training: Run) -> str:
-    """Return the artifact with the evaluations on the page of a training."""
+    """Return the Prefect artifact that lists the evaluations on the page of a training."""
     flow_run = {"id": {"any_": [training.flow_run_id]}}
     found = pool.host_env.post(
         "/artifacts/filter", flow_runs=flow_run, artifacts={"key": {"any_": ["evaluations"]}}

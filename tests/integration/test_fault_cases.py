@@ -29,8 +29,8 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
-#: Titles of cases that run only in `make thorough`: other tests nearly cover them, or they take
-#: many seconds.
+#: Titles of fault cases that only `make thorough` runs, because these cases are slow or other tests
+#: nearly cover them.
 THOROUGH = {
     "disk full when a component is to be registered",
     "leader ignores TERM",

@@ -55,7 +55,7 @@ def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
 
 
 class Attempt:
-    """One attempt at a run, as its files and its gateway show it."""
+    """One attempt at a run, with data from the run's files and from the gateway."""
 
     def __init__(self, run: Run, number: int) -> None:
         self.number = number
@@ -75,7 +75,7 @@ class Attempt:
         return record
 
     def servers(self) -> dict[int, int]:
-        """Return the pid of the process that listens on each server's port, by the rank."""
+        """Return a mapping from server rank to the pid that listens on the server's port."""
         spec = yaml.safe_load((self._directory / "spec.yaml").read_text())
         url = spec["components"]["trainer"]["command"][-1]
         answer = httpx.get(f"{url}/muster/rollout", trust_env=False, timeout=DEADLINE_S)
@@ -135,7 +135,7 @@ def test_fourth_lost_fleet_ends_the_run(host_env: HostEnvironment) -> None:
 def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine(
     host_env: HostEnvironment, tmp_path: Path
 ) -> None:
-    # In each attempt, the first start of a server works. A restarted server only sleeps, so it
+    # In each attempt, the first start of a server works. A restarted server only sleeps, and so
     # never becomes ready.
     once = f'test ! -e {tmp_path}/$0 || exec sleep 600; : > {tmp_path}/$0; exec "$@"'
     run = host_env.start_run(

@@ -37,8 +37,8 @@ COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "$
 #:
 #: A signal to the server's process group does not reach the daemon.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
-#: A program that stands for the flow process of a run. The program registers itself as the owner of
-#: the run in Muster's registry of local processes.
+#: A program that takes the place of a run's flow process. The program registers itself as the owner
+#: of the run in Muster's registry of local processes.
 OWNER = f"""
 import sys
 from tasks.processes.registry import RunRegistration
@@ -51,7 +51,10 @@ ARGV = (sys.executable, "-P", "-m", "tasks.rollout.process")
 
 
 class FleetProcess:
-    """The process that supervises a fleet of inference servers; a test starts and kills it."""
+    """The process that supervises a fleet of inference servers.
+
+    A test starts and kills this process.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -120,7 +123,8 @@ class FleetProcess:
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
         """Wait until all engines serve, and return the gateway's description of the fleet.
 
-        At least one engine must have reached the epoch. Each start of an engine is a new epoch.
+        The epoch of an engine counts its starts. At least one engine must have reached the given
+        epoch.
         """
         wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()
@@ -133,9 +137,9 @@ class FleetProcess:
         )
 
     def until_states(self, *states: str, epoch: int = 1) -> None:
-        """Wait until the engines have these states, and at least one of them has reached the epoch.
+        """Wait until the engines have these states, and at least one engine has reached the epoch.
 
-        Each start of an engine is a new epoch.
+        The epoch of an engine counts its starts.
         """
 
         def is_reached() -> bool:
@@ -161,8 +165,8 @@ class FleetProcess:
     def commit_loaded_versions(self) -> dict[str, Any]:
         """Commit the weights that the servers have already loaded; return the gateway's answer.
 
-        The servers report the versions that they have loaded. Engines with the newest version are
-        committed.
+        The method asks each server for its loaded version, and commits the engines with the newest
+        version.
         """
         url = f"http://127.0.0.1:{self.port}/muster/rollout/sync"
         url = f"{url}/{self.post(url)['sync']}"
@@ -182,7 +186,7 @@ class FleetProcess:
         return int(body["meta_info"]["version"])
 
     def tail(self) -> str:
-        """Return the last 2,000 characters of the fleet's log, or an empty string without a log."""
+        """Return the last 2,000 characters of the fleet's log, or "" if there is no log."""
         with suppress(OSError):
             return self.log[-2000:]
         return ""
@@ -211,7 +215,7 @@ def fleet(tmp_path: Path, harness: ComponentHarness) -> Iterator[FleetProcess]:
 
 
 def _reap_leftovers(harness: ComponentHarness) -> dict[int, str]:
-    """Reap child processes that have ended; return the living child processes, by pid."""
+    """Reap ended child processes, and return the pid and command of each other child process."""
     for pid in harness.list_survivors():
         if not is_alive(pid):
             with suppress(ChildProcessError):

@@ -87,7 +87,7 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=make_rebind(9000),  # Never called: no other program takes a port here.
+            rebind=make_rebind(9000),  # Never called, because no port is taken here.
         )
 
     def pid(self, rank: int) -> int:
@@ -109,7 +109,10 @@ class RealFleet:
         return [group.epoch for group in self.fleet.registry.view.groups]
 
     async def misbehave(self, rank: int, **fault: Any) -> None:
-        """Make a dummy server misbehave from now on, with the fields of `dummy_server.Fault`."""
+        """Make a dummy server misbehave from now on.
+
+        `fault` has the fields of `dummy_server.Fault`.
+        """
         url = self.fleet.registry.view.servers[rank].url
         async with httpx.AsyncClient(trust_env=False) as client:
             (await client.post(f"{url}/misbehave", json=fault)).raise_for_status()
@@ -161,7 +164,7 @@ def _build_slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
 
 @pytest.fixture
 def play(tmp_path: Path, harness: ComponentHarness) -> Iterator[Callable[..., None]]:
-    """Yield a function that starts a fleet, runs a test's coroutine on it, and stops the fleet.
+    """Yield a function that starts a fleet, runs a test's coroutine with it, and stops the fleet.
 
     After the test, no process of the fleet may remain.
     """
@@ -221,8 +224,8 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
         assert "all 1 allowed restarts are used up" in reason
         assert "killed by SIGKILL" in reason
 
-    # Servers that die at about the same time use the recovery budget only once. So the test waits
-    # for their recovery before it kills them again.
+    # Servers that die at about the same time count as one recovery. So the test waits for the end
+    # of the recovery before it kills the servers again.
     play(scenario, budget=1)
 
 

@@ -78,7 +78,7 @@ def take_once_spawned(
 ) -> threading.Thread:
     """Start a thread that lets another user listen on the api's port as soon as the api runs.
 
-    The thread then creates the file `go`. The api waits for this file before it binds the port.
+    The thread then creates the file `go`. The api binds its port only after this file exists.
     """
 
     def take_port() -> None:
@@ -313,7 +313,7 @@ def test_run_completes_although_another_user_took_a_port(
 def find_spawned_ports(directory: Path) -> list[int]:
     """Return the ports of all processes of the component `api`, from the event files of the runs.
 
-    The port is the last argument of the process.
+    The port is the last argument in the command of the process.
     """
     ports = []
     for events in directory.rglob("events.jsonl"):

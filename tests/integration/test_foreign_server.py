@@ -42,7 +42,7 @@ from tests.support.host_environment import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "muster:the-password-of-the-stack"
-#: Environment variables with which a Prefect process loads Muster's plugin. The plugin checks which
+#: Environment variables that make a Prefect process load Muster's plugin. The plugin checks which
 #: user owns the process that listens on the server's port.
 GUARDED = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 

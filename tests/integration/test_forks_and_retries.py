@@ -20,8 +20,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-#: Trainer that saves a checkpoint every 10 steps. The trainer kills itself at step 35, unless the
-#: file exists that its argument `room` names.
+#: Trainer that saves a checkpoint every 10 steps. At step 35, the trainer kills itself, unless the
+#: file in its argument `room` exists.
 TRAINER = """
 import json, os, pathlib, signal, sys
 
@@ -48,7 +48,7 @@ while step < int(total):
 
 
 class Project:
-    """A project with a trainer and a spec, and the command `muster` in the project's folder."""
+    """A project with a trainer and a spec. Its methods run `muster` in the project's folder."""
 
     def __init__(self, host_env: HostEnvironment, folder: Path) -> None:
         self.host_env = host_env
@@ -97,9 +97,10 @@ class Project:
         return str(self.do("submit", str(self.spec), "--watch", *words)["run_id"])
 
     def starts(self, run_id: str) -> list[tuple[str, int]]:
-        """Return from which checkpoint and step each trainer of a run has started.
+        """Return the starting point of each start of a run's trainer.
 
-        The checkpoint is the id of the run that saved it, or an empty string.
+        A starting point is the id of the run that saved the checkpoint, and the step of the
+        checkpoint. The id is an empty string if the trainer started without a checkpoint.
         """
         lines = [json.loads(line) for line in self._starts.read_text().splitlines()]
         return [
@@ -167,9 +168,9 @@ def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project
     assert missing.returncode == 2
     assert "Steps with a complete checkpoint: 10, 20, 30." in missing.stderr
     assert [project.starts(child) for child in children] == [[(parent, 10)]] * 2
-    # `keep=2` keeps the checkpoints of the steps 40 and 50. The last checkpoint, of step 60, does
-    # not count, because nothing shows yet that this checkpoint is complete. The steps 30 and 10 are
-    # kept, too: the retry started from step 30, and the two other runs from step 10.
+    # `keep=2` keeps the checkpoints of the steps 40 and 50. Muster also keeps the newest checkpoint
+    # (step 60), because this checkpoint may be incomplete. The steps 10 and 30 are kept, because a
+    # retry or another run has started from these checkpoints.
     kept = {"step_10", "step_30", "step_40", "step_50", "step_60"}
     assert project.saved(parent) == kept
     assert [project.saved(child) for child in children] == [{"step_40", "step_50", "step_60"}] * 2
@@ -194,7 +195,7 @@ def test_run_without_a_worker_is_retried_in_the_terminal(
     failed = project.muster("train", str(project.spec))
     run_id = project.do("ls")[0]["run_id"]
     if not has_flow_run:
-        # A temporary Prefect server ends with its run, so no server has the flow run any more.
+        # Delete the flow run, as if it was lost together with a temporary Prefect server.
         flow_run_id = project.record(run_id)["flow_run_id"]
         send_request("DELETE", f"{project.host_env.api}/flow_runs/{flow_run_id}")
     project.room.touch()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A mounted file system of 256 KiB."""
+    """Yield the path of a mounted file system of 256 KiB."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k,mode=700", "none"):
         yield tmp_path / "disk"
 
@@ -60,7 +60,7 @@ def test_log_with_another_cause_is_preferred_to_a_full_disk(
 
 
 #: Program that mounts a small /dev/shm in its own mount namespace, and runs a component that fills
-#: this file system. The program prints kind and message of the failure.
+#: this file system. The program prints the kind and the message of the failure.
 FILL_SHARED_MEMORY = """
 import subprocess, sys
 from pathlib import Path

@@ -55,7 +55,7 @@ def host_env(tmp_path: Path) -> Iterator[HostEnvironment]:
 
 
 def train(host_env: HostEnvironment, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program TRAINING by `muster train`, and return the exit code and output."""
+    """Run the program TRAINING with `muster train`, and return the exit code and output."""
     metrics = "${attempt.dir}/metrics.jsonl"
     spec: dict[str, Any] = {
         "name": "fill",

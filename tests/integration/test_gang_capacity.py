@@ -65,7 +65,7 @@ async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> As
 
 @pytest_asyncio.fixture
 async def capacity() -> AsyncIterator[Capacity]:
-    """Yield a reader of the cluster's capacity that waits 20 s for an answer."""
+    """Yield an object that reads the capacity of Ray clusters, with a time limit of 20 s."""
     capacity = Capacity(within_s=20.0)
     yield capacity
     await capacity.close()
@@ -74,7 +74,7 @@ async def capacity() -> AsyncIterator[Capacity]:
 async def read_until(
     capacity: Capacity, cluster: RayCluster, meets_condition: Callable[[Cluster], object]
 ) -> Cluster:
-    """Read the capacity of a Ray cluster again and again, until it meets a condition.
+    """Read the capacity of a Ray cluster repeatedly, until the capacity meets a condition.
 
     Returns:
         The capacity that meets the condition.
@@ -92,7 +92,7 @@ def sum_gpus(cluster: Cluster) -> dict[str, float]:
     """Return the numbers of GPUs in use in the whole cluster.
 
     Returns:
-        "taken" is the number that Muster's runs use, "others" the number that other programs use.
+        Two numbers: "taken" for the GPUs of Muster's runs, and "others" for all other programs.
     """
     return {
         "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.used.values()),
@@ -107,8 +107,8 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_other_users(
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
     (_, run_job), (_, other_job) = await asyncio.gather(
         jobs.launch("python", "-c", GANG, run_id=run_id),
-        # The submission id of this job is not the id of a run. So Muster counts its GPUs as used
-        # by programs other than its own runs.
+        # The submission id of this job is not the id of a run. So Muster counts the GPUs of this
+        # job as used by another program.
         jobs.launch("python", "-c", STRANGER),
     )
 

@@ -23,8 +23,8 @@ from tests.support.schedulers import Nursery, Schedulers, overlaps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Time limits of the lease, in seconds, that are longer than any test. With them, a test fails if
-#: the next process gets the lease only after a time limit.
+#: Time limits of the lease, in seconds, that are longer than any test. With these limits, a test
+#: fails if the next process gets the lease only after a time limit.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
 #: Short time limits, for tests in which an abandoned lease must pass to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}
@@ -32,7 +32,7 @@ SOON = {"hold_s": 1.0, "expire_s": 3.0}
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
-    """Yield the address of the Prefect server, which clients in this process use as well."""
+    """Yield the address of the Prefect server that all clients in this process use."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -46,9 +46,10 @@ def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nurs
 
 @pytest.fixture
 def schedulers(nursery: Nursery, tmp_path: Path) -> Iterator[Schedulers]:
-    """Yield an object that starts scheduler processes; all of them end with the test.
+    """Yield an object that starts scheduler processes.
 
-    The processes write to a common journal file while they have the scheduler lease.
+    While a process has the scheduler lease, it writes to a journal file that all these processes
+    share. All processes are ended after the test.
     """
     with Schedulers.of(tmp_path, nursery) as schedulers:
         yield schedulers

@@ -178,8 +178,8 @@ def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run
     run = pool.submit(pool.spec(gpus=16))
 
     wait_for_message(run, "an estimate, because a spec does not set `gang.hours`")
-    # The training needs about 6 hours, and the default duration of a run is 24 hours. The scheduler
-    # reads the labels of unchanged runs once a minute.
+    # At first, the scheduler assumes the default duration of 24 hours. The steps of the training
+    # show a duration of about 6 hours. The scheduler reads this estimate only once a minute.
     wait_for(
         lambda: "assumed" not in wait_for_message(run, " to end, expected "),
         "the expected start follows from the steps",
@@ -196,8 +196,8 @@ def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     wait_for_message(second, run.name)
 
     pool.cancel(run)
-    # After the cancellation, `second` is the first run in the queue. So the next scheduling pass
-    # writes that `second` waits for the holder of the GPUs, and no longer for the cancelled run.
+    # After the cancellation, `second` is the first run in the queue. So its message must name the
+    # run `holder`, which has the GPUs, and no longer the cancelled run.
     wait_for_message(second, "holder")
     pool.cancel(second)
     wait_for_message(last, "holder")
@@ -226,8 +226,8 @@ def test_run_of_a_higher_queue_starts_first(pool: GangPool) -> None:
 @pytest.mark.parametrize(
     "has_begun",
     [
-        # The worker had already started a process for the run before it was killed. This process
-        # ended together with the worker.
+        # True: the killed worker had started a process for the run, and this process is dead, too.
+        # False: the worker had not started a process for the run.
         True,
         pytest.param(False, marks=pytest.mark.thorough),
     ],
@@ -265,7 +265,7 @@ def make_dead_process_id() -> ProcessId:
 
 
 def write_grant(run: Run, nodes: dict[str, int], *, giver_process: ProcessId) -> None:
-    """Record on the server that a run was granted nodes, as the scheduler `giver_process` would."""
+    """Record on the server that the scheduler process `giver_process` granted nodes to a run."""
     giver = SchedulerProcess(host="n1", **giver_process.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
@@ -319,7 +319,7 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
 
 @pytest.mark.thorough
 def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> None:
-    """The pipeline's process may be killed between the creation of a run and its record.
+    """The pipeline's process may be killed after it creates a run and before it records the run.
 
     Two processes may also create the run of a stage at the same time.
     """
@@ -338,8 +338,8 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
         cancel_stage_run(client, created_runs[0])
         listed_runs = list_stage_runs(client, pipeline)
 
-    # The test does not compare the names and states of the runs, because the scheduler of a worker
-    # changes them at any time.
+    # The test does not compare the names and states of the runs, because a scheduler may change the
+    # names and states at any time.
     assert [run.number for run in created_runs] == [1, 1, 2, 1]
     assert (
         created_runs[0].flow_run_id
@@ -360,10 +360,10 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
 def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
-    """The scheduler of one worker, the leader, finds due runs for the workers of all pools.
+    """One worker, the leader, finds due runs for the workers of all pools.
 
-    The leader is the first worker in the order of pools and names: `n1` of the pool `gang`. In this
-    test, it finds a run for the worker of the other pool.
+    In this test, the leader is the worker `n1` of the pool `gang`. The leader finds a run for the
+    worker of the other pool.
     """
     other_host = host("n9", tmp_path, pool.host_env.api)
     other_pool = GangPool(host_env=other_host, server=pool.server, name="other", nodes={"n9": 2})
@@ -443,7 +443,7 @@ def test_devices_of_a_killed_direct_run_are_free_within_a_minute(tmp_path: Path)
         server.kill()
 
 
-#: Line of the kernel log in which NVIDIA's driver reports a GPU that is gone.
+#: Line of the kernel log in which NVIDIA's driver reports a lost GPU.
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 

@@ -46,8 +46,8 @@ class FakeFleet:
         self.settings = make_settings(**{"paths": (ANY_PATH,), **settings})
         self.router = Router(limit=limit, queue_size=self.settings.queue_size)
         self.failures: list[tuple[int, int, str]] = []
-        #: Number of tokens that the gateway has reported for each server, by rank and epoch. Each
-        #: start of a server is a new epoch.
+        #: Mapping from the rank and the epoch of a server to the number of tokens that the gateway
+        #: has reported. The epoch counts the starts of the server.
         self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
         self.version: int | None = None
@@ -138,7 +138,7 @@ class GatewaySetup:
     def ask(self, path: str = _CHAT, *, id: str = "a", **options: Any) -> Any:
         """Return a request to the gateway, for use with `async with`.
 
-        The dummy servers count requests by `id`.
+        The dummy servers count the requests of each `id` separately.
         """
         options["headers"] = {"X-Request-Id": id, **options.get("headers", {})}
         method = options.pop("method", "POST")
@@ -154,9 +154,9 @@ class GatewaySetup:
             return int(answer.headers["X-Muster-Rank"])
 
     def read_counts(self, counter: str, id: str = "a") -> list[int]:
-        """Return the value of a counter for the request `id`, for each server by rank.
+        """Return each server's counter value for the request `id`, in the order of the ranks.
 
-        The counters are the fields of `dummy_server.Counts`.
+        `counter` is the name of a field of `dummy_server.Counts`.
         """
         return [getattr(server.counts, counter)[id] for server in self.servers]
 
@@ -171,7 +171,7 @@ async def gateway_setup(
 ) -> AsyncIterator[GatewaySetup]:
     """Yield a `GatewaySetup`: a gateway, a fake fleet with dummy servers, and an HTTP client.
 
-    `count` is the number of servers, `limit` and `settings` are arguments of the fake fleet, and
+    `count` is the number of servers. `limit` and `settings` are arguments of the fake fleet.
     `options` are arguments of the gateway.
     """
     servers = [DummyServer(rank) for rank in range(count)]
@@ -238,7 +238,7 @@ async def test_every_method_and_path_reaches_a_server_unchanged(method: str) -> 
         ("POST", "/act", True),
         ("GET", "/v1/models", True),
         ("GET", "/v1/models/policy", True),
-        # Requests that concern a single server. A client of the gateway must not see or change a
+        # The gateway must not forward these requests, because each of them would read or change a
         # single server.
         ("POST", "/v1/models", False),
         ("POST", "/update_weights_from_disk", False),
@@ -499,7 +499,7 @@ async def test_only_responses_to_generation_requests_are_counted() -> None:
         assert not setup.fleet.failures
 
 
-# Tests of sessions, whose requests go to the same server.
+# Tests of sessions. All requests of a session must go to the same server.
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
         b'{"nested": {"user": "s"}}',
         b'{"session_id": null}',
         b'{"session_id": ""}',
-        # The gateway passes invalid JSON on, because the server must refuse it.
+        # The gateway forwards invalid JSON, because refusing the request is the task of the server.
         b'{"session_id": broken',
         b'{"user": "one name for all"}',
     ],

@@ -18,7 +18,7 @@ from tests.integration.test_gateway import (
 )
 
 pytestmark = pytest.mark.asyncio
-# Importing this pytest fixture makes it available to the tests of this file.
+# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import it.
 __all__ = ("event_loop_policy",)
 
 _GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"

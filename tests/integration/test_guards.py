@@ -32,7 +32,7 @@ WITH_DAEMON = sh("setsid sleep 600 & echo $! > child; exec sleep 600")
 
 
 class Home:
-    """A registry in the directory of the test, and the `Guards` that write to it."""
+    """A process registry in the test's directory, and the `Guards` object that writes to it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -45,7 +45,7 @@ class Home:
         return Command(argv=argv, env=env, cwd=self.directory, log=log, grace_s=grace_s)
 
     def entries(self) -> list[str]:
-        """Return the names of the registry entries, after all changes were written."""
+        """Wait until all changes are written, and return the names of the registry entries."""
         assert self.registry.entry_disk.flush(DEADLINE_S)
         prefix = ProcessEntry.file_of("")[: -len(".json")]
         return sorted(

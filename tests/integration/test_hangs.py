@@ -29,7 +29,7 @@ UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 #: ends it.
 MISSED = LiveProbe(file="never-there", every_s=0.02, misses=2)
 
-#: A program that answers one HTTP request after the other; `SERVES % port` is the program.
+#: Template of a program that answers HTTP requests one by one. `SERVES % port` is the program.
 SERVES = """
 import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -41,7 +41,7 @@ def serve_requests():
 serve_requests()
 """
 
-#: A program that waits forever for a lock; `STUCK % statements` is the program.
+#: Template of a program that waits forever for a lock. `STUCK % statements` is the program.
 #:
 #: The statements set the program's reaction to SIGTERM.
 STUCK = """
@@ -121,7 +121,8 @@ def test_report_about_a_stopped_component_has_kernel_state_and_stacks(
     assert not (harness.directory / "trainer.hang.txt").exists()
 
 
-#: Code of programs that hang, by the letter of the process state that /proc shows for them.
+#: Mapping from a process state to the code of a program that hangs in this state. The state is the
+#: letter that /proc shows.
 SHAPES = {
     "S": """
 import threading
@@ -197,8 +198,8 @@ def test_report_about_a_deadlock_names_the_blocked_function(harness: ComponentHa
     assert "in wait_for_lock" in read_log_end(harness, "trainer")
     diagnosed = harness.wait_for_event("component.diagnosed", "trainer")
     assert diagnosed.fields["path"] == str(harness.directory / "trainer.hang.txt")
-    # Muster has made the hung component print its stack traces. The failure must not quote them as
-    # the component's own log lines.
+    # Muster has made the hung component print its stack traces. The failure must not quote these
+    # stack traces as the component's own log lines.
     assert "wait_for_lock" not in failure.log_tail
 
 

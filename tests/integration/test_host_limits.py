@@ -29,9 +29,9 @@ from tests.support.supervised_components import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Hierarchy of cgroups with the controller `pids`, in version 1 of cgroups.
+#: Root directory of the cgroup hierarchy with the controller `pids`, in cgroup version 1.
 PIDS = Path("/sys/fs/cgroup/pids")
-#: A program that starts threads until the kernel refuses another thread, and continues for a
+#: A program that starts threads until the kernel refuses another thread, and then runs for one more
 #: second.
 GREEDY = """
 import pathlib, sys, threading, time
@@ -45,7 +45,7 @@ except RuntimeError as error:
     pathlib.Path("refused").write_text(f"{count} threads, then {error}")
 time.sleep(float(sys.argv[1]))
 """
-#: A program that starts threads until the kernel refuses another thread, and dies.
+#: A program that starts threads until the kernel refuses another thread. The program then dies.
 DYING = """
 import threading
 while True:
@@ -61,7 +61,7 @@ def greedy(lasts_s: float) -> tuple[str, ...]:
 def pids_cgroup() -> Iterator[Path]:
     """Move this process into a new cgroup, and yield the cgroup's directory.
 
-    The limit of the cgroup is 60 processes and threads more than it has at first.
+    The cgroup allows 60 further processes and threads.
     """
     cgroup = PIDS / f"muster-test-{os.getpid()}"
     line = next(
@@ -142,8 +142,8 @@ def test_component_that_cannot_be_started_names_the_limit(
     assert not (harness.directory / "started").exists()
 
 
-#: Program that runs one component as its own user, and prints the state and the messages of the
-#: verdict.
+#: Program that runs one component with the user id of the program itself. The program then prints
+#: the final state of the attempt and the messages of the verdict.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path

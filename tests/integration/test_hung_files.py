@@ -96,13 +96,13 @@ def end_while_hanging(
 
     Args:
         harness: Creates the components and the supervisor.
-        data: The folder.
+        data: The folder that hangs.
         how: Function that ends the attempt, one of ENDS.
         places: Files in the folder: "metrics", "log" or "checkpoints".
 
     Returns:
-        The verdict of the attempt: its final state, and the failure if there is one. The supervisor
-        must make the verdict while the folder still hangs.
+        The verdict: the final state of the attempt, with the failure if there is one. The
+        supervisor must reach the verdict while the folder still hangs.
     """
     checkpoints = data.path / "checkpoints"
     (checkpoints / "global_step_1.tmp").mkdir(parents=True)

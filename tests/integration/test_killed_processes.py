@@ -18,8 +18,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tests.support.supervised_components import ComponentHarness, python, sh, wait_until
 
 LIMIT_BYTES = 64 << 20
-#: Python code of a process that exceeds the memory limit after half a second. Until then, the
-#: supervisor has usually found the process in its search for descendants of the component.
+#: Python code of a process that exceeds the memory limit after half a second. By then, the
+#: supervisor has usually found the process as a descendant of the component.
 HOG = "import time; time.sleep(0.5); data = [bytearray(8 << 20) for _ in range(40)]; time.sleep(60)"
 
 
@@ -78,8 +78,7 @@ def test_component_that_exceeds_its_memory_limit_fails_with_host_oom(
     assert "largest process" in verdict.failure.message
 
 
-#: Python code that exceeds the memory limit of a cgroup before the supervisor has found the process
-#: in the cgroup.
+#: Python code that exceeds the memory limit at once, before the supervisor has found the process.
 FAST_HOG = "data = [bytearray(8 << 20) for _ in range(40)]; import time; time.sleep(60)"
 
 
@@ -156,8 +155,8 @@ def test_oom_kill_of_another_program_in_the_cgroup_is_not_the_cause(
     assert "The kernel log (dmesg) does not show" in verdict.failure.hint
 
 
-#: Program with two worker processes of `multiprocessing`. Worker 1 ends by the code that a test
-#: inserts for `{end}`, worker 0 only sleeps.
+#: Program with two worker processes of `multiprocessing`. Worker 0 only sleeps. Worker 1 runs the
+#: code that a test inserts for `{end}`, and ends.
 WORKERS = """
 import multiprocessing, os, signal, sys, time
 def work(number):

@@ -43,7 +43,7 @@ def host_env(prefect_url: str, tmp_path: Path) -> Iterator[HostEnvironment]:
 
 
 def complete_run(host: HostEnvironment, spec: Mapping[str, Any]) -> Run:
-    """Execute a run, and return it when it is completed and its process has exited."""
+    """Execute a run until it is completed and its process has exited, and return the run."""
     run = host.start_run(spec)
     run.wait_for_state("COMPLETED")
     wait_for(lambda: host._started[-1].poll() is not None, "the flow process has exited")
@@ -51,7 +51,7 @@ def complete_run(host: HostEnvironment, spec: Mapping[str, Any]) -> Run:
 
 
 def read_asset_events(run: Run) -> list[dict[str, Any]]:
-    """Return the events about assets that name a flow run."""
+    """Return the Prefect events about assets that are related to the run's flow run."""
     event_filter = {
         "event": {"prefix": ["prefect.asset."]},
         "related": {"id": [f"prefect.flow-run.{run.flow_run_id}"]},

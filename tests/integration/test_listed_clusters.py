@@ -31,7 +31,7 @@ CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Return the paths of two files: the server's key and certificate, and the CA certificate."""
+    """Return the paths of the server's key and certificate (one file) and the CA certificate."""
     return create_certificate(tmp_path)
 
 
@@ -58,7 +58,7 @@ def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
 def pool(
     listed: GuardedDashboard, certificate: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[GangPool]:
-    """Yield a pool that lists one cluster, by the address of the proxy `listed`.
+    """Yield a pool that lists one cluster, with the address of the proxy `listed`.
 
     The environment of the host has Ray's token and the key that the proxy requires.
     """

@@ -9,8 +9,9 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe
 from tests.support.supervised_components import ComponentHarness, python, wait_until
 
-#: Program that sends signs of life to its liveness probe until the file `hang` exists. Its argument
-#: is the kind of the signs: `notify` for messages to NOTIFY_SOCKET, or `file` for a changing file.
+#: Program that sends signs of life to its liveness probe until the file `hang` exists. The argument
+#: of the program is the kind of signs: `notify` for messages to NOTIFY_SOCKET, or `file` for a
+#: changing file.
 PROGRAM = """
 import os, socket, sys, time
 way = sys.argv[1]

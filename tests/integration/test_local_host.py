@@ -53,7 +53,7 @@ STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.05; done"
 
 
 class Hosts:
-    """Makes `LocalHost` objects, which run servers of a fleet, and collects their servers' deaths.
+    """Makes `LocalHost` objects, which run servers, and collects the reports of servers that died.
 
     The hosts write their logs to the test's directory.
     """
@@ -159,7 +159,7 @@ async def test_server_gets_the_environments_of_the_run_and_of_its_slot(hosts: Ho
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        # The server crashes with an exit code, or SIGKILL ends it.
+        # The server exits with an error code, or is killed by SIGKILL.
         ("echo no memory; exit 3", "exit code 3"),
         ("echo no memory; kill -9 $$", "killed by SIGKILL"),
         # A server must never exit by itself, so exit code 0 is also a death.

@@ -20,8 +20,8 @@ from tests.support.supervised_components import RUN_ID, is_alive
 #: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
-#: A program that marks itself and starts a daemon, which inherits the mark. A mark is a number in a
-#: resource limit, with which Muster finds the descendants of a process.
+#: A program that marks itself and starts a daemon, which inherits the mark. Muster finds the
+#: descendants of a process by their mark, a number in a resource limit.
 #:
 #: The daemon clears its environment.
 MARKED = """
@@ -31,17 +31,17 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
-#: A mark, and the pids of a process and of its daemon that have the mark. A mark is a number in a
-#: resource limit, with which Muster finds the descendants of a process.
+#: A mark, and the pids of two processes with this mark: a process and its daemon. Muster finds the
+#: descendants of a process by their mark, a number in a resource limit.
 Marked = tuple[int, tuple[int, int]]
 
 
 @pytest.fixture
 def marked() -> Iterator[Marked]:
-    """Yield a mark, and the pids of a process and of its daemon that have the mark.
+    """Yield a mark, and the pids of two processes with this mark: a process and its daemon.
 
-    A mark is a number that Muster sets as a resource limit of a process. The descendants inherit
-    this limit, so Muster finds the descendants by the limit.
+    A mark is a number that Muster sets as a resource limit of a process. Descendants inherit the
+    limit, so Muster can find them.
     """
     mark = tree.new_mark()
     with subprocess.Popen(
@@ -102,7 +102,7 @@ def test_all_processes_with_the_mark_are_ended(tmp_path: Path, marked: Marked) -
 def test_process_with_a_reused_pid_is_not_ended(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """A new process has the pid that the registry names, but another start time than recorded."""
+    """The registry entry has the pid of a new process, and the start time of an older process."""
     registered_process = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
     cleanup = finish(
@@ -118,10 +118,10 @@ def test_process_with_a_reused_pid_is_not_ended(
 def test_entries_from_before_a_reboot_end_no_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
-    """The entries differ from the entries of running processes only in the boot id.
+    """The entries have the pid, start time and mark of running processes, but another boot id.
 
-    Pid, start time and mark are the same. A mark is a number that Muster sets as a resource limit
-    of a process, to find the descendants of the process.
+    A mark is a number that Muster sets as a resource limit of a process, to find the descendants of
+    the process.
     """
     running_process = ProcessId.of(sleeper.pid)
     registered_process = running_process.model_copy(update={"boot_id": "another boot"})

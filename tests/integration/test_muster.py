@@ -35,7 +35,7 @@ components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shell:
-    """A user's terminal: program, working directory and environment."""
+    """A user's terminal: the path of `muster`, the working directory and the environment."""
 
     program: Path
     #: Working directory: a user's project. Some of its packages have the same names as packages of
@@ -72,7 +72,7 @@ class Shell:
         )
 
     def on_terminal(self, *arguments: str, columns: int, **environ: str) -> PseudoTerminal:
-        """Run `muster` on a pseudo-terminal of this width, and return the terminal."""
+        """Run `muster` on a pseudo-terminal with this number of columns; return the terminal."""
         terminal = PseudoTerminal(columns=columns)
         process = subprocess.Popen(
             (self.program, *arguments),
@@ -89,7 +89,7 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def shell(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """Return a terminal in a project whose spec was made by `muster init` and trained once."""
+    """Return a terminal in a project with a spec from `muster init` and one completed run."""
     project = tmp_path_factory.mktemp("My Project") / "sub"
     project.mkdir()
     (project.parent / "pyproject.toml").touch()

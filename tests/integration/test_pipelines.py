@@ -34,8 +34,8 @@ WITHIN_S = 300.0
 until = partial(until_within, within_s=WITHIN_S)
 #: A training program.
 #:
-#: The program copies its input file, writes a checkpoint, and exits when the file that its third
-#: argument names exists.
+#: The program copies its input file, writes a checkpoint, and then waits until a file exists. The
+#: third argument is the path of this file.
 PART = """
 import os, pathlib, sys, time
 checkpoint, run_directory, go, code = sys.argv[1:5]
@@ -168,11 +168,11 @@ class Pipelines:
         return (self.host_env.home / "runs" / run["name"] / "given.txt").read_text()
 
     def hand_over(self) -> None:
-        """Create the file `go`; the stages of the pipelines that wait for this file then end."""
+        """Create the file `go`, so that all stages that wait for this file end."""
         self.go.touch()
 
     def start_worker(self) -> Popen[bytes]:
-        """Start a worker of the pool `pipelines`, and return it when it accepts flow runs."""
+        """Start a worker of the pool `pipelines`; return its process when it accepts flow runs."""
         starts_before = self.host_env.log("pipelines").count("started!")
         options = ("--pool", "pipelines", "--name", host_name(), "--install-policy", "never")
         worker = self.host_env.start("-m", "deployments.worker", *options, log="pipelines")
@@ -243,7 +243,7 @@ def _set_up_pipelines(host_env: HostEnvironment) -> None:
 
 @pytest.fixture
 def pipelines(served: GangPool, tmp_path: Path) -> Iterator[Pipelines]:
-    """Yield the pipelines of a test; all flow runs and processes of the test end after it."""
+    """Yield an object that runs pipelines. End all flow runs and processes after the test."""
     pipelines = Pipelines(pool=served, go=tmp_path / "go")
     yield pipelines
     for run in pipelines.list_pipelines():
@@ -252,7 +252,7 @@ def pipelines(served: GangPool, tmp_path: Path) -> Iterator[Pipelines]:
             served.host_env.post(path, state={"type": "CANCELLED"}, force=True)
         for stage in pipelines.runs(run["id"]):
             served.record_run(stage["id"], stage["parameters"]["spec"])
-    # Prefect may still run a process that reports the end of a flow run. Wait for that, too.
+    # Also wait for the process in which Prefect may still report the end of a flow run.
     until(
         lambda: not list_leftovers(served) or not all_ended(served),
         "no process of the pool remains",
@@ -376,7 +376,7 @@ def test_interrupt_ends_the_stage_and_starts_no_later_stage(pipelines: Pipelines
 
 
 def cancel(pipelines: Pipelines, flow_run_id: str) -> None:
-    """Cancel a flow run in the way that the button of the UI does."""
+    """Cancel a flow run as the button "Cancel" in the Prefect UI does."""
     path = f"/flow_runs/{flow_run_id}/set_state"
     pipelines.host_env.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
 
@@ -442,7 +442,7 @@ def test_pipeline_continues_after_its_process_was_killed(
     flow_run_id = pipelines.submit(*stages)
     pipelines.until_running(flow_run_id, "first")
 
-    # The worker is killed first, because otherwise it would set the state Crashed of the flow run.
+    # Kill the worker first. Otherwise the worker would set the flow run to Crashed.
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(pipelines.pid_of(flow_run_id), signal.SIGKILL)
     monkeypatch.setenv("MUSTER_HOME", str(pipelines.host_env.home))
@@ -461,8 +461,8 @@ def test_pipeline_continues_after_its_process_was_killed(
     assert len(pipelines.runs(flow_run_id, "first")) == 1
 
 
-#: Functions of the steps of a test. Each function appends a line to the file of its argument
-#: `trace`, so the file shows how often each step ran.
+#: Source code of the step functions. Each function appends a line to the file in its argument
+#: `trace`, so this file shows how often each step ran.
 STEP_FUNCTIONS = """
 import os
 import time
@@ -639,10 +639,10 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
     ]
 
 
-#: A training program. Its reward at each step is the environment variable N.
+#: A training program whose reward at each step is the value of the environment variable N.
 #:
-#: The program ends when the file that its third argument names exists, or at SIGTERM. The program
-#: then appends "N completed" or "N stopped" to the file of its second argument.
+#: The program ends at SIGTERM, or as soon as the file in its third argument exists. It then appends
+#: "N stopped" or "N completed" to the file in its second argument.
 REWARDS = """
 import json, os, signal, sys, time
 metrics, trace, go = sys.argv[1:4]
@@ -759,8 +759,8 @@ def test_example_with_steps_completes(pipelines: Pipelines) -> None:
     assert [(directory / "policy.npz").exists() for directory in directories] == [True]
 
 
-#: Functions of the steps of a pipeline on Ray. The functions append lines to the file of the
-#: argument `trace`, so the file shows when each step ran and with which GPUs.
+#: Source code of the step functions for Ray. Each function appends lines to the file in its
+#: argument `trace`, so this file shows when each step ran, and with which GPUs.
 RAY_FUNCTIONS = """
 import os
 import subprocess
@@ -793,7 +793,7 @@ def hang(trace):
 
 @pytest.fixture
 def ray_pipelines(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Pipelines]:
-    """Yield pipelines on a pool that lists a Ray cluster with two nodes with 8 GPUs each."""
+    """Yield pipelines on a pool with a Ray cluster, which has two nodes with 8 GPUs each."""
     cluster = {"address": ray_cluster.address}
     with gang_pool(tmp_path / "pool", nodes={}, clusters=[cluster]) as pool:
         _set_up_pipelines(pool.host_env)
@@ -802,7 +802,7 @@ def ray_pipelines(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Pipelines
 
 
 def write_ray_pipeline(folder: Path, *stages: Mapping[str, Any]) -> Path:
-    """Write a project with a pipeline of steps on Ray, and return the path of its file."""
+    """Write a project with a pipeline of Ray steps, and return the path of the pipeline's file."""
     folder.mkdir()
     (folder / "pyproject.toml").write_text("")
     (folder / "steps.py").write_text(RAY_FUNCTIONS)

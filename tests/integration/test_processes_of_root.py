@@ -23,11 +23,11 @@ from tests.support.root_child import AS_NOBODY, make_helper
 from tests.support.supervised_components import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Program that adopts a process of root and prints the pid of this process. The program then sends
-#: SIGKILL to all its descendants in one round.
+#: Program that adopts a process of the user root, prints the pid of this process, and then tries
+#: once to kill all its descendants.
 #:
-#: In this round, `tree.last_pid` claims that the process of root is the newest process of the
-#: machine. So the round also checks this process as a new process.
+#: The program replaces `tree.last_pid`, so that root's process seems to be the newest process of
+#: the machine.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree
@@ -42,9 +42,9 @@ tree.last_pid = lambda: pid
 tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
-#: Program that starts a process which becomes root and has the mark of `tree.mark_own`. The program
-#: then ends all processes with this mark. The program prints the pid of root's process, and then
-#: the pids that `ending.end_marked` returned.
+#: Program that starts a process with a mark, see `tree.mark_own`. This process becomes root. The
+#: program then ends all processes with this mark. It prints the pid of root's process, and then the
+#: pids that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree
@@ -88,7 +88,7 @@ pytestmark = [
 class Teardown:
     """Result of the teardown of a run of the user `nobody`."""
 
-    #: Pid of the process that the component has started, and that runs as the user root.
+    #: Pid of the component's child process, which runs as the user root.
     child: int
     #: Pid of the guardian process of the component.
     guardian: int
@@ -203,7 +203,7 @@ def test_child_of_root_of_an_ended_process_is_a_leftover(directory: Path) -> Non
 def run_as_nobody(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run Python code as the user `nobody`.
 
-    The code gets the path of a set-user-ID program, which becomes root, in `sys.argv[1]`.
+    In the code, `sys.argv[1]` is the path of a set-user-ID program, which becomes root.
     """
     return subprocess.run(
         [*AS_NOBODY, sys.executable, "-c", code, str(make_helper(directory))],

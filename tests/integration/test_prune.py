@@ -68,7 +68,8 @@ def test_prune_deletes_old_files_and_reports_their_number(host_env: HostEnvironm
     assert state["message"].startswith("removed the files of 1 run")
     assert not log.exists()
     assert log.parent.parent.joinpath("run.json").exists()
-    # The log of this run is kept: a scheduled flow run will resume from a checkpoint of the run.
+    # The log of this run is kept, because a scheduled flow run will resume from a checkpoint of
+    # this run.
     assert wanted_log.exists()
 
 
@@ -92,6 +93,6 @@ def test_old_flow_runs_of_the_upkeep_are_deleted_but_not_trainings(
 
 
 def _read_final_state(host_env: HostEnvironment, flow_run_id: str) -> dict[str, Any]:
-    """Return the state of the flow run if it is a final state; otherwise an empty dictionary."""
+    """Return the final state of the flow run, or an empty dictionary before its end."""
     state: dict[str, Any] = host_env.get(f"/flow_runs/{flow_run_id}")["state"]
     return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else {}

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
-    """Yield the address of the Prefect server, which clients in this process use as well."""
+    """Yield the address of the Prefect server that all clients in this process use."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -94,7 +94,7 @@ def list_versions(api: str, key: str) -> list[dict[str, Any]]:
 
 
 def read_latest(api: str, key: str) -> dict[str, Any]:
-    """Return the artifact with this key that the UI shows."""
+    """Return the newest artifact with this key, which the UI shows."""
     return send_request("GET", f"{api}/artifacts/{key}/latest")
 
 
@@ -216,7 +216,7 @@ def test_each_pool_has_its_own_artifact_keys(api: str, pool: str, queue: str) ->
 
 
 async def build_empty_view(_client: object, pool: str) -> QueueView:
-    """Return a view without queued runs, in place of the view that the server would give."""
+    """Return a queue view without queued runs, without a request to the Prefect server."""
     return build_view(pool)
 
 

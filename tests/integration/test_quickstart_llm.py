@@ -54,8 +54,8 @@ class VllmFleet:
         """
         self.directory = directory
         port = free_port()
-        #: The weights of each version. The weights of the fake server are a single number: the
-        #: factor of all log-probabilities.
+        #: Mapping from version to weights. The weights of the fake server are a single number, with
+        #: which the server multiplies all log-probabilities.
         self.scales = {0: 1.0}
         plan = FleetPlan(
             **{
@@ -131,7 +131,7 @@ class VllmFleet:
         )
 
     def is_consistent(self, answer: Answer) -> bool:
-        """Return True if an answer was generated with the weights of the version that it names."""
+        """Return True if an answer was generated with the weight version that the answer names."""
         scale = self.scales[answer.version]
         expected = [
             log_prob(scale, token, position) for position, token in enumerate(answer.tokens)
@@ -154,7 +154,7 @@ class VllmFleet:
         os.kill(listener.pid, number)
 
     def end(self) -> None:
-        """Kill the fleet process, and wait until all its processes have ended."""
+        """Kill the fleet process, and wait until all processes of the fleet have ended."""
         self._process.kill()
         self._process.wait()
 
@@ -169,7 +169,7 @@ class VllmFleet:
 
 
 class Load:
-    """Threads that send requests without a pause and keep the answers."""
+    """Threads that send requests without a pause and store the answers."""
 
     def __init__(self, client: RolloutClient) -> None:
         self.answers: list[Answer] = []
@@ -181,7 +181,7 @@ class Load:
             thread.start()
 
     def until_more(self, count: int = 20) -> None:
-        """Wait until this number of further answers has arrived."""
+        """Wait until `count` further answers have arrived."""
         target = len(self.answers) + count
         wait_until(lambda: len(self.answers) >= target, f"{count} more answers come")
 
@@ -218,7 +218,7 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmFleet]
 
 @pytest.fixture
 def load(fleet: VllmFleet) -> Iterator[Load]:
-    """Yield threads that send requests during the test, and then check all answers.
+    """Send requests in threads during the test, and check all answers after the test.
 
     Each answer names a weight version, and must have been generated with the weights of this
     version.
@@ -244,8 +244,8 @@ def test_answers_are_generated_with_the_weight_version_that_they_name(
     assert {answer.engine for answer in load.answers} == set(ENGINES)
 
 
-# The interval of 600 s prevents health checks during the test. A health check lets vLLM generate a
-# token. After the failed load of the weights, this would kill the engine.
+# With an interval of 600 s, no health check happens during the test. After the engine has failed to
+# load weights, a health check would kill the engine.
 @pytest.mark.parametrize("fleet", [600.0], indirect=True)
 def test_engine_that_failed_to_load_weights_is_restarted_and_not_committed(
     fleet: VllmFleet, load: Load

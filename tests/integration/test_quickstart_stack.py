@@ -22,9 +22,9 @@ from tests.support.supervised_components import free_port, wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 
-#: Longest wait in seconds for a process to be ready or to end.
+#: Time limit, in seconds, for a process to become ready or to end.
 #:
-#: A correct test waits only for a fraction of this limit.
+#: A process usually needs only a fraction of this time.
 DEADLINE_S = 90.0
 
 
@@ -100,8 +100,8 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Temporary files that a killed process leaves behind are deleted with the test's
-                # folder.
+                # Create temporary files in the test's folder. The files that a killed process
+                # leaves are then deleted together with this folder.
                 env={**os.environ, "TMPDIR": str(self.folder)},
             )
 
@@ -124,7 +124,7 @@ def read_steps(out: Path) -> list[int]:
 
 @pytest.fixture
 def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
-    """Yield a function that makes stacks; all their processes end with the test."""
+    """Yield a function that makes stacks, and end all processes of the stacks after the test."""
     stacks: list[Stack] = []
 
     def start() -> Stack:

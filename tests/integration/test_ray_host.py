@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A `RayHost`, which runs inference servers as Ray actors, and a list of their deaths."""
+    """A `RayHost`, which runs inference servers as Ray actors, and a list of dead servers."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host
@@ -178,7 +178,7 @@ async def test_port_is_reserved_on_its_node_until_its_server_starts(
 
 
 def list_port_keepers(cluster: RayCluster) -> list[psutil.Process]:
-    """Return the processes on all nodes that hold the ports which are reserved for servers."""
+    """Return the processes, on all nodes, that keep the ports of servers reserved."""
     keepers = []
     for node in cluster.nodes:
         for process in psutil.Process(node.raylet).children(recursive=True):

@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 #: A trainer that prints increasing steps until a file exists.
 #:
-#: Repeated steps in its log would show a second job or a part of the log that was read twice.
+#: If a step is twice in the log, then a second job has run, or Muster has read a part of the log
+#: twice.
 TRAINER = """
 import os, sys, time
 step = 0
@@ -55,7 +56,7 @@ def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironme
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """Return the path of a file; the trainer ends when the file exists."""
+    """Return the path of a missing file. The trainer ends as soon as this file exists."""
     return tmp_path / "finished"
 
 
@@ -143,7 +144,8 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     run = host_env.submit(build_spec(ray_cluster, finished, "adopt")).wait_until_running()
     submission_id = f"{run.name}--a01"
 
-    # Send SIGTERM without a cancel on the Prefect server, as an upgrade of the worker does.
+    # Send SIGTERM to the flow process, but do not cancel the flow run. The same happens when a
+    # worker is upgraded.
     first = run.flow_pid()
     os.kill(first, signal.SIGTERM)
     until_next_process(run, first)
@@ -246,7 +248,7 @@ def lost_run(tmp_path: Path) -> Iterator[LostRun]:
 
 
 def write_submission(lost_run: LostRun, address: str, **times: float) -> Path:
-    """Write the file in which Muster records the submission of the run's job; return its path."""
+    """Write the file in which Muster records the submission of a job; return the file's path."""
     path = lost_run.jobs[0].log.parent / "submission.json"
     job_fields = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
     run_fields = {"run_id": "r", "attempt": 1, "component": "trainer"}

@@ -43,16 +43,16 @@ def host_env(api: str, tmp_path: Path) -> Iterator[HostEnvironment]:
     host_env = HostEnvironment(home=tmp_path / "home", api=api)
     yield host_env
     host_env.clear()
-    # The killed flow processes leave lost runs. Close their records now, so that the next test does
-    # not find these runs.
+    # After the kill of a flow process, its run is lost. Close the records of all lost runs now, so
+    # that the next test does not find these runs.
     host_env.reconcile_without_flow()
 
 
 @pytest.fixture
 def pending(host_env: HostEnvironment) -> Callable[..., Run]:
-    """Return a function that makes a flow run in the state PENDING, without a process.
+    """Return a function that makes a flow run in the state PENDING.
 
-    The worker that had the flow run never started a process for it.
+    A worker has taken the flow run, but has not started a process for the flow run.
     """
 
     def make_pending_run(worker: str) -> Run:
@@ -250,9 +250,9 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     monkeypatch.setenv("MUSTER_HOME", str(host_env.home))
     with temporary_settings({PREFECT_API_URL: host_env.api}):
         first_report = reconcile_host()
-        # `reconcile` ignores a flow run whose state is younger than this limit. The test lowers the
-        # limit instead of waiting. The limit must be below zero, because the age of a new state may
-        # also seem to be below zero: the server's time is rounded to whole seconds.
+        # `reconcile` ignores a flow run whose state is younger than this limit. Lower the limit, so
+        # that the test need not wait. A limit of zero is not low enough: the server rounds times to
+        # whole seconds, so a new state may seem to come from the future.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()
@@ -267,7 +267,7 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
 def test_state_set_after_the_end_is_corrected_from_the_record(
     host_env: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Prefect server accepts another state after Completed, which must be corrected."""
+    """The Prefect server accepts another state after Completed. Muster must correct this state."""
     run = host_env.start_run(make_sleeping_spec(code="print('up', flush=True); raise SystemExit"))
     run.wait_for_state("COMPLETED")
     run.wait_until_gone()

@@ -19,8 +19,8 @@ from tests.support.supervised_components import RUN_ID, is_alive, wait_until
 
 FLOW_RUN = UUID(int=7)
 
-#: A program that stands for the flow process of the run. The program starts one component, and then
-#: waits until the test kills the program.
+#: A program that takes the place of the run's flow process. The program starts one component, and
+#: then waits until the test kills the program.
 OWNER = f"""
 import sys, uuid
 from tasks.spec.run import RunSpec

@@ -12,8 +12,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import ComponentHarness, python, wait_until
 
-#: Ways to replace the log file while a component runs: Python code that the component executes, by
-#: the description of the way.
+#: Ways to replace a log file while a component writes to it. The keys describe the ways. The values
+#: are Python code that the component executes.
 ROTATIONS = {
     "removed": "os.unlink('trainer.log')",
     "moved": "os.rename('trainer.log', 'trainer.log.1')",
@@ -49,8 +49,8 @@ def test_log_is_read_to_its_end_after_a_rotation(rotation: str, harness: Compone
 
 
 def test_output_into_a_moved_log_is_no_stall(harness: ComponentHarness) -> None:
-    # The trainer moves its log and continues to write to it. If Muster read only the new file, the
-    # run would look stalled and be ended.
+    # The trainer renames its log, and continues to write to the renamed file. If Muster read only
+    # the file with the original name, it would end the run as stalled.
     program = (
         "import os, time\n"
         "os.rename('trainer.log', 'trainer.log.1')\n"

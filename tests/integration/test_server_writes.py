@@ -22,7 +22,7 @@ ROUNDS = 15
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
-    """Yield the address of the Prefect server, which clients in this process use as well."""
+    """Yield the address of the Prefect server that all clients in this process use."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -53,7 +53,7 @@ def test_simultaneous_writes_all_succeed(client: httpx.Client) -> None:
 
 
 def test_server_can_read_during_its_own_write_transaction(client: httpx.Client) -> None:
-    """To pause a queue, the server writes the queue and reads its pool over another connection."""
+    """To pause a queue, the server writes the queue and reads the pool over a second connection."""
     client.post("/work_pools/", json={"name": "gang", "type": "process"})
 
     answer = client.patch("/work_pools/gang/queues/default", json={"is_paused": True})

@@ -22,11 +22,11 @@ from tasks.processes.services import RestartPolicy, ServiceReport, Services, Ser
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import is_alive, python, wait_until
 
-#: Program of a service. Muster keeps a service alive. At its first start, the service also starts a
-#: child process.
+#: Program of a service. Muster restarts a service that dies. At its first start, this service also
+#: starts a child process.
 #:
-#: After SIGTERM, the child needs a second to save its state. This second is longer than the grace
-#: period of the service. The parent of the child ignores SIGTERM, as a worker of Prefect does.
+#: The service ignores SIGTERM, as a worker of Prefect does. After SIGTERM, the child process saves
+#: its state for a second, which is longer than the grace period of the service.
 SERVICE = """
 import os, signal, sys, time
 directory = sys.argv[1]

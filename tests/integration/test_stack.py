@@ -106,8 +106,8 @@ class Home:
             "PREFECT_API_URL": self.api_url,
             "PATH": path,
         }
-        # Remove the settings of the tests for Ray clusters without tokens, because the stack uses a
-        # token.
+        # The tests configure Ray for clusters without a token. Remove this configuration, because
+        # the stack uses a token.
         environment = {key: os.environ[key] for key in os.environ if not key.startswith("RAY_AUTH")}
         return {**environment, **overrides}
 
@@ -143,7 +143,7 @@ class Home:
         return self.command(PREFECT, *arguments, PREFECT_API_AUTH_STRING=self.password)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
-        """Run `muster up` with the options for the given Ray nodes."""
+        """Run `muster up` with the given options for Ray nodes."""
         # Port 0 chooses any free port; the default port 8265 may belong to another stack.
         return self.muster("up", "--ray-dashboard", "0", *nodes)
 
@@ -171,7 +171,7 @@ class Home:
     def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> Any:
         """Wait until a flow run has a state whose message contains a text; return the flow run.
 
-        The wait fails if the flow run ends in another way.
+        The wait fails if the flow run ends with another state or message.
 
         Args:
             flow_run_id: Id of the flow run.
@@ -201,16 +201,19 @@ class Home:
 def find_processes(stack: Stack) -> set[int]:
     """Return the pids of all processes of the stack.
 
-    The function searches in two ways. Ray processes that have renamed themselves show no
-    environment, so they are found as descendants of the stack's supervisor. Processes that are no
-    descendants are found by the environment variable that names the stack.
+    These are all descendants of the stack's supervisor, and all processes whose environment names
+    the stack. Both searches are necessary: Ray processes that have renamed themselves show no
+    environment.
     """
     descendants = psutil.Process(stack.supervisor.pid).children(recursive=True)
     return {process.pid for process in descendants} | set(processes_of(stack.stack_id))
 
 
 def find_raylet(node: str, stack: Stack) -> psutil.Process:
-    """Return the raylet of a node, Ray's daemon. Ray counts a node without its raylet as dead."""
+    """Return the raylet of a node.
+
+    The raylet is the daemon of Ray on a node. Ray counts a node without a raylet as dead.
+    """
     [raylet] = (
         process
         for process in map(psutil.Process, find_processes(stack))
@@ -346,16 +349,16 @@ def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home)
     [
         ("http://127.0.0.1:{port}", "http://127.0.0.1:{port}"),
         ("http://localhost:{port}", "http://localhost:{port}"),
-        # Other origins than the UI are not allowed: a foreign web page in the same browser, and
-        # another program of this machine.
+        # Origins other than the UI are not allowed: a foreign web page, and another program on this
+        # machine.
         ("https://example.org", None),
         ("http://127.0.0.1:1", None),
     ],
 )
 def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
-    """The test sends the preflight request of browsers.
+    """The test sends a preflight request.
 
-    A browser sends it before a page may send JSON to another server.
+    A browser sends such a request before a page may send JSON to another server.
     """
     headers = {
         "Origin": origin.format(port=home.port),
@@ -372,8 +375,8 @@ def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str |
 
 def test_only_the_user_of_the_stack_can_read_its_files(home: Home) -> None:
     paths = (home.directory, *home.directory.rglob("*"))
-    # The test does not check the files of Prefect's web pages. Prefect copies them with their
-    # original modes, but the folder around them is closed to other users.
+    # Ignore the files of Prefect's web pages. Prefect copies the original modes of these files, but
+    # other users cannot enter the folder that contains the files.
     page_folders = home.directory.glob("cache/prefect-ui-*/*")
     pages = {path for folder in page_folders for path in folder.rglob("*")}
 
@@ -394,10 +397,10 @@ def test_all_processes_of_the_stack_listen_on_loopback_only(home: Home) -> None:
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-#: Kinds of the listening processes of a stack, by a regular expression for the command line or the
-#: name of the process.
+#: Mapping from a regular expression to a kind of listening process. The expression matches the
+#: command line or the name of the process.
 #:
-#: The kinds are those of the table "What else listens" in docs/security.md.
+#: The kinds are the rows of the table "What else listens" in docs/security.md.
 LISTENERS = {
     r"tasks\.server\.sqlite_server": "the Prefect server of `muster up`",
     r"gcs_server": "control store",
@@ -721,7 +724,8 @@ def test_killed_supervisor_leaves_no_process_and_no_running_run(home: Home) -> N
     assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
-    # The next stack finds that the run has no process, and gives it a final state on the server.
+    # The next stack finds that the run has no process, and gives the run a final state on the
+    # server.
     assert home.up().returncode == 0
     assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
 

@@ -35,7 +35,8 @@ from tests.support.supervised_components import (
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 
-#: A server that answers any GET with 200 and `{}`: `SERVER % (seconds before it binds, port)`.
+#: Template of a server that answers any GET with 200 and `{}`. It needs two values: the seconds
+#: before the server binds its port, and the port.
 SERVER = """
 import socket, time
 time.sleep(%s)
@@ -208,7 +209,7 @@ def test_next_component_starts_after_all_processes_of_a_preparation_step(
     harness: ComponentHarness,
 ) -> None:
     # The component `prepare` exits at once. Its child process ignores SIGTERM, and writes the file
-    # `prepared` after this exit.
+    # `prepared` later.
     child = "trap '' TERM; (sleep 0.3; touch prepared) &"
     verdict = harness.run(
         harness.component(

@@ -28,9 +28,10 @@ from tests.support.supervised_components import (
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
-#: A server that answers any GET with 200 and `{"step": N}`, and logs each request as uvicorn does.
+#: Template of a server that answers any GET with 200 and `{"step": N}`, and logs each request as
+#: uvicorn does. `SERVER % port` is the program.
 #:
-#: N is the content of the file `step`. `SERVER % port` is the program.
+#: N is the content of the file `step`.
 SERVER = """
 import os, socket
 server = socket.socket()

@@ -38,9 +38,9 @@ def ray_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_daemon() -> Iterator[Callable[[str], int]]:
-    """Yield a function that starts a leftover daemon of a run and returns its pid.
+    """Yield a function that starts a daemon of an ended run, and returns the daemon's pid.
 
-    All daemons end with the test.
+    All daemons are ended after the test.
     """
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -114,9 +114,9 @@ def test_cancelled_sweep_leaves_no_driver(
 
 
 def list_agents(cluster: RayCluster) -> dict[int, str]:
-    """Return the command lines of the cluster's living agents, by pid.
+    """Return a mapping from pid to command line of the cluster's living agents.
 
-    An agent is an actor of Muster on a node that kills leftover processes of runs.
+    An agent is a Ray actor that kills leftover processes of Muster's runs on a node.
     """
     agents = {}
     for pid in cluster.pids():
@@ -128,9 +128,9 @@ def list_agents(cluster: RayCluster) -> dict[int, str]:
 
 @pytest.fixture
 def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
-    """Yield a cluster with running agents of this test's MUSTER_HOME on its nodes.
+    """Yield a Ray cluster whose nodes run agents for this test's MUSTER_HOME.
 
-    An agent is an actor of Muster that kills leftover processes of runs.
+    An agent is a Ray actor that kills leftover processes of Muster's runs on a node.
     """
     with RayCluster.run(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean

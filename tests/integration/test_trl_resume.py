@@ -53,7 +53,7 @@ def steps_of(attempt: Path) -> list[int]:
 
 
 def kill_after(session: RunSession, steps: int, signum: signal.Signals) -> None:
-    """Send the trainer of the current attempt a signal after a number of training steps."""
+    """Send a signal to the trainer of the current attempt, after a number of training steps."""
     while True:
         attempt = session.record.content.attempts[-1]
         trainer = attempt.components.get("trainer")
@@ -138,7 +138,7 @@ def test_no_more_than_one_save_interval_is_trained_again(
 
 
 def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
-    """Check that W&B has one run per attempt, and that each step of the attempt is in it once.
+    """Check that W&B has one run per attempt, and that this run has each step of the attempt once.
 
     All these W&B runs must be in the same group.
     """

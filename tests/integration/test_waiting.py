@@ -47,7 +47,7 @@ MakeFailedRun = Callable[..., tuple[RunSession, Run]]
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
-    """Yield the address of the Prefect server, which clients in this process use as well."""
+    """Yield the address of the Prefect server that all clients in this process use."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -249,8 +249,8 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
     [
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
-        ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
-        # A person has set the state by hand. No attempt has completed the run, so it counts as
+        ({"type": "PENDING"}, "pending_resources"),  # The run's next process has started.
+        # A person has set the state by hand. No attempt has completed the run, so the run counts as
         # cancelled.
         ({"type": "COMPLETED"}, "cancelled"),
     ],
@@ -302,8 +302,8 @@ def test_flow_process_waits_for_a_server_that_is_still_starting(tmp_path: Path) 
 
     flow_run = "7712f819-7b19-4723-bcbf-b5067028ec50"
     with ThreadingHTTPServer(("127.0.0.1", 0), NotFound, bind_and_activate=False) as server:
-        # The port is bound but does not listen yet, so connections are refused, as while a server
-        # starts.
+        # The server has bound its port, but does not listen yet. So the kernel refuses connections,
+        # as during the start of a server.
         server.server_bind()
         environment = {
             **os.environ,

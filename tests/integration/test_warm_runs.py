@@ -42,10 +42,10 @@ def pool(tmp_path: Path) -> Iterator[GangPool]:
 
 
 def read_auxiliary_vector(pid: int) -> bytes:
-    """Return the kernel's auxiliary vector of a process, which related processes have in common.
+    """Return the auxiliary vector of a process, to find out whether the process was forked.
 
-    The kernel loads each program at random addresses, which forked processes inherit. So only
-    processes that were forked from one program have the same vector.
+    The vector contains random addresses of the process. A forked process inherits these addresses,
+    but a new program gets others.
     """
     return Path(f"/proc/{pid}/auxv").read_bytes()
 
@@ -58,7 +58,7 @@ def list_children(pid: int) -> set[int]:
 def wait_for_fork_server(worker: int) -> int:
     """Wait until the worker has a fork server that is ready, and return the fork server's pid.
 
-    The fork server is a process with all imports loaded. Flow processes are forked from it.
+    The fork server is a process with all imports loaded. The worker forks flow processes from it.
     """
 
     def find_fork_server() -> int:
@@ -114,8 +114,9 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
         == Path(f"/proc/{worker.pid}/cgroup").read_text()
     )
 
-    # A fork server is a process with all imports loaded, from which flow processes are forked. A
-    # running run does not need it any more, and the next run is forked from a new fork server.
+    # Flow processes are forked from the fork server, a process with all imports loaded. The death
+    # of the fork server must not disturb the running flow process. The next flow process is forked
+    # from a new fork server.
     os.kill(fork_server, signal.SIGKILL)
     new_fork_server = wait_for(
         lambda: (
@@ -332,7 +333,7 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 proc_directory = Path(f"/proc/{process.pid}")
 
                 # Muster and `ps` find flow processes by parent, command line and environment. So
-                # these must be the same for a forked process as for an ordinary process.
+                # these values must be the same for a forked process as for an ordinary process.
                 assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [

@@ -76,14 +76,14 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
         *PACKAGES,
         "muster",
     }
-    # The wheel contains this one source file under another path, `muster/__init__.py`.
+    # Only this source file has another path in the wheel: `muster/__init__.py`.
     assert list_sources(ROOT) - names == {"deployments/muster_package.py"}
     assert "muster/__init__.py" in names
     assert "deployments/prefect.yaml" in names
 
 
 def test_wheel_installs_the_documents(installed: Path) -> None:
-    # With --target, pip puts the environment's folder `share` into the target.
+    # With the option --target, pip installs the folder `share` into the target folder.
     documents = installed / "share" / "doc" / "muster"
 
     pages = {path.relative_to(documents).as_posix() for path in documents.rglob("*.md")}

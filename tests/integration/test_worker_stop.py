@@ -27,7 +27,7 @@ def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
             env=pool.host_env.env,
             timeout=120,
         )
-        # Act as systemd: after the command of ExecStop has ended, it sends SIGTERM and SIGCONT.
+        # Act as systemd, which sends SIGTERM and SIGCONT after the command of ExecStop has ended.
         worker.send_signal(signal.SIGTERM)
         worker.send_signal(signal.SIGCONT)
         worker.wait(60)

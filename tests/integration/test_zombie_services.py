@@ -28,11 +28,11 @@ from tests.support.supervised_components import (
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 WATCHED = LiveProbe(processes="^sh -c .* scheduler", every_s=0.05, misses=3)
 
-#: A service that starts workers and then answers any GET with 200; `SERVICE % (workers, port,
-#: reaps)`.
+#: Template of a service that starts workers, and then answers any GET with 200. `SERVICE %
+#: (workers, port, reaps)` is the program.
 #:
-#: If `reaps` is true, the service reaps workers that have ended. In either case, it does not report
-#: their end.
+#: If `reaps` is true, the service reaps ended workers. The service never reports the end of a
+#: worker.
 SERVICE = """
 import os, socket, subprocess
 workers = [subprocess.Popen(["sh", "-c", code, "scheduler"]) for code in %r]
@@ -56,7 +56,7 @@ while True:
 
 
 def wait_for_file(file: str, exit_code: int = 0) -> str:
-    """Return a shell script of a worker that exits with the exit code when the file exists."""
+    """Return a worker's shell script, which waits for a file and exits with the exit code."""
     return f"while [ ! -e {file} ]; do sleep 0.01; done; exit {exit_code}"
 
 
