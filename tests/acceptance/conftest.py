@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Run:
-    """A run that a test has started, as a user can observe it: its process, files and flow run."""
+    """A run that a test has started, with access to its process, its files and its flow run."""
 
     process: subprocess.Popen[str]
     home: Path
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Directory of the run's record and logs; wait until the run has created it."""
+        """Directory of the run's record and logs. Waits until the run has created the directory."""
         return wait_for(self._directory, f"a run's directory; so far:\n{self.text()}")
 
     def _directory(self) -> Path | None:
@@ -92,7 +92,7 @@ class Run:
         return task_runs
 
     def pids(self) -> list[int]:
-        """Return the pids of all processes whose environment names the run's id.
+        """Return the pids of all processes whose environment contains the id of the run.
 
         These are the components of the run, and the guardian processes that own them.
         """
@@ -107,7 +107,7 @@ def api(prefect_url: str) -> str:
 
 @pytest.fixture
 def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Yield a function that starts a run; runs that still exist after the test are stopped."""
+    """Yield a function that starts a run. Runs that have not ended are stopped after the test."""
     runs: list[Run] = []
 
     def start(
@@ -126,8 +126,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
             server: Address of the Prefect server, or None to let the run start its own server.
             terminal: Terminal in which the command runs. By default, the output of the command goes
                 to a file.
-            under: A program with its arguments that is put before the command and executes it, for
-                example `nohup`.
+            under: A program with its arguments that executes the command, for example `nohup`.
             environ: Additional environment variables.
         """
         number = len(runs)

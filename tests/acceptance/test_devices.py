@@ -45,9 +45,9 @@ def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, An
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Return four simulated GPUs that also the first run of the test uses.
+    """Return four simulated GPUs, which the first run of the test also uses.
 
-    A test can lease some of the GPUs in the name of another program. The run cannot use them then.
+    A test can lease some of the GPUs for another program. The run then cannot use these GPUs.
     """
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home-0"))
     monkeypatch.setenv("MUSTER_GPUS", "0-3")

@@ -22,7 +22,8 @@ import pytest
 from tasks.processes.ports import PortsReserved
 from tests.support.documents import ROOT, Block, Document, list_documents
 
-#: Reason why the test does not run a command, by the document and the beginning of the command.
+#: Mapping from a document and the beginning of a command to the reason why the test does not run
+#: the command.
 NOT_TYPED: dict[tuple[str, str], str] = {
     (
         "docs/ray.md",
@@ -31,8 +32,8 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("docs/notifications.md", ".venv/bin/python -c"): "needs the address of a webhook",
     ("README.md", "make test"): "would run this test again",
 }
-#: Expected exit codes of documented commands that do not exit with 0, by the beginning of the
-#: command.
+#: Mapping from the beginning of a documented command to its expected exit code. All other commands
+#: must exit with 0.
 EXITS: dict[str, int] = {}
 #: Time limit of a command in seconds. The limit is long enough for a busy machine.
 WITHIN_S = 400.0
@@ -104,7 +105,7 @@ class Reader:
         )
 
     def _adapt(self, command: str) -> str:
-        """Return the command with the ports of this stack, and the newest run in place of RUN."""
+        """Return the command with this stack's ports, and with the newest run instead of RUN."""
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
         command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)
@@ -206,10 +207,10 @@ def test_every_command_of_a_document_works(page: Document, stack: Reader) -> Non
 
 
 def _find_expected_output(page: Document, line: int) -> str | None:
-    """Return the output that a document shows for a command in a block ```console exact.
+    """Return the output that a document shows for a command. The actual output must match exactly.
 
-    Return None if the command is in a block of another kind: only output in `console exact` blocks
-    must match.
+    Return None if the command is not in a block of the kind `console exact`. The output in other
+    blocks is only an example.
 
     Args:
         page: The document.

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 WITHIN_STEPS = 15
 #: Number of training steps between two checkpoints.
 EVERY = 5
-#: Number of newest checkpoints that the trainer keeps.
+#: Number of checkpoints that the trainer keeps, the newest ones.
 KEPT = 3
 #: A program that runs the trainer, and also logs the trainer's metrics to W&B.
 TRACKED = """
@@ -48,7 +48,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def load_quickstart(programs: Path = ROOT / "deployments" / "quickstart") -> dict[str, Any]:
-    """Return the quickstart's spec with its programs in the given folder."""
+    """Return the spec of the quickstart, changed to run the programs in the given folder."""
     text = (ROOT / "deployments" / "runs" / "quickstart.yaml").read_text()
     spec: dict[str, Any] = yaml.safe_load(text.replace("deployments/quickstart/", f"{programs}/"))
     return spec
@@ -61,7 +61,7 @@ def read_alarms(run: Any) -> list[Mapping[str, Any]]:
 
 
 def build_spec_with_constant_reward(folder: Path) -> dict[str, Any]:
-    """Return the quickstart's spec with changed programs: the reward of each answer is 0.4."""
+    """Return the spec of the quickstart with changed programs: each answer has the reward 0.4."""
     programs = folder / "programs"
     shutil.copytree(ROOT / "deployments" / "quickstart", programs)
     task = programs / "copy_task.py"
@@ -107,7 +107,7 @@ def test_successful_trainings_raise_no_alarm(start_run: Callable) -> None:
 @pytest.mark.timeout(300)
 def test_attempt_after_a_stopping_alarm_resumes_before_the_alarm(start_run: Callable) -> None:
     spec = load_quickstart()
-    # The metric "step" counts up, so it is certain to exceed the limit of the rule.
+    # The metric "step" increases with each step, so this metric will exceed the limit of the rule.
     rule = {"metric": "step", "above": 12, "for_steps": 1, "then": "stop"}
     spec |= {"watch": {"rules": {"late": rule}}}
     spec["retry"] = {"ALARM": {"attempts": 2, "delay_s": 0.1}}
@@ -143,8 +143,8 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
 
     kills = sorted(rng.sample(range(3, total - 2), 20))
     for number, step in enumerate(kills):
-        # Kill an attempt only after a step that no earlier attempt reached, because Muster limits
-        # the attempts without progress.
+        # Kill an attempt only after its step is higher than all steps of earlier attempts, because
+        # Muster allows only a few attempts without progress.
         step = max(step, 1 + _read_best_step(run))
         wait_for(
             lambda step=step: _read_last_step(run) >= step or run.process.poll() is not None,
@@ -164,8 +164,8 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
     assert max(map(max, filter(None, steps_by_attempt))) == total
     reached = 0
     for steps in filter(None, steps_by_attempt):
-        # If the newest checkpoint is broken, the run resumes from the checkpoint before, and
-        # repeats the steps of one more interval.
+        # If the newest checkpoint is broken, the run resumes from the previous checkpoint, and
+        # repeats the steps since then.
         assert steps[0] > reached - 2 * EVERY, steps_by_attempt
         reached = max(steps)
     checkpoint_validity = [

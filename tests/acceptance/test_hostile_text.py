@@ -34,7 +34,8 @@ VERBS = (
     "for arguments in json.loads(sys.argv[1]):\n"
     "    print('VERB', *arguments[:1], do(arguments), flush=True)\n"
 )
-#: Commands of `muster` that show the run whose message, log and name have hostile text.
+#: Commands of `muster` that show the run with hostile text in its message, log and name. Hostile
+#: text contains control sequences of terminals.
 SHOWING_COMMANDS = (["ls"], ["show"], ["why"], ["explain"], ["overview"])
 #: Commands that fail. Their error messages repeat hostile text from the arguments or from a file.
 #: Hostile text contains control sequences of terminals.
@@ -52,7 +53,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a MUSTER_HOME with a failed run. Next to the directory is an invalid spec.
+    """Return a MUSTER_HOME with a failed run, and write an invalid spec next to this directory.
 
     The texts of the run and of the spec contain control sequences of terminals.
     """
@@ -105,7 +106,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTerminal:
-    """Run `muster` commands on a terminal of this width, and return the terminal."""
+    """Run `muster` commands on a terminal with this number of columns; return the terminal."""
     terminal = PseudoTerminal(columns)
     process = subprocess.Popen(
         [sys.executable, "-c", VERBS, json.dumps(verbs)],
@@ -121,7 +122,7 @@ def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTermin
 
 
 def split_output(terminal: PseudoTerminal) -> dict[str, str]:
-    """Return the output of each command, by the name of the command, without white space."""
+    """Return a mapping from command name to the command's output without white space."""
     parts = re.split(r"VERB (\w+) (\d+)\s", terminal.text())
     return {
         parts[index + 1]: "".join(parts[index].split()) for index in range(0, len(parts) - 1, 3)

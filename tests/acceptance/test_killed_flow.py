@@ -18,11 +18,11 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 
-#: A program that starts a command, kills it when it has printed a certain line, and waits until all
-#: descendants of the command have ended.
+#: A program that starts a command, and kills the command as soon as the command prints a phrase.
+#: The program then waits until all descendants of the command have ended.
 #:
-#: Arguments: the longest wait in seconds, a phrase of the output line, and the command. The program
-#: prints one line of JSON with the result.
+#: Arguments: the time limit in seconds, the phrase, and the command. The program prints its result
+#: as one line of JSON.
 OBSERVER = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -84,13 +84,13 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-#: Phrase in the output of a run that shows that a phase has begun, by phase. When the phrase is
-#: printed, the test kills the flow process.
+#: Mapping from a phase to the text that a run prints at the beginning of the phase. When the run
+#: prints this text, the test kills the flow process.
 PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
 
 
-# This test covers one phase of the run for each process tree in SHAPES. `make faults` covers the
-# other combinations.
+# This test kills the run in only one phase for each process tree in SHAPES. `make faults` tests the
+# other combinations of phase and process tree.
 @pytest.mark.parametrize(("shape", "phase"), [*zip(SHAPES, ("running", "starting"), strict=True)])
 def test_no_process_remains_after_a_killed_flow(
     shape: str,
@@ -127,11 +127,11 @@ def test_no_process_of_a_temporary_server_remains(
 
 
 def _kill_flow(spec: dict, phrase: str, tmp_path: Path, env: dict[str, str]) -> dict:
-    """Run a spec under the program OBSERVER, which kills the flow process; return its result.
+    """Run a spec under OBSERVER, which kills the flow process; return the result of OBSERVER.
 
     Args:
         spec: Content of the spec file.
-        phrase: OBSERVER kills the flow process when a line of its output contains this phrase.
+        phrase: OBSERVER kills the flow process as soon as the flow process prints this phrase.
         tmp_path: Directory for the spec file and MUSTER_HOME.
         env: Further environment variables of the run.
     """

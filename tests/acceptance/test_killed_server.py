@@ -16,7 +16,8 @@ import pytest
 from tests.support.host_environment import wait_for
 from tests.support.supervised_components import processes_with
 
-#: Code of a training that runs until a file exists, and then exits with the exit code `code`.
+#: Template of a training program. It runs until the file `end_file` exists, and then exits with the
+#: exit code `code`.
 TRAINING = """
 import os, sys, time
 print("up", flush=True)
@@ -30,7 +31,7 @@ sys.exit({code})
 def kill_server(directory: Path, *, for_good: bool) -> None:
     """Send SIGKILL to the temporary Prefect server whose files are below the directory.
 
-    If `for_good` is true, the server's files are deleted, so that it cannot start again.
+    If `for_good` is true, delete the server's files, so that the server cannot start again.
     """
     [home] = directory.glob("muster-prefect-*")
     servers = processes_with("PREFECT_HOME", str(home))

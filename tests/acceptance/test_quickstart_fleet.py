@@ -87,7 +87,8 @@ class Killer:
 def test_quickstart_learns_although_a_server_is_killed_every_few_seconds(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
-    # The training may take long and see many kills, so the number of recoveries must be unlimited.
+    # The number of recoveries must be unlimited, because many servers may be killed during a long
+    # training.
     quickstart["components"]["rollout"]["recovery"]["budget"] = "unlimited"
     run = start_run(quickstart)
     killer = Killer(run, seed=6)

@@ -36,8 +36,7 @@ workers = [Worker.remote() for _ in range(2)]
 print("helpers", *ray.get([worker.begin.remote() for worker in workers]), flush=True)
 time.sleep(7000)
 """
-#: Error messages of several releases of verl, and of other programs, if the cluster has too few
-#: free GPUs.
+#: Error messages about too few free GPUs, from several releases of verl and from other programs.
 FULL = (
     "ValueError: Total available GPUs 0 is less than total desired GPUs 16",
     "ValueError: Resource pool global_pool: 8*2cannot be satisfied in this ray cluster",

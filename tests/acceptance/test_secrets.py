@@ -15,15 +15,15 @@ from tests.support.prefect_api import send_request
 
 pytestmark = pytest.mark.slow
 
-#: Three secrets in the spec: two in environment variables whose name shows that they are secret,
-#: and one in a command-line option.
+#: Three secrets in the spec: two in environment variables with names such as HF_TOKEN, which show
+#: that the value is secret, and one in a command-line option.
 OF_API = "hf-1st-of-the-api"
 OF_TRAINER = "hf-2nd-of-the-trainer"
 OF_OPTION = "sk-3rd-option"
 #: A secret that is not in the spec, but in a Secret block on the Prefect server.
 OF_BLOCK = "4th-'of'-\"a block\" ${x}"
-#: Beginnings of the secrets. The test searches for the beginnings, in order to find escaped or
-#: shortened copies, too.
+#: Beginnings of the secrets. The test searches for these beginnings, so that it also finds escaped
+#: or shortened copies of the secrets.
 FORMS = ("hf-1st", "hf-2nd", "sk-3rd", "4th-")
 API = "import os, time; print('up', os.environ['HF_TOKEN'], flush=True); time.sleep(600)"
 TRAINER = """
@@ -43,7 +43,7 @@ def block(api: str) -> str:
 
 
 def build_spec(block: str) -> dict[str, Any]:
-    """Return a spec whose components get the secrets; the trainer prints them and fails."""
+    """Return a spec whose components get the secrets. The trainer prints secrets and fails."""
     return {
         "name": "quiet",
         "workload": "grpo",
@@ -70,8 +70,9 @@ def test_no_secret_is_in_files_on_the_server_or_on_the_terminal(
 
     flow_run = run.flow_run()
     run_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
-    # The parameters of a flow run contain the content of the spec, as docs/security.md says. So the
-    # test removes them here, and later searches them only for the secret of the Secret block.
+    # The parameters of a flow run contain the spec with its secrets, as docs/security.md says. So
+    # remove the parameters here. The test later checks only that they do not contain the secret of
+    # the Secret block.
     parameters = json.dumps(flow_run.pop("parameters"))
     event_filter = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
     published = {

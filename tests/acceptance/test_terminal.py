@@ -62,7 +62,7 @@ def read_ignored_signals(pid: int) -> set[int]:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Path:
-    """Return the path of a file; the trainer ends when the file exists."""
+    """Return the path of a missing file. The trainer ends as soon as this file exists."""
     return tmp_path / "stop"
 
 
@@ -133,8 +133,8 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
         f"page {api.removesuffix('/api')}/runs/flow-run/{run.record()['flow_run_id']}",
     ):
         assert remove_spaces(part) in block
-    # The table of the components, which is redrawn during the run, is gone. And all printed control
-    # sequences are known to the emulator.
+    # The terminal no longer shows the table of the components, which is redrawn during the run. The
+    # terminal emulator knows all control sequences that were printed.
     assert "component  state" not in tty.text()
     assert tty.emulator().unknown == []
 
@@ -216,8 +216,8 @@ def test_run_that_ignores_sighup_survives_its_terminal(
     stop.touch()
 
     assert run.wait() == 0
-    # The trainer must not ignore SIGHUP as the run's process does, because a spec may choose SIGHUP
-    # as its stop signal.
+    # The run's own process ignores SIGHUP. The trainer must not ignore SIGHUP, because a spec may
+    # set SIGHUP as the stop signal of a component.
     assert signal.SIGHUP not in ignored_by_trainer
     assert run.record()["state"] == "completed"
 

@@ -168,7 +168,7 @@ UNFLUSHED = Case(
 
 
 def _crash_together(fault_run: FaultRun) -> None:
-    """Kill two components while the flow process is stopped, so that it notices both at once."""
+    """Kill two components while the flow process is suspended, so that it notices both at once."""
     fault_run.observed_flow.kill(signal.SIGSTOP)
     wait_until(lambda: fault_run.observed_flow.state() == "T", "the flow is stopped")
     for victim in ("api", "trainer"):

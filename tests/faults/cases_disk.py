@@ -34,7 +34,7 @@ def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
         "log": disk / "trainer.log",
     }
     # The disk with the log is mounted only in the mount namespace of the run, so the test cannot
-    # read the log. So the readiness probe, which would read the log, is turned off.
+    # read the log. Turn off the readiness probe, because it would read the log.
     fault_run.components["trainer"]["ready"] = None
 
 

@@ -25,8 +25,8 @@ from tests.support.observed_flow import ObservedFlow
 from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
-#: Unusual conditions of the flow process. The key is the number of the fault case. The value is the
-#: title of the case, and a key of `CONDITIONS` in `tests.support.supervising`.
+#: Unusual conditions of the flow process. The key is the number of the fault case. The value is a
+#: pair: the title of the case, and a key of `CONDITIONS` in `tests.support.supervising`.
 _ODDITIES = {
     21: ("SIGCHLD ignored, inherited", "sigchld-ignored"),
     22: ("blocked signal mask, inherited", "signals-blocked"),
@@ -53,12 +53,13 @@ def _prepare_first_gate(fault_run: FaultRun) -> None:
 
 
 def _prepare_death_before_registration(fault_run: FaultRun) -> None:
-    """Let the flow process die after it has forked a guardian, before it registers the component.
+    """Let the flow process die between the fork of a guardian and the component's registration.
 
     The guardian is the process that starts and ends the component.
 
-    The program of the component must not start. If it starts by mistake, it writes to its log. Its
-    stop signal is SIGWINCH, which it ignores. So it has enough time to write before it is killed.
+    The component's program must not start. If the program starts by mistake, it writes to its log.
+    The program ignores its stop signal SIGWINCH, so it has enough time to write before it is
+    killed.
     """
     fault_run.components[fault_run.phase.starting] |= {
         "argv": sh("echo ran; exec sleep 600"),
@@ -123,7 +124,7 @@ GUARDIAN_KILLED = [
 
 
 def _kill_outer_guardian(fault_run: FaultRun) -> None:
-    """Kill the process that waits, outside the PID namespace, for the guardian inside (level L4).
+    """Kill the process outside the PID namespace that waits for the guardian inside (level L4).
 
     The guardian is the process that starts and ends the component.
     """
@@ -204,7 +205,7 @@ TEMPLATE_LOST = [
 def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
     """Kill the flow process and the guardian processes that own the components, then reconcile.
 
-    All of these processes are stopped first, so that no guardian reacts to the end of the flow.
+    All these processes are suspended first, so that no guardian reacts to the end of the flow.
     """
     guardians = [pid for name in NAMES for pid in fault_run.guardians(name)]
     for pid in (fault_run.observed_flow.pid, *guardians):
@@ -223,8 +224,8 @@ def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
 
 def _check_second_reconcile_does_nothing(fault_run: FaultRun) -> None:
     assert not any(fault_run.observed_flow.home.glob("live/*")), "the registry entry still exists"
-    # At level L4 (PID namespace), this check would always succeed. There, the parent of the flow
-    # process, the oracle, has already removed the cgroups.
+    # Skip this check at level L4 (PID namespace), where the parent of the flow process has already
+    # removed all cgroups. So the check would always succeed.
     if fault_run.level != "L4":
         assert fault_run.observed_flow.oracle_result().cgroups == ()
     assert fault_run.reconcile() == {}
@@ -327,8 +328,7 @@ ODD = [
 def _prepare_second_run(fault_run: FaultRun) -> None:
     """Start a second run with the same commands.
 
-    Only the environment variables with the run id distinguish its processes from processes of the
-    first run.
+    The processes of the two runs differ only in the environment variables with the run id.
     """
     _prepare_daemons(fault_run)
     directory = fault_run.directory / "neighbour"

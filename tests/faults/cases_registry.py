@@ -102,9 +102,10 @@ PID_REUSE = [
 
 
 def _rewrite_registry_for_other_boot(fault_run: FaultRun) -> None:
-    """Write process ids of running processes, with another boot id, into the registry.
+    """Write the ids of running processes into the registry, together with another boot id.
 
-    The other boot id shows that the machine has restarted, so the ids name other processes now.
+    The other boot id means that the machine was restarted after the processes were registered. So
+    the ids now belong to other processes.
     """
     _kill_flow(fault_run)
     pids = fault_run.bystanders[0][0]
@@ -131,7 +132,7 @@ REBOOT = Case(
 
 
 def _segment_paths(fault_run: FaultRun) -> tuple[Path, Path]:
-    """Return the paths of two shared-memory segments: of the run, and of an unrelated process."""
+    """Return the paths of the shared-memory segments of the run and of an unrelated process."""
     return tuple(  # type: ignore[return-value]
         Path(f"/dev/shm/muster-fault-{name}-{fault_run.tag}") for name in ("ours", "others")
     )

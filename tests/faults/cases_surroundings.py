@@ -293,9 +293,8 @@ DROPS = [
 def _starve_flow(fault_run: FaultRun) -> None:
     """Leave the flow process without free file descriptors when it starts the component.
 
-    The flow process may then fail to start the component. If it already has all descriptors for
-    the start, the component starts and then fails its readiness probe. In both cases no process may
-    survive the run.
+    The component fails to start, or it starts and then fails its readiness probe. In both cases, no
+    process may survive the run.
     """
     fault_run.components[fault_run.phase.starting]["ready"] = ReadyProbe(
         http=f"http://127.0.0.1:{free_port()}/", within_s=0.5

@@ -16,8 +16,7 @@ from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import DEADLINE_S, free_port, python, sh, wait_until
 
 #: Program that ignores SIGTERM, and forks until the kernel refuses a further process. The program
-#: then tries again all the time, so that a process or thread that ends makes no room for other
-#: processes.
+#: then continues to try, so that it takes the place of each process or thread that ends.
 _FORKS_UP_TO_LIMIT = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -44,8 +43,7 @@ def _prepare_shape(shape: str, fault_run: FaultRun) -> None:
 def _kill_leader_while_stopping(fault_run: FaultRun) -> None:
     """Kill the trainer's first process while the environment component is in its grace period.
 
-    Only in the phase STOPPING, the run has such a moment. In the other phases, no fault is
-    injected.
+    The run has such a moment only in the phase STOPPING. In other phases, inject no fault.
     """
     if fault_run.phase is Phase.STOPPING:
         fault_run.signal("trainer")
@@ -104,7 +102,7 @@ BURST = [
 
 
 def _prepare_late_burst(fault_run: FaultRun) -> None:
-    """Let the trainer fork after the file `burst` was created, when all components run."""
+    """Let the trainer wait for the file `burst`, and then fork up to the process limit."""
     _prepare_burst(fault_run)
     wait_for_file = "import os, time\nos.write(1, b'up\\n')\nwhile not os.path.exists('burst'):"
     code = f"{wait_for_file}\n    time.sleep(0.01)\n{_FORKS_UP_TO_LIMIT.replace('up', 'full')}"
@@ -145,7 +143,7 @@ def _prepare_goodbye(fault_run: FaultRun) -> None:
 
 
 def _check_goodbye_was_printed(fault_run: FaultRun) -> None:
-    """Check that Muster continued the stopped process, so that the process could handle SIGTERM."""
+    """Check that Muster resumed the suspended process, so that the process could handle SIGTERM."""
     assert "bye" in (fault_run.directory / "trainer.log").read_text()
 
 

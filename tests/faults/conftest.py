@@ -11,8 +11,9 @@ pytest.register_assert_rewrite(
 from tests.faults import table  # noqa: E402
 
 _rows: list[table.Row] = []
-#: Results of test_grace.py, by the way in which the runs were ended. The result `9/10` means that
-#: 10 runs were ended, and the components of 9 of these runs saved their state.
+#: Results of test_grace.py: a mapping from the way in which runs were ended to a result such as
+#: `9/10`. This result means that 10 runs were ended, and the components of 9 runs saved their
+#: state.
 _saved: dict[str, str] = {}
 
 

@@ -43,8 +43,8 @@ from tests.support.supervised_components import (
 
 #: Names of the components of the run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
-#: Containment levels at which the fault cases are run: guardian processes (L2), with cgroups (L3),
-#: with a PID namespace (L4).
+#: Containment levels of the fault tests. L2 uses guardian processes, L3 also uses cgroups, and L4
+#: also uses a PID namespace.
 LEVELS = ("L2", "L3", "L4")
 #: Readiness probe that succeeds when the component prints `up` to its log.
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
@@ -145,13 +145,13 @@ class FaultRun:
     stack: contextlib.ExitStack
     #: Server that forks the flow process of the run.
     forkserver: ForkServer
-    #: Arguments of `ComponentHarness.component`, the function that makes a component's plan, by the
-    #: name of the component. A case changes these arguments before the run starts.
+    #: Mapping from component name to the arguments of `ComponentHarness.component`, the function
+    #: that makes the component's plan. A case changes these arguments before the run starts.
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Further keyword arguments of `ObservedFlow`, the object that starts and observes the run.
     witness_arguments: dict[str, Any] = field(default_factory=dict)
-    #: Processes outside the run that must survive the test. A pair has their process ids and their
-    #: description.
+    #: Processes outside the run that must survive the test. Each pair contains process ids, and a
+    #: description of these processes.
     bystanders: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     #: True if the test has requested the end of the run.
     has_stopped: bool = False
@@ -165,7 +165,7 @@ class FaultRun:
     def set_components(self) -> None:
         """Set the arguments of the components, as the phase of the test requires.
 
-        All components exit on SIGTERM. If a component must be starting in the phase, it never
+        All components exit on SIGTERM. A component that must still be starting in this phase never
         becomes ready.
         """
         for name in NAMES:
@@ -253,7 +253,7 @@ class FaultRun:
         os.kill(self.pid(name), signum)
 
     def stop(self) -> None:
-        """Request the end of the run, so that it ends as cancelled."""
+        """Request the end of the run. The run then has the final state "cancelled"."""
         self.has_stopped = True
         self.observed_flow.end()
 
@@ -269,7 +269,7 @@ class FaultRun:
     def reconcile(self) -> Callable[[], dict[str, Any]]:
         """Function that closes the records of lost runs, as `muster reconcile` does.
 
-        The function returns the results by run id.
+        The function returns a mapping from run id to result.
         """
         return self.observed_flow.reconcile
 
@@ -321,8 +321,8 @@ class Outcome:
 
     #: State, failure kind, component and signal or exit code that the run reported.
     verdict: str
-    #: Seconds until the run had no process left. The time is measured from the fault. If the run
-    #: began its teardown after the fault, the time is measured from the beginning of the teardown.
+    #: Seconds from the fault until the run had no process left. If the teardown began after the
+    #: fault, the seconds count from the beginning of the teardown.
     empty_after_s: float
     #: Kernel interfaces that confirmed that no process was left.
     #:
@@ -435,7 +435,7 @@ def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult)
 def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
     """Check `run.json`. If the run still has a registry entry, first reconcile the lost runs.
 
-    Every component must have an end time, except those with processes that survive SIGKILL.
+    Every component must have an end time, except a component with a process that survives SIGKILL.
     """
     observed_flow = fault_run.observed_flow
     home = observed_flow.home
@@ -457,7 +457,7 @@ def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
     verdict = observed_flow.verdict()
     assert (record.state.value, record.message) == (verdict["state"], verdict["message"])
     for key, value in (verdict["failure"] or {}).items():
-        # If the disk was full when the record was written, the record has no last lines of the log.
+        # If the record was written to a full disk, it does not contain the last lines of the log.
         if key != "log_tail" or failure[key]:
             assert failure[key] == value, key
 
@@ -465,8 +465,7 @@ def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
 def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
     """Check the state of the flow run on the Prefect server.
 
-    If the flow process was killed, `muster reconcile` must have run before this check. `run_case`
-    calls this function also after the reconcile, to check that the state stays the same.
+    If the flow process was killed, call this function only after `muster reconcile`.
     """
     state = fault_run.observed_flow.flow_run()["state"]
     state_fields = state["type"], state["name"], state["message"]
@@ -481,16 +480,17 @@ def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
         assert state["message"].startswith(message), state_fields
     else:
         assert state_fields[:2] == ("CRASHED", "Crashed"), state_fields
-        # The message on the server ends with advice, which the record of the run keeps as a hint.
+        # The message on the server ends with advice. The record stores this advice separately, as a
+        # hint.
         cause, _, _ = state["message"].partition(". To continue the run")
         assert cause in fault_run.observed_flow.record().message, state_fields
 
 
 def _ending_since(fault_run: FaultRun) -> float:
-    """Return the time from which the duration of the run's end is measured, in UTC epoch seconds.
+    """Return the time at which the run began to end, in UTC epoch seconds.
 
-    This is the beginning of the teardown. If the run had no teardown, or if its teardown began
-    before the fault was injected, this is the time of the fault.
+    This is the beginning of the teardown. It is the time of the fault if the run had no teardown,
+    or in the phase STOPPING, in which the teardown begins before the fault.
     """
     teardown_events = fault_run.observed_flow.list_events("teardown.begun")
     if teardown_events and fault_run.phase is not Phase.STOPPING:
@@ -500,7 +500,7 @@ def _ending_since(fault_run: FaultRun) -> float:
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Return the containment levels that this machine cannot use, each with the reason.
+    """Return a mapping from each containment level that this machine cannot use to the reason.
 
     A containment level, such as "L3", says which kernel features hold the processes of a run.
     """

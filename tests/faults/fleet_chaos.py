@@ -101,8 +101,8 @@ class Chaos:
     random: Random
     #: Directory with the files of the fleet.
     directory: Path
-    #: Time at which the clients send the last requests and the last faults are injected, in UTC
-    #: epoch seconds.
+    #: Time after which the clients send no requests and no faults are injected, in UTC epoch
+    #: seconds.
     until: float
     #: HTTP client that all tasks share.
     client: aiohttp.ClientSession
@@ -115,7 +115,7 @@ class Chaos:
     #: Start and end, in UTC epoch seconds, of each call that aborted the running requests because
     #: a weight update began.
     aborted: list[tuple[float, float]] = field(default_factory=list)
-    #: Number of weight updates by their result, as `_sync` returns it.
+    #: Mapping from a result of `_sync` to the number of weight updates with this result.
     ends: Counter[str] = field(default_factory=Counter)
     #: Running tasks of this program that hold the port of a killed server, for the fault "steal".
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -139,8 +139,8 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        Half of the requests ask for a stream. Half of the requests belong to a session. Random
-        numbers decide which requests these are.
+        Half of the requests, chosen at random, ask for a stream. Half of all requests belong to a
+        session.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -326,7 +326,7 @@ class Chaos:
 
 
 async def _hold_port(port: int, seconds: float) -> None:
-    """Listen on a port as soon as it is free, as another program would, and then release it."""
+    """Listen on a port as soon as the port is free, as another program might; release it later."""
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for _ in range(200):
@@ -393,7 +393,8 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
     restarts = _restarts(events)
     last_restarts: dict[int, float] = {}
     for at, rank, cause in restarts:
-        # A fault affects one process of a rank, so it explains only the next restart of the rank.
+        # A fault affects only the current process of a server. So the fault explains only the next
+        # restart of this server.
         last_restart = last_restarts.get(rank, 0.0)
         last_restarts[rank] = at
         fault_times = [
@@ -418,7 +419,7 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
 
 
 def _wrong_weights(outcome: Outcome, synced: Sequence[tuple[float, int]]) -> str:
-    """Return the error in the weight version of an answer, or an empty string if it is correct.
+    """Return the error in an answer's weight version, or an empty string for a correct version.
 
     Args:
         outcome: Result of a request that was answered.
@@ -442,8 +443,8 @@ def _answered_twice(
 ) -> list[str]:
     """Return a message for each request that the gateway sent to a second server without need.
 
-    The gateway may send a request again if it has not received the first answer. The answer may be
-    lost if its server failed at about the same time, or if a weight update aborted the request.
+    The gateway may send a request again only if the first answer was lost. An answer may be lost if
+    its server failed at about the same time, or if a weight update aborted the request.
 
     Args:
         generations: Records of the servers.

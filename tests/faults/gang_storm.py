@@ -100,7 +100,7 @@ remove_placement_group(group)
 """
 
 
-#: Number of GPUs by host.
+#: Mapping from host name to number of GPUs.
 _NODES = {"host-a": 8, "host-b": 8, "host-c": 8}
 
 
@@ -116,8 +116,8 @@ class StormVariant:
     random: Random
     #: Number of runs that the test submits.
     runs: int
-    #: Allowed final states of the runs that were cancelled, by flow run id. All other runs must
-    #: complete.
+    #: Mapping from the flow run id of a cancelled run to its allowed final states. All other runs
+    #: must complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Tolerance of the check of the start order, in seconds. A run that fits on the free GPUs may
     #: start this much later than a run that was submitted after it. A busy machine needs this time
@@ -130,7 +130,8 @@ class StormVariant:
         """Yield random run specs.
 
         Args:
-            failing_share: Share of the runs whose first attempts do not find their GPUs, 0 to 1.
+            failing_share: Share of the runs whose first attempts fail for lack of GPUs, from 0 to
+                1.
         """
         for number in range(self.runs):
             # Only Ray can place one run on several nodes.
@@ -212,13 +213,13 @@ def kill_worker(storm: StormVariant) -> None:
 def kill_at(
     storm: StormVariant, host: WorkingHost, moment: Callable[[StormVariant], str] | None
 ) -> None:
-    """Kill the worker of a host, either in a chosen moment or at a random time.
+    """Kill the worker of a host, either at a chosen moment or at a random time.
 
     Args:
         storm: The running test.
         host: Host whose worker is killed.
-        moment: Returns an empty string until the moment for the kill has come, and then a
-            description of the moment. None to kill the worker at a random time within 2 s.
+        moment: Function that returns a description of the moment, or an empty string before this
+            moment. None to kill the worker at a random time within 2 s.
     """
     description = "any moment"
     if moment is None:
@@ -403,7 +404,7 @@ def _host_of(run: Mapping[str, Any]) -> str:
     return str((grant.get("by") or {}).get("host", ""))
 
 
-#: Functions that inject the faults of a variant of the test, by the name of the variant.
+#: Mapping from the name of a test variant to the function that injects its faults.
 _VARIANTS: dict[str, Callable[[StormVariant], None]] = {
     "plain": nothing,
     "worker-killed": kill_worker,
@@ -421,7 +422,8 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
-        # All specs are drawn first, because the seed cannot repeat draws that depend on timing.
+        # Draw all specs first. Later draws depend on timing, so the same seed would not give the
+        # same specs.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)
@@ -438,9 +440,9 @@ def verdict_of(
 
     Args:
         storm: The running test.
-        nodes: Number of GPUs by node.
-        by_states: True to determine from the states on the Prefect server when a run held its
-            GPUs. False to determine it only from the records of its components.
+        nodes: Mapping from node name to number of GPUs.
+        by_states: Source for the time in which a run held its GPUs. True for the states on the
+            Prefect server, False for the records of the run's components only.
 
     Returns:
         A message for each violated requirement.
@@ -485,8 +487,8 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         storm = StormVariant(
             pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs
         )
-        # Runs of a killed worker return to the queue only after it has sent no heartbeats for a
-        # while. Runs that were submitted later may start in this time.
+        # Runs of a killed worker return to the queue only after the worker has sent no heartbeats
+        # for a while. Runs that were submitted later may start in this time.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
         with storm.submitting(iter(specs)):

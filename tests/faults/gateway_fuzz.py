@@ -98,8 +98,7 @@ class Message:
     def id(self) -> bytes:
         """Id of the request, or empty bytes if the request has no unique id.
 
-        The id "smuggled" does not count as unique, because many requests contain it. With that id,
-        these requests would share one `Script`.
+        The id "smuggled" does not count as unique, because many requests contain this id.
         """
         id = self.get(b"x-fuzz-id") or b""
         return b"" if id == b"smuggled" else id
@@ -443,9 +442,9 @@ class Script:
     expected: Message | None
     #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
-    #: Offset in `raw` from which all bytes are sent in one piece, or None if all pieces are random.
-    #: The offset is set if invalid bytes follow the answer. If these bytes arrived later than the
-    #: end of the answer, the gateway would treat the bytes as the next answer.
+    #: Offset in `raw`. All bytes after the offset are sent in one piece. None to send all bytes in
+    #: random pieces. The offset is set if invalid bytes follow the answer, so that the gateway
+    #: receives these bytes together with the end of the answer.
     whole_from: int | None = None
 
 
@@ -455,22 +454,24 @@ class World:
 
     #: Random generator for all random decisions of the test.
     dice: Random
-    #: Behaviour of the engines by request id.
+    #: Mapping from request id to the behaviour of the engines.
     scripts: dict[bytes, Script] = field(default_factory=dict)
-    #: Requests that the reference parser finds in the bytes of the clients, by request id.
+    #: Mapping from request id to the requests that the reference parser finds in the clients'
+    #: bytes.
     sent: dict[bytes, list[Message]] = field(default_factory=dict)
-    #: Number of times that engines have received a request, by request id.
+    #: Mapping from request id to the number of times that engines have received the request.
     arrived: Counter[bytes] = field(default_factory=Counter)
-    #: Set when an engine has received a request that it does not answer, by request id.
+    #: Mapping from request id to an event, for requests that no engine answers. The event is set
+    #: when an engine has received the request.
     hung: dict[bytes, asyncio.Event] = field(default_factory=dict)
-    #: Set when the gateway has closed the connection of a request that the engine does not answer,
-    #: by request id.
+    #: Mapping from request id to an event, for requests that no engine answers. The event is set
+    #: when the gateway has closed the connection of the request.
     gone: dict[bytes, asyncio.Event] = field(default_factory=dict)
     #: Tasks that serve the connections of the engines.
     engines: set[asyncio.Task[None]] = field(default_factory=set)
     #: Violated requirements, one text each.
     findings: list[str] = field(default_factory=list)
-    #: Number of requests that ended with each result, by the name of the result.
+    #: Mapping from the name of a result to the number of requests with this result.
     ends: Counter[str] = field(default_factory=Counter)
 
     def find(self, problem: str, *details: object) -> None:
@@ -869,7 +870,8 @@ def _judge(
             world.find(f"a broken answer looks complete ({seed})", message, script)
             return
         _compare(world, requests[number], message, expected, seed)
-    # If the last answer has no Content-Length and no chunks, the gateway must close the connection.
+    # If the last answer has neither a Content-Length nor chunks, its end is the end of the
+    # connection. So the gateway must close the connection.
     is_closed = answers and answers[-1].is_open_ended
     if len(answers) < len(requests) and is_good and not is_closed:
         script = world.scripts[requests[len(answers)].id]
@@ -882,7 +884,7 @@ def _judge(
 
 
 def _refusal_of(message: Message) -> str | None:
-    """Return the type of the error if the gateway itself made the answer, or else None."""
+    """Return the error type of an answer that the gateway itself made, or None."""
     if message.get(b"x-muster-rank") is not None or message.status < 400:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -904,7 +906,7 @@ def _compare(
     is_stream = content_type == b"text/event-stream"
     is_bare = request.first.startswith(b"HEAD ") or expected.status in (204, 304)
     if is_stream and not is_bare and expected.get(b"content-length") is None:
-        # To a stream of server-sent events, the gateway appends the weight version as a comment.
+        # The gateway appends the weight version as a comment to a stream of server-sent events.
         body += b": X-Muster-Version: 7\n\n"
     own = (b"x-muster-rank", b"x-muster-engine", b"x-muster-epoch", b"x-muster-version")
     headers = [pair for pair in received.passed_on() if pair[0].lower() not in own]

@@ -74,7 +74,7 @@ def work(trace, name, number=0, value=None):
     note(trace, f"done {unit}")
     return {"number": number, "score": number / 10}
 """
-#: Names of all steps and points, as the steps write them.
+#: Names of all steps, and of the points of the step `grid`. The steps write these names to a file.
 _UNITS = ("prepare", *(f"grid{number}" for number in range(1, _POINTS + 1)), "score", "export")
 
 
@@ -86,7 +86,7 @@ class Trial:
     number: int
     #: Name of the killed program, one of `TARGETS`. Empty for the pipeline without a kill.
     target: str
-    #: Share of the duration of an undisturbed pipeline that passes before the kill.
+    #: Time before the kill, as a share of the duration of an undisturbed pipeline.
     share: float
     #: Downtime of the Prefect server, in seconds.
     down_s: float
@@ -276,8 +276,8 @@ def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[
                     victims.append((pid, command.strip()))
         return victims
 
-    # Wait until a process exists that may be killed, because no step may run on Ray yet. Also end
-    # the wait if the pipeline has ended.
+    # Wait until there is a process to kill: the supervisor of a job, or the process of a step. Also
+    # end the wait if the pipeline has ended.
     becomes_true(lambda: process.poll() is not None or find_victims(), _ENDS_WITHIN_S)
     victims = find_victims()
     if victims:
@@ -300,8 +300,8 @@ _KILLERS: dict[str, Callable[[Stage, Trial, Popen[bytes]], Popen[bytes]]] = {
 def find_faults(stage: Stage, trial: Trial) -> list[str]:
     """Return the errors of a pipeline that has ended.
 
-    Errors are steps that ran never or too often, wrong states on the Prefect server, and processes
-    that still run.
+    Errors are steps that did not run or ran too often, wrong states on the Prefect server, and
+    processes that still run.
     """
     faults = []
     trace = stage.trace(trial)

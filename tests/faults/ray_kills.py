@@ -47,9 +47,9 @@ from tests.support.host_environment import (
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
-#: Program of the Ray job. The program counts steps, and records the number of its attempt in the
-#: file that its first argument names. The program also starts a helper process,
-#: which continues after the end of the job if Muster does not end the helper process.
+#: Program of the Ray job. The program counts steps, and appends the number of its attempt to the
+#: file in its first argument. The program also starts a helper process. If Muster does not end the
+#: helper process, the helper process survives the job.
 TRAINER = """
 import os, subprocess, sys, time
 with open(sys.argv[1], "a") as attempts_file:
@@ -65,7 +65,7 @@ print("done", flush=True)
 _COMES_WITHIN_S = 150.0
 #: Seconds after the kill of the flow process within which the run must have its final state.
 _TRUE_WITHIN_S = 240.0
-#: States on the Prefect server that agree with each state in `run.json`.
+#: Mapping from a state in `run.json` to the states on the Prefect server that agree with it.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
 #: Ways to start and to recover a run, as `Trial.way` describes them. Each element is used by a
@@ -91,7 +91,7 @@ class Trial:
     host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: Program that starts the run, and end of the run's Ray job after the kill:
+    #: Way in which the run starts, and in which its Ray job is treated after the kill:
     #:
     #: - "adopt": a worker starts the run. The run's next flow process continues the job.
     #: - "stop": a worker starts the run. `muster reconcile` stops the job.
@@ -192,7 +192,7 @@ class Trial:
         return None
 
     def jobs(self) -> dict[str, str]:
-        """Return the status of each Ray job of this run by submission id, as Ray reports it."""
+        """Return a mapping from submission id to the status of a Ray job of this run."""
         response = httpx.get(f"{self.cluster.address}/api/jobs/", trust_env=False, timeout=30)
         response.raise_for_status()
         jobs = {job["submission_id"] or "": job["status"] for job in response.json()}
@@ -216,8 +216,9 @@ def text_of(path: Path) -> str:
         return ""
 
 
-#: Moments in which the flow process is killed, by name. Each moment has two functions: the
-#: condition with which the moment begins, and the duration of the moment in seconds.
+#: Mapping from the name of a phase to two functions. The first function returns a true value as
+#: soon as the phase has begun. The second function returns the length of the phase, in seconds. The
+#: flow process is killed during the phase.
 _MOMENTS: dict[str, tuple[Callable[[Trial], object], Callable[[Trial], float]]] = {
     "start": (lambda trial: True, lambda trial: 8.0),
     "submission.json": (lambda trial: trial.submission(), lambda trial: 0.1),
@@ -296,7 +297,7 @@ def started_ticks(pid: int) -> int:
 
 
 def find_record_errors(trial: Trial) -> list[str]:
-    """Return the errors in the final state of the run, or an empty list if it is correct."""
+    """Return the errors in the final state of the run, or an empty list for a correct state."""
     try:
         flow_run, record, jobs = trial.flow_run(), trial.record(), trial.jobs()
     except (httpx.HTTPError, KeyError) as error:
@@ -327,7 +328,7 @@ def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> l
     Args:
         trial: The run.
         record: Content of the run's `run.json`.
-        jobs: Status of each job by submission id, as Ray reports it.
+        jobs: Mapping from submission id to the status that Ray reports for the job.
     """
     errors = [f"{job} is {status}" for job, status in jobs.items() if status not in _FINAL_AT_RAY]
     attempts = record.get("attempts", [])

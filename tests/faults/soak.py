@@ -48,9 +48,10 @@ _BEGIN_WITHIN_S = 120.0
 _TRUE_WITHIN_S = 120.0
 #: Pause between two checks of a running run, in seconds.
 _CHECK_EVERY_S = 0.1
-#: States on the Prefect server that agree with each state in `run.json`.
+#: Mapping from a state in `run.json` to the states on the Prefect server that agree with it.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
-#: Shell scripts of components, most of them hard to end, by their description.
+#: Mapping from a description to the shell script of a component. Most of the scripts are hard to
+#: end.
 _STUBBORN = {
     "polite": "echo up; exec sleep 600",
     "ignores SIGTERM": "trap '' TERM; echo up; sleep 600 & wait; wait",
@@ -176,7 +177,8 @@ def nothing(trial: Trial) -> None:
     """Inject no fault."""
 
 
-#: Functions that inject the faults. The number is the weight of the fault in the random choice.
+#: Mapping from the name of a fault to two values: the function that injects the fault, and the
+#: weight of the fault in the random choice.
 _INJECTIONS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "nothing": (nothing, 3),
     "SIGKILL of the flow": (kill_flow, 3),
@@ -258,8 +260,8 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
     while True:
         record = trial.record()
         state = state_on(api_url, trial)
-        # The record was read before this check. A process that is still alive was alive then, too.
-        # So the record must not say that the process was lost.
+        # The record was read before this check. If the flow process is still alive, it was alive at
+        # that time, too. So the record must not say that the flow process was lost.
         if trial.process.poll() is not None:
             return []
         rules = [(attempt["failure"] or {}).get("rule") for attempt in record.get("attempts", [])]

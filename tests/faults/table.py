@@ -50,7 +50,7 @@ class Row:
 
 
 def row_of(report: pytest.TestReport) -> Row | None:
-    """Return the row of the table of fault cases for a test's pytest report.
+    """Return the row of the result table for a test, from the pytest report of the test.
 
     Returns:
         None if the report belongs to another test, or to a setup or teardown that passed.

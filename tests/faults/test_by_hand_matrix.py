@@ -42,8 +42,8 @@ SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 DATABASE = os.environ.get("MUSTER_DATABASE") or "sqlite"
 #: Number of GPUs of the only node.
 GPUS = 16
-#: A run must react to a change within this time, in seconds. A waiting run that was set to Running
-#: may need two minutes; a busy machine needs longer.
+#: A run must react to a change within this time, in seconds. A waiting run whose state was set to
+#: Running may need two minutes, and longer on a busy machine.
 SETTLED_WITHIN_S = 240.0
 #: Time that a stopping component needs to save its state, in seconds.
 SAVING_S = 45.0
@@ -86,7 +86,7 @@ while time.time() < end:
     time.sleep(0.1)
 note("end")
 """
-#: Code of a component that fails as soon as the file exists that its argument names.
+#: Code of a component that fails as soon as a file exists. Its argument is the path of this file.
 FAILING = """
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
@@ -94,7 +94,7 @@ while not os.path.exists(sys.argv[1]):
 raise ValueError("the data is broken")
 """
 
-#: States that a person can set, by the name of the state.
+#: Mapping from state name to state type, for the states that a person can set.
 STATES = {
     "Scheduled": "SCHEDULED",
     "AwaitingRetry": "SCHEDULED",
@@ -167,7 +167,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class Matrix:
-    """The runs of one test with the changes made to them, and the work pool in which they run.
+    """The runs of one test, the changes that are made to these runs, and the work pool.
 
     The pool has a worker and an upkeep process.
     """
@@ -237,16 +237,16 @@ class Matrix:
 
     @property
     def gpus_file(self) -> Path:
-        """File whose creation lets the attempts of the runs in the phase `requeued` complete."""
+        """Path of a file. If the file exists, the runs of the phase `requeued` find GPUs."""
         return self.pool.host_env.home / "gpus"
 
     @property
     def no_gpus_file(self) -> Path:
-        """File whose creation makes the runs of the phase `requeued` fail for lack of GPUs."""
+        """Path of a file. If the file exists, the runs of the phase `requeued` find no GPUs."""
         return self.pool.host_env.home / "gpus.none"
 
     def trigger(self, number: int) -> Path:
-        """Return the file whose creation makes the run with this number fail."""
+        """Return the path of a file. The run with this number fails as soon as the file exists."""
         return self.pool.host_env.home / f"fail-{number}"
 
     def submit(self, phase: str, change: str, **options: Any) -> Row:
@@ -328,7 +328,7 @@ class Matrix:
         send_request("POST", f"{address}/set_state", {"force": True, "state": state})
 
     def read_holders(self) -> dict[str, float]:
-        """Return the GPUs in use as `muster queue` shows them: their number, by holder.
+        """Return the mapping from holder to number of used GPUs that `muster queue` shows.
 
         A holder is a run of Muster, or another program, that holds GPUs.
         """
@@ -351,9 +351,9 @@ class Matrix:
         return done.stdout
 
     def find_unnamed_holders(self) -> list[str]:
-        """Return the runs whose component lives, but which `muster queue` does not list as holders.
+        """Return the runs with a living component that `muster queue` does not list as holders.
 
-        A holder is a program that holds GPUs.
+        A holder is a run, or another program, that holds GPUs.
         """
         before = {row.name for row in self.rows if self._has_component(row)}
         holders = self.read_holders()
@@ -415,7 +415,7 @@ class Matrix:
         return faults
 
     def start_requeued_runs(self) -> None:
-        """Let the next attempts of all requeued runs find GPUs, and start them now."""
+        """Let the next attempts of all requeued runs find GPUs, and start these attempts now."""
         self.gpus_file.touch()
         for row in self.rows:
             if row.phase == "requeued" and self.observe(row).waits:
@@ -537,7 +537,7 @@ def test_each_state_set_by_hand_leaves_true_records_and_no_orphan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WiderChange:
-    """A change of a deployment, work queue or work pool, which affects all runs in it."""
+    """A change of a deployment, a work queue or a work pool. The change affects many runs."""
 
     apply: Callable[[GangPool], object]
     undo: Callable[[GangPool], object]

@@ -178,9 +178,9 @@ def by_signal_to_flow_process(stopped_run: StoppedRun, signals: Sequence[signal.
 
 
 def by_cancel_and_its_signals(stopped_run: StoppedRun) -> None:
-    """Cancel each run, and send SIGTERM to its processes during the cancel.
+    """Cancel each run, and send SIGTERM to the run's processes during the cancellation.
 
-    A run gets a cancel and signals if a user stops the stack while the run is being cancelled.
+    Both happen if a user stops the stack while a run is being cancelled.
     """
     for run in stopped_run.submitted():
         stopped_run.set_state(run, "CANCELLING")
@@ -235,8 +235,7 @@ def by_ctrl_c(stopped_run: StoppedRun) -> None:
 def by_ctrl_c_of_forked_run(stopped_run: StoppedRun) -> None:
     """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the fork server.
 
-    The fork server is a process of the worker that has imported Muster. A fork of it starts
-    quickly.
+    The fork server is a process of the worker that has imported Muster, so its forks start quickly.
     """
     stopped_run.worker = stopped_run.pool.start_worker()
     until_late((stopped_run.pool.host_env.home / "zygote").is_socket, "a fork server")
@@ -264,8 +263,8 @@ def by_cancel_of_direct_run(stopped_run: StoppedRun) -> None:
 TERM = signal.SIGTERM
 INT = signal.SIGINT
 HUP = signal.SIGHUP
-#: Functions that end all runs, each in a way in which a person can end a run. The key describes the
-#: way.
+#: Mapping from a description to a function that ends all runs. Each function uses one of the ways
+#: in which a person can end a run.
 WAYS: dict[str, Callable[[StoppedRun], None]] = {
     "muster cancel": by_cancel_of_muster,
     "Cancel in the UI": by_cancel_in_the_ui,

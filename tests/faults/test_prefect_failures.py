@@ -131,7 +131,7 @@ def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
 
     assert_continues(run, pids)
     # Both runs can be cancelled. The new worker cancels the new run. The old run has no worker, so
-    # its own flow process cancels it.
+    # the flow process of the old run must notice the cancellation.
     for each_run in (run, other):
         cancel(each_run)
         assert_cancelled(each_run)
@@ -196,7 +196,8 @@ def test_run_that_dies_while_the_server_is_down_is_closed_afterwards(
 def test_run_with_a_killed_flow_process_is_crashed(is_held: bool, run: Run) -> None:
     """The worker must notice the death even if another process keeps the output of the run open.
 
-    Therefore it must wait for the end of the flow process, and not for the end of its output.
+    Therefore, the worker must wait for the end of the flow process, and not for the end of the flow
+    process's output.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.flow_pid() if is_held else os.getpid())],

@@ -35,8 +35,8 @@ from tests.support.ray_jobs import BreakableProxy, run_proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-#: Program that runs `flows.train`. Its time limits on a Ray cluster that does not answer are some
-#: seconds long, instead of minutes.
+#: Program that runs `flows.train`. If a Ray cluster does not answer, the program waits only some
+#: seconds, instead of minutes.
 IMPATIENT = """
 import functools, sys
 from tasks.ray import job, nodes
@@ -48,7 +48,7 @@ from flows.train import command
 from tasks.show.arguments import run_alone
 raise SystemExit(run_alone(command, "train"))
 """
-#: Program of a Ray job that counts until the file of its first argument exists.
+#: Program of a Ray job that counts until the file in its first argument exists.
 COUNTING = """
 import os, sys, time
 step = 0
@@ -216,7 +216,7 @@ def event_names_of(run: Run) -> list[str]:
 
 
 def jobs_of(cluster: RayCluster) -> dict[str, str]:
-    """Return the status of all Ray jobs by submission id, as Ray reports it."""
+    """Return a mapping from submission id to the status that Ray reports, for all jobs."""
     jobs = httpx.get(f"{cluster.address}/api/jobs/", trust_env=False, timeout=30).json()
     return {job["submission_id"]: job["status"] for job in jobs if job["submission_id"]}
 

@@ -99,7 +99,7 @@ def start_stack_under_kills(
     Args:
         stack: The stack.
         random_draws: Source of the random moments.
-        deaths: Number of kills by the name of the process. This function adds its kills.
+        deaths: Mapping from process name to number of kills. This function adds its own kills.
     """
     up = stack.begin_up("--gpus", "1x2")
     try:
@@ -107,7 +107,7 @@ def start_stack_under_kills(
         output = up.communicate()[0]
     finally:
         # End `muster up`, which may still run if the test was interrupted. `muster down` would wait
-        # for it.
+        # for the end of `muster up`.
         up.terminate()
         up.wait()
     assert up.returncode == 0, output
@@ -123,7 +123,7 @@ def kill_while_starting(
     Args:
         stack: The stack.
         random_draws: Source of the random moments.
-        deaths: Number of kills by the name of the process. This function adds its kills.
+        deaths: Mapping from process name to number of kills. This function adds its own kills.
         up: Process of `muster up`.
     """
     deadline = time.monotonic() + 600
@@ -152,7 +152,7 @@ def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str])
     Args:
         stack: The stack.
         random_draws: Source of the random moments and of the order.
-        deaths: Number of kills by the name of the process. This function adds its kills.
+        deaths: Mapping from process name to number of kills. This function adds its own kills.
     """
     for name, guardian in plan_kills(PARTS, KILLS, random_draws):
         before = stack.part(name)
