@@ -94,7 +94,7 @@ class Run:
     def pids(self) -> list[int]:
         """Return the pids of all processes whose environment contains the id of the run.
 
-        These are the components of the run, and the guardian processes that own them.
+        These are the components of the run, and the guardian processes that own the components.
         """
         return processes_with("MUSTER_RUN_ID", self.directory.name)
 

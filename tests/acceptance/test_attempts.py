@@ -38,7 +38,7 @@ def test_killed_quickstart_resumes_from_its_checkpoint(start_run: Callable) -> N
     assert first["decision"] == f"retried: UNKNOWN, next try (2 of 2) in 0 s, from {latest}"
     assert second["resume_from"] == str(latest)
     assert (second["state"], second["decision"]) == ("completed", "final: completed")
-    # The second attempt starts at the step after the checkpoint and runs to the last step.
+    # The second attempt must run from the step after the checkpoint to the last step.
     metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in metrics]
     assert steps == list(range(step + 1, 16))

@@ -19,7 +19,7 @@ from tests.support.host_environment import ROOT, wait_for, with_absolute_cwd
 
 pytestmark = pytest.mark.slow
 
-#: A shell script that prints the GPUs that are visible to it, and then runs until Muster stops it.
+#: A shell script that prints its visible GPUs, and then runs until Muster stops the script.
 PRINT_GPUS = "echo sees $CUDA_VISIBLE_DEVICES of $MUSTER_NODES; exec sleep 600"
 
 

@@ -75,7 +75,7 @@ def test_every_exception_names_a_command_of_the_documents() -> None:
 
 @dataclass
 class Reader:
-    """A simulated reader of the documents, who types their commands into a shell."""
+    """A simulated reader, who types the commands of the documents into a shell."""
 
     #: Directory that contains MUSTER_HOME and PREFECT_HOME.
     home: Path
@@ -179,8 +179,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_every_command_of_a_document_works(page: Document, stack: Reader) -> None:
     env = dict(stack.env)
     if page.path.name != "README.md":
-        # Every document except the README assumes the stack that the README starts, and that this
-        # variable is set.
+        # All documents except the README assume that the stack of the README is running, and that
+        # this variable is set.
         env["PREFECT_API_URL"] = stack.api_url
     reader = Reader(home=stack.home, port=stack.port, env=env, dashboard=stack.dashboard)
 

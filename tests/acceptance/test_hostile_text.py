@@ -130,7 +130,7 @@ def split_output(terminal: PseudoTerminal) -> dict[str, str]:
 
 
 def assert_harmless(terminal: PseudoTerminal) -> None:
-    """Check that no control characters except colours and line ends reached the terminal."""
+    """Check that the terminal received no control characters except colours and line ends."""
     assert terminal.emulator().unknown == []
     assert not set("\x1b\x07\x08\x9b\x9d\u202e\u2066") & set(_COLOURS.sub("", terminal.written))
     assert "owned" not in terminal.text().replace("0;owned", "")

@@ -16,8 +16,8 @@ import pytest
 from tests.support.host_environment import wait_for
 from tests.support.supervised_components import processes_with
 
-#: Template of a training program. It runs until the file `end_file` exists, and then exits with the
-#: exit code `code`.
+#: Template of a training program. The program runs until the file `end_file` exists, and then exits
+#: with the exit code `code`.
 TRAINING = """
 import os, sys, time
 print("up", flush=True)

@@ -17,7 +17,7 @@ from tests.support.host_environment import wait_for
 
 NAMES = ("api", "trainer", "environment", "reward")
 LINES = 400
-#: A component that writes its lines in two halves, and waits for a file before the second half.
+#: A component that writes each line in two halves, and waits for a file before the second half.
 #:
 #: In the first attempt of the run, the trainer fails after the second half. All other components
 #: run until Muster stops them.

@@ -71,7 +71,7 @@ def test_killed_component_is_the_cause_of_the_failure(
 
 
 def _run_muster(run: Any, *arguments: str) -> str:
-    """Run `muster` with these arguments and the MUSTER_HOME of the run, and return its output."""
+    """Run `muster` with these arguments and the run's MUSTER_HOME, and return the output."""
     env = {**os.environ, "MUSTER_HOME": str(run.home), "PREFECT_API_URL": run.api}
     command = (sys.executable, "-m", "tasks.command", *arguments)
     return subprocess.check_output(command, cwd=ROOT, env=env, text=True)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WITHIN_S = 150.0
 #: Code of a trainer that takes all GPUs with a placement group, as verl does, and then runs until
-#: it is stopped.
+#: Muster stops the trainer.
 #:
 #: Each Ray worker of the trainer starts a helper process in a separate session.
 TAKE_ALL = """

@@ -43,7 +43,7 @@ def block(api: str) -> str:
 
 
 def build_spec(block: str) -> dict[str, Any]:
-    """Return a spec whose components get the secrets. The trainer prints secrets and fails."""
+    """Return a spec whose components get the secrets. The trainer prints its secrets and fails."""
     return {
         "name": "quiet",
         "workload": "grpo",
@@ -71,8 +71,8 @@ def test_no_secret_is_in_files_on_the_server_or_on_the_terminal(
     flow_run = run.flow_run()
     run_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     # The parameters of a flow run contain the spec with its secrets, as docs/security.md says. So
-    # remove the parameters here. The test later checks only that they do not contain the secret of
-    # the Secret block.
+    # remove the parameters here. The test later checks only that the parameters do not contain the
+    # secret of the Secret block.
     parameters = json.dumps(flow_run.pop("parameters"))
     event_filter = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
     published = {

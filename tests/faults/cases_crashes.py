@@ -112,7 +112,7 @@ def _prepare_gate(fault_run: FaultRun) -> None:
 def _kill_dependency_at_gate(fault_run: FaultRun) -> None:
     """Kill a ready component while the test still delays the start of the next component.
 
-    The next component depends on the killed component, so it must not be started.
+    The next component depends on the killed component, so the next component must not start.
     """
     dependent = fault_run.phase.starting
     fault_run.until("gate.reached", dependent)
@@ -146,7 +146,7 @@ def _prepare_unflushed_output(fault_run: FaultRun) -> None:
         {"name": "a", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
     # Muster sets these variables for all components. The variables disable Python's output buffer,
-    # because its lines would be lost in a crash.
+    # because a crash would lose the lines in this buffer.
     fault_run.components["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
     fault_run.components["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_KILLS_ITSELF)
 
@@ -168,7 +168,10 @@ UNFLUSHED = Case(
 
 
 def _crash_together(fault_run: FaultRun) -> None:
-    """Kill two components while the flow process is suspended, so that it notices both at once."""
+    """Kill two components while the flow process is suspended.
+
+    So the flow process notices both deaths at the same time.
+    """
     fault_run.observed_flow.kill(signal.SIGSTOP)
     wait_until(lambda: fault_run.observed_flow.state() == "T", "the flow is stopped")
     for victim in ("api", "trainer"):

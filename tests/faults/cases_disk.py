@@ -34,7 +34,7 @@ def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
         "log": disk / "trainer.log",
     }
     # The disk with the log is mounted only in the mount namespace of the run, so the test cannot
-    # read the log. Turn off the readiness probe, because it would read the log.
+    # read the log. Turn off the readiness probe, because the probe would read the log.
     fault_run.components["trainer"]["ready"] = None
 
 
@@ -66,7 +66,7 @@ def _prepare_home_on_disk(
     fault_run.stack.enter_context(disk(mount_point))
     fault_run.witness_arguments |= {
         "env": {"MUSTER_HOME": str(mount_point / "home")},
-        # Enlarge the record of the run, so that it cannot be written on the full disk. A small
+        # Enlarge the record of the run, so that the record does not fit on the full disk. A small
         # record would fit into the space that becomes free when registry entries are deleted.
         "record_bytes": 1 << 16,
     }

@@ -213,8 +213,8 @@ def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
     for pid in (*guardians, fault_run.observed_flow.pid):
         os.kill(pid, signal.SIGKILL)
     if fault_run.level == "L4":
-        # The guardian is the first process of the PID namespace. When it dies, the kernel kills all
-        # other processes of the namespace.
+        # The guardian is the first process of the PID namespace. When the guardian dies, the kernel
+        # kills all other processes of the namespace.
         assert fault_run.observed_flow.oracle_result().left == ()
     else:
         wait_until(lambda: not fault_run.observed_flow.exists(), "the flow is gone")
@@ -291,8 +291,8 @@ def _kill_trainer(fault_run: FaultRun) -> None:
     lines = Path(f"/proc/{fault_run.pid('trainer')}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     assert int(status["SigBlk"], 16) == 0
-    # No signal may be ignored except SIGTERM, which the trainer's script ignores, and the signals
-    # 32 and 33, which the C library reserves for itself.
+    # The trainer may ignore only three signals: SIGTERM, which its script ignores, and 32 and 33,
+    # which the C library reserves for itself.
     ignored_by_script = 1 << (signal.SIGTERM - 1)
     reserved_by_c_library = 0b11 << 31
     ignored = int(status["SigIgn"], 16)

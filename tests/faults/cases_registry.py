@@ -56,7 +56,7 @@ def _registry_entries(fault_run: FaultRun) -> list[Path]:
 def _kill_flow(fault_run: FaultRun) -> None:
     """Kill the flow process. The components end, and the run's registry entry remains.
 
-    The guardian process that owns a component ends the component when the flow process is dead.
+    Each component has a guardian process, which ends the component when the flow process is dead.
     """
     fault_run.observed_flow.kill()
     assert fault_run.observed_flow.oracle_result().left == ()

@@ -70,14 +70,14 @@ def _limit_guardian(fault_run: FaultRun, limit: int, value: int) -> None:
     """Set a resource limit of the guardian process that will start the component.
 
     Args:
-        fault_run: The run. The test delays the start of its component until the limit is set.
+        fault_run: The run. The test delays the start of the component until the limit is set.
         limit: Number of the limit, for example `resource.RLIMIT_NOFILE`.
         value: New soft and hard limit.
     """
     starting = fault_run.phase.starting
     fault_run.until("gate.reached", starting)
-    # A guardian is the process that starts a component and ends it. At level L4, the guardian
-    # outside the PID namespace starts a second guardian inside.
+    # A guardian is the process that starts and ends a component. At level L4, the guardian outside
+    # the PID namespace starts a second guardian inside the namespace.
     expected = 2 if fault_run.level == "L4" else 1
     wait_until(lambda: len(fault_run.guardians(starting)) == expected, "its guardians are there")
     for guardian in fault_run.guardians(starting):
@@ -137,7 +137,7 @@ def _freeze(fault_run: FaultRun) -> None:
 def _trace(fault_run: FaultRun) -> None:
     """Trace the trainer until the run has reported its final state.
 
-    The parent of a traced process cannot reap it, so the killed trainer stays a zombie.
+    A parent cannot reap a child that is being traced, so the killed trainer stays a zombie.
     """
     with traced(fault_run.pid("trainer"), fault_run.directory):
         _stop_and_wait_for_verdict(fault_run)
@@ -223,7 +223,7 @@ UNKILLABLE = [
 
 
 def _check_reason_of_lower_level(fault_run: FaultRun, reason: str) -> None:
-    """Check that the run uses a lower containment level than it requested, and reports why."""
+    """Check that the run uses a lower containment level than requested, and reports the reason."""
     missing = fault_run.until("containment")["missing"]
     assert reason in missing[fault_run.level], missing
 
@@ -311,7 +311,7 @@ STARVED = [
         is_at_once=True,
         expect=Expected(state="failed"),
         # Some directories of the run remain, because the flow process has no free file descriptor
-        # to list them.
+        # to list these directories.
         is_tidy=False,
     )
     for phase in STARTING

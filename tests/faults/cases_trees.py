@@ -86,7 +86,7 @@ BURST = [
     Case(
         number=15,
         title="fork burst under a pids limit",
-        # The trainer forks processes until the run has as many as its cgroup allows (pids.max). So
+        # The trainer forks processes until the limit of the run's cgroup is reached (pids.max). So
         # the process of the next component cannot be started.
         phases=phases,
         prepare=_prepare_burst,

@@ -91,7 +91,7 @@ def phases_with(component: str) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The correct result of a run. Fields that are None or empty are not compared."""
+    """The correct result of a run. The test does not compare fields that are None or empty."""
 
     #: Final state of the run: "completed", "failed" or "cancelled". An empty string if the flow
     #: process was killed and could not report a final state.
@@ -225,7 +225,7 @@ class FaultRun:
     def guardian(self, name: str) -> int:
         """Return the process id of a component's guardian.
 
-        The guardian is the process that starts the component and ends it.
+        The guardian is the process that starts and ends the component.
         """
         if self.observed_flow.list_events("component.spawned", name):
             return tree.read_parent(self.pid(name))
@@ -235,7 +235,7 @@ class FaultRun:
     def guardians(self, name: str) -> list[int]:
         """Return the process ids of all guardians whose command line names the component.
 
-        A guardian is the process that starts a component and ends it. At containment level L4, a
+        A guardian is the process that starts and ends a component. At containment level L4, a
         component has two guardians: a guardian in the PID namespace, and the parent of this
         guardian outside of the namespace.
         """
@@ -382,8 +382,8 @@ def run_case(
         _judge_record(fault_run, expected)
         _judge_flow_run(fault_run, expected)
         events = fault_run.observed_flow.list_events("containment")
-        # Each flow process emits one event about its containment level. Only a killed flow process,
-        # which reports no final state, may have died before this event.
+        # Each flow process emits one event about its containment level. A flow process that was
+        # killed may have died before this event. Such a flow process reports no final state.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -457,7 +457,8 @@ def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
     verdict = observed_flow.verdict()
     assert (record.state.value, record.message) == (verdict["state"], verdict["message"])
     for key, value in (verdict["failure"] or {}).items():
-        # If the record was written to a full disk, it does not contain the last lines of the log.
+        # If the disk was full when the record was written, the record does not contain the last
+        # lines of the log.
         if key != "log_tail" or failure[key]:
             assert failure[key] == value, key
 
@@ -489,8 +490,9 @@ def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
 def _ending_since(fault_run: FaultRun) -> float:
     """Return the time at which the run began to end, in UTC epoch seconds.
 
-    This is the beginning of the teardown. It is the time of the fault if the run had no teardown,
-    or in the phase STOPPING, in which the teardown begins before the fault.
+    This is the beginning of the teardown. If the run had no teardown, it is the time of the fault.
+    In the phase STOPPING, it is also the time of the fault, because the teardown begins before the
+    fault.
     """
     teardown_events = fault_run.observed_flow.list_events("teardown.begun")
     if teardown_events and fault_run.phase is not Phase.STOPPING:
@@ -508,8 +510,8 @@ def missing_levels() -> dict[str, str]:
         "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"
     )
-    # The check of the containment levels turns its process into a subreaper. The process of the
-    # tests must not become a subreaper, so the check runs in a new process.
+    # Run the check in a new process. The check turns its process into a subreaper, and the process
+    # of the tests must not become a subreaper.
     completed = subprocess.run(
         [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, check=True
     )

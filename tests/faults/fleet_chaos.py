@@ -139,8 +139,8 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        Half of the requests, chosen at random, ask for a stream. Half of all requests belong to a
-        session.
+        Two random choices for each request decide whether it asks for a stream, and whether it
+        belongs to a session.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -444,7 +444,7 @@ def _answered_twice(
     """Return a message for each request that the gateway sent to a second server without need.
 
     The gateway may send a request again only if the first answer was lost. An answer may be lost if
-    its server failed at about the same time, or if a weight update aborted the request.
+    the server failed at about the same time, or if a weight update aborted the request.
 
     Args:
         generations: Records of the servers.
@@ -530,7 +530,7 @@ def plan_in(directory: Path, ledger: Path) -> FleetPlan:
 
 @contextlib.asynccontextmanager
 async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start the fleet's process, yield it, and end it when the context ends."""
+    """Start the process of a fleet, yield the process, and end it when the context ends."""
     with (plan.directory / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tasks.rollout.process"),

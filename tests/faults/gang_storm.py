@@ -120,7 +120,7 @@ class StormVariant:
     #: must complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Tolerance of the check of the start order, in seconds. A run that fits on the free GPUs may
-    #: start this much later than a run that was submitted after it. A busy machine needs this time
+    #: start this many seconds after a run that was submitted later. A busy machine needs this time
     #: between the grant and the state PENDING.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
@@ -197,7 +197,7 @@ def nothing(storm: StormVariant) -> None:
 
 
 def kill_worker(storm: StormVariant) -> None:
-    """Kill a random worker three times, and start it again each time."""
+    """Three times, kill a random worker and start it again."""
     # A run whose GPUs were granted on this host must wait until the host has a worker again.
     # Meanwhile, later runs may start on other hosts. So the check of the start order must allow a
     # long delay.
@@ -259,7 +259,7 @@ def two_workers(storm: StormVariant) -> None:
 
 
 def restart_server(storm: StormVariant) -> None:
-    """Kill the Prefect server twice, and start it again each time after up to 5 s."""
+    """Twice, kill the Prefect server and start it again after up to 5 s."""
     for number in range(_RESTARTS):
         storm.until_ended((number + 1) / (_RESTARTS + 1))
         away_s = storm.random.uniform(0, 5)
@@ -282,7 +282,7 @@ def cancel_some(storm: StormVariant) -> None:
 
 
 def cancel(storm: StormVariant, run: dict[str, Any], kind: str) -> None:
-    """Cancel a run, unless it was cancelled before, and store its allowed final states.
+    """Cancel a run that was not cancelled before, and store the run's allowed final states.
 
     Args:
         storm: The running test.
@@ -315,7 +315,7 @@ class WorkingHost:
         return self.host.name
 
     def start_worker(self, further: str = "") -> None:
-        """Start a worker on the host, and wait until it accepts runs.
+        """Start a worker on the host, and wait until the worker accepts runs.
 
         Args:
             further: Name of an additional worker. An empty string starts the host's main worker.

@@ -49,7 +49,7 @@ _ANSWER_WITHIN_S = 60.0
 _LEFT_WITHIN_S = 20.0
 #: Seconds that a client waits until the gateway refuses an invalid request.
 _UNDECIDED_S = 3.0
-#: Headers that concern only one connection. A proxy must not pass them on to another connection.
+#: Headers that concern only one connection. A proxy must not forward these headers.
 _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade host expect content-length".split()
@@ -79,11 +79,12 @@ class Incomplete(Exception):
 class Message:
     """HTTP request or response, as the reference parser has read it."""
 
-    #: First line. A request has only its method and its target, separated by one space.
+    #: First line of the message. For a request, only the method and the target, separated by one
+    #: space.
     first: bytes
     #: Names and values of the headers, in their order.
     headers: list[tuple[bytes, bytes]]
-    #: Body of the message. If it was sent in chunks, the chunk sizes are removed.
+    #: Body of the message. If the body was sent in chunks, the chunk sizes are removed.
     body: bytes
     #: True if the body has no length, and ends when the connection is closed.
     is_open_ended: bool = False
@@ -109,8 +110,9 @@ class Message:
         return int(self.first.split(b" ")[1])
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that a proxy must pass on, without the headers for a single
-        connection.
+        """Return the headers that a proxy must forward.
+
+        The result does not contain headers that concern only one connection.
         """
         connection_options = _joined(self, b"connection")
         dropped = _HOP | {option.strip().lower() for option in connection_options.split(b",")}

@@ -69,8 +69,8 @@ for pid in map(int, sys.argv[1:]):
 """
 
 #: Program that traces a process until its own stdin is closed. The program never waits for the
-#: traced process. If the traced process is killed, it stays a zombie: its parent cannot reap it
-#: before the tracer has waited for it.
+#: traced process. So a traced process stays a zombie after a kill: the parent of a traced process
+#: cannot reap the process before the tracer has waited for it.
 _TRACER = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
@@ -261,7 +261,7 @@ def freezable_disk(place: Path) -> Iterator[None]:
     """Create a directory, and mount a file system there that `fsfreeze` can stop.
 
     A stopped file system behaves like a file server that does not answer. A process that writes to
-    it waits, and no signal ends the wait.
+    the stopped file system waits, and no signal ends this wait.
     """
     image = place.with_suffix(".img")
     with image.open("wb") as f:

@@ -65,7 +65,7 @@ print("done", flush=True)
 _COMES_WITHIN_S = 150.0
 #: Seconds after the kill of the flow process within which the run must have its final state.
 _TRUE_WITHIN_S = 240.0
-#: Mapping from a state in `run.json` to the states on the Prefect server that agree with it.
+#: Mapping from a state in `run.json` to the equivalent states on the Prefect server.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
 #: Ways to start and to recover a run, as `Trial.way` describes them. Each element is used by a
@@ -91,7 +91,7 @@ class Trial:
     host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: Way in which the run starts, and in which its Ray job is treated after the kill:
+    #: Way in which the run starts, and in which its Ray job continues or ends after the kill:
     #:
     #: - "adopt": a worker starts the run. The run's next flow process continues the job.
     #: - "stop": a worker starts the run. `muster reconcile` stops the job.
@@ -200,7 +200,7 @@ class Trial:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file, or an empty dict if it is missing or incomplete."""
+    """Return the JSON object of a file, or an empty dict for a missing or incomplete file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         return content
@@ -209,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, or an empty string if it cannot be read."""
+    """Return the text of a file, or an empty string if the file cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -245,7 +245,7 @@ def run_trial(trial: Trial) -> Trial:
 
 
 def begin(trial: Trial) -> None:
-    """Submit the run to the worker, or start it directly."""
+    """Submit the run to the worker, or start the run without a worker."""
     if trial.way != "direct":
         trial.flow_run_id = trial.host_env.submit(trial.spec()).flow_run_id
         return
@@ -258,7 +258,7 @@ def begin(trial: Trial) -> None:
 def kill_at_its_moment(trial: Trial) -> None:
     """Kill the flow process of a run at the moment that was chosen for this run.
 
-    If the flow process ends before this moment, it is not killed.
+    If the flow process ends before this moment, the function kills no process.
     """
     is_due, length_s = _MOMENTS[trial.moment]
     if not becomes_true(lambda: flow_pid(trial), _COMES_WITHIN_S):
@@ -312,7 +312,7 @@ def _wrong_states(kind: str, record: dict[str, Any]) -> list[str]:
 
     Args:
         kind: Type of the state on the Prefect server, or "no flow run".
-        record: Content of `run.json`. It is empty if the run has no record.
+        record: Content of `run.json`, or an empty dict if the run has no record.
     """
     state = record.get("state")
     if kind not in FINAL and (kind != "no flow run" or state):

@@ -48,7 +48,7 @@ _BEGIN_WITHIN_S = 120.0
 _TRUE_WITHIN_S = 120.0
 #: Pause between two checks of a running run, in seconds.
 _CHECK_EVERY_S = 0.1
-#: Mapping from a state in `run.json` to the states on the Prefect server that agree with it.
+#: Mapping from a state in `run.json` to the equivalent states on the Prefect server.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 #: Mapping from a description to the shell script of a component. Most of the scripts are hard to
 #: end.
@@ -62,7 +62,7 @@ _STUBBORN = {
 
 @dataclass(slots=True)
 class Trial:
-    """One run with the fault that is injected into it."""
+    """One run, and the fault that is injected into this run."""
 
     #: Number of the run, from 0.
     number: int
@@ -155,7 +155,7 @@ def kill_flow_and_guardians(trial: Trial) -> None:
 
 
 def suspend_flow(trial: Trial) -> None:
-    """Stop the flow process for 2 to 8 seconds, as if the machine had no free CPU core for it."""
+    """Suspend the flow process for 2 to 8 seconds, as if the machine had no free CPU core."""
     trial.process.send_signal(signal.SIGSTOP)
     becomes_true(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)
@@ -197,7 +197,7 @@ def choice(trial: Trial, kind: str) -> int:
     Args:
         trial: The run.
         kind: "process" for the component's first process. "guardian" for its guardian, the process
-            that starts the component and ends it.
+            that starts and ends the component.
 
     Returns:
         0 if no component is registered.
@@ -255,13 +255,14 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
     """Check the record until the flow process exits.
 
     Returns:
-        An error if the run was recorded as dead while its flow process was alive.
+        An error if the record says that the flow process is dead while this process is alive.
     """
     while True:
         record = trial.record()
         state = state_on(api_url, trial)
-        # The record was read before this check. If the flow process is still alive, it was alive at
-        # that time, too. So the record must not say that the flow process was lost.
+        # The record was read before this check. If the flow process is still alive now, the flow
+        # process was also alive at that time. So the record must not say that the flow process was
+        # lost.
         if trial.process.poll() is not None:
             return []
         rules = [(attempt["failure"] or {}).get("rule") for attempt in record.get("attempts", [])]

@@ -139,7 +139,7 @@ class Fact:
 
     @property
     def works(self) -> bool:
-        """True if the run has processes, and its records say that it works."""
+        """True if the run has processes, and all records say that the run works."""
         return bool(self.pids) and self.state == "RUNNING"
 
     @property
@@ -151,7 +151,7 @@ class Fact:
 
 @dataclass(kw_only=True)
 class Row:
-    """One run of the test, the phase in which it is changed, and the change by a person."""
+    """One run of the test, a change of this run by a person, and the phase of the change."""
 
     run: Run
     phase: str
@@ -387,8 +387,8 @@ class Matrix:
     def finish(self) -> list[str]:
         """End all runs, and return a text for each run that does not end.
 
-        Running runs are cancelled by `muster cancel`, so that their GPUs become free and the
-        waiting runs can start and end. Paused runs do not end by themselves, so they are skipped.
+        `muster cancel` cancels the running runs. Their GPUs become free, so that the waiting runs
+        can start and end. Paused runs do not end by themselves, so the method skips paused runs.
 
         At last, a further run that needs all GPUs must complete. The completion of this run shows
         that no other run still holds a GPU.
@@ -516,7 +516,7 @@ def test_each_state_set_by_hand_leaves_true_records_and_no_orphan(
 ) -> None:
     changes = matrix.random.sample(CHANGES, len(CHANGES))
     if phase == "waiting":
-        # This run holds one GPU. The waiting runs need all GPUs, so they cannot start.
+        # This run holds one GPU. The waiting runs need all GPUs, so no waiting run can start.
         matrix.submit("running", "Running")
         matrix.reach_phases()
     for change in changes:

@@ -165,7 +165,8 @@ def test_run_continues_while_the_server_is_down(
     restart_at = time.monotonic() + 60
     try:
         while time.monotonic() < restart_at:
-            # `muster reconcile` cannot reach the Prefect server, so it must not change the run.
+            # `muster reconcile` cannot reach the Prefect server, so the command must not change the
+            # run.
             assert host_env.reconcile_without_flow() == "nothing to do"
     finally:
         server.start()

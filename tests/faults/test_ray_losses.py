@@ -357,8 +357,8 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
         is_still_stopped = is_stopped(silent_node.raylet)
     finally:
         os.kill(silent_node.raylet, signal.SIGCONT)
-    # The node answers again, but a process of the job may still run there. `sleep` stands for this
-    # process: it has the environment variables of a process of the job.
+    # The node answers again, but a process of the job may still run there. `sleep` takes the place
+    # of this process: `sleep` has the environment variables of a process of the job.
     variables = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}) as leftover:
         try:

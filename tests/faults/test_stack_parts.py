@@ -29,8 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 KILLS = int(os.environ.get("MUSTER_KILLS") or 5)
-#: Processes of `muster up` that are killed after all of them have started. The process
-#: `deployments` is not in this list: it runs only during the start, and is killed then.
+#: Processes of `muster up` that are killed after all of them have started. The list does not
+#: contain the process `deployments`, which runs only during the start of the stack, and is killed
+#: then.
 PARTS = ("prefect-server", "ray-head", "ray-node-1", "upkeep", "pipelines", "worker")
 RUNS = ("one", "two", "three", "four", "five")
 #: GPUs that each training needs. The Ray cluster has two GPUs, so two trainings run at a time.

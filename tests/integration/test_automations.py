@@ -111,7 +111,7 @@ class AutomationSetup:
 
 @pytest.fixture(scope="module")
 def client_of() -> Callable[[str], SyncPrefectClient]:
-    """Return a function that takes the address of a Prefect server and returns a client of it."""
+    """Return a function that takes the address of a Prefect server and returns a client."""
 
     def client(api: str) -> SyncPrefectClient:
         with temporary_settings({PREFECT_API_URL: api}):

@@ -247,7 +247,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
     segment: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The supervisor searches for shared memory at intervals, and before it stops processes."""
+    """The supervisor searches for shared memory at intervals, and before it ends processes."""
     monkeypatch.setattr(shared_memory_scan, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     harness.start_all(

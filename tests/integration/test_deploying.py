@@ -183,7 +183,7 @@ def test_overlap_sets_the_concurrency_limit_on_the_server(
     spec.write_text(yaml.safe_dump({**SPEC, "name": name}))
 
     def deploy(overlap: str) -> tuple[int | None, str | None]:
-        """Deploy the spec with the option `--overlap`, or without it if `overlap` is empty.
+        """Deploy the spec with the option `--overlap`. An empty `overlap` leaves the option out.
 
         Returns:
             The limit and the collision strategy that the Prefect server has for the deployment.
@@ -238,7 +238,7 @@ def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
 
 
 def build_schedule(entry: dict[str, Any]) -> DeploymentScheduleCreate:
-    """Return the schedule of an entry of prefect.yaml, as `prefect deploy` creates it.
+    """Return the schedule that `prefect deploy` creates for an entry of prefect.yaml.
 
     The entry must have exactly one schedule.
     """

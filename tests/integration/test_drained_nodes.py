@@ -16,8 +16,8 @@ from tests.support.ray_jobs import Jobs
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.thorough]
 
 RAY = str(Path(sys.executable).with_name("ray"))
-#: Seconds from the start of the drain of a Ray node to its deadline. After the deadline, the node
-#: may be removed from the cluster.
+#: Time from the start of the drain of a Ray node to the drain's deadline, in seconds. After the
+#: deadline, the node may be removed from the cluster.
 NOTICE_S = 600
 
 

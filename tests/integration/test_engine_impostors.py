@@ -15,7 +15,7 @@ from tests.integration.test_fleet_process import COMMAND, SERVER, FleetProcess, 
 from tests.support.attack_programs import FLOODS, OTHER_USER, only_as_root, start_as_another_user
 from tests.support.supervised_components import DEADLINE_S, free_port, wait_until
 
-# The tests of this file use the pytest fixture `fleet`, so the file must import it.
+# The tests of this file use the pytest fixture `fleet`, so the file must import the fixture.
 __all__ = ("fleet",)
 
 #: A program that listens on a port, prints "listens", then prints all data that it receives.

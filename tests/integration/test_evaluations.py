@@ -21,11 +21,11 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 
-#: Waits until a condition is true. The time limit is long, because each evaluation starts a process
-#: that imports Prefect.
+#: Function that waits until a condition is true. The time limit is long, because each evaluation
+#: starts a process that imports Prefect.
 until = partial(until_within, within_s=240.0)
-#: Program of the training. The program saves a checkpoint for each number in its arguments. It
-#: exits as soon as a file exists; the second argument is the path of this file.
+#: Program of the training. The program saves a checkpoint for each number in its arguments. The
+#: program exits as soon as the file in its second argument exists.
 TRAINER = """
 import os, pathlib, sys, time
 folder, go, *steps = sys.argv[1:]
@@ -37,7 +37,7 @@ while not os.path.exists(go):
     time.sleep(0.05)
 """
 #: Program of an evaluation. The program writes a line to a trace file, and waits until the file in
-#: its last argument exists. It then writes the accuracy as its result.
+#: its last argument exists. The program then writes the accuracy as its result.
 EVALUATION = """
 import json, os, pathlib, sys, time
 trace, checkpoint, step, end = sys.argv[1:]

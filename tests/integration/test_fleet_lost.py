@@ -28,7 +28,7 @@ SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
 #: A trainer. Its arguments are the number of the current attempt and the number of the last
 #: attempt. The trainer completes in the last attempt. In earlier attempts, the trainer runs until a
-#: test kills it.
+#: test kills the trainer.
 TRAINER = "import sys, time; time.sleep(600 if int(sys.argv[1]) < int(sys.argv[2]) else 0)"
 
 

@@ -103,7 +103,7 @@ class FleetProcess:
         return self.process.wait(DEADLINE_S)
 
     def end(self) -> None:
-        """Kill the fleet process if it still runs, and wait for its end."""
+        """Kill the fleet process if it still runs, and wait until it has ended."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -304,7 +304,7 @@ def test_weights_that_a_trainer_loads_directly_serve_after_the_commit(
     fleet.push(2)
     commits.append(fleet.commit_loaded_versions())
 
-    # The restarted server has weight version 0, so it must not have answered any request.
+    # The restarted server has weight version 0, so this server must not have answered any request.
     assert set(answers) == {1}
     assert [(commit["version"], commit["serving"]) for commit in commits] == [
         (1, [0, 1]),

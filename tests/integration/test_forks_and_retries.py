@@ -76,7 +76,7 @@ class Project:
         self.spec.write_text(yaml.safe_dump(spec))
 
     def muster(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run the command `muster`, and return its exit code and its output."""
+        """Run the command `muster`, and return the exit code and the output."""
         return subprocess.run(
             [sys.executable, "-m", "tasks.command", *words],
             cwd=self.folder,
@@ -87,7 +87,7 @@ class Project:
         )
 
     def do(self, *words: str) -> Any:
-        """Run the command `muster` with `--json`, and return the JSON that it prints."""
+        """Run the command `muster` with `--json`, and return the JSON from the output."""
         result = self.muster(*words, "--json")
         assert result.returncode in (0, 1), result.stdout + result.stderr
         return json.loads(result.stdout)

@@ -57,7 +57,7 @@ GANG_OF_3 = Demand(nodes=2, gpus_per_node=3, cpus_per_gpu=3)
 
 @pytest_asyncio.fixture
 async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
-    """Yield an object that starts Ray jobs; all its jobs end with the test."""
+    """Yield an object that starts Ray jobs, and end all these jobs after the test."""
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()

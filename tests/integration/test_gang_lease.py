@@ -62,7 +62,7 @@ def read_leases(api: str) -> list[Any]:
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if the process is a zombie: it has ended, but its parent has not reaped it."""
+    """Return True if the process is a zombie: an ended process that its parent has not reaped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 

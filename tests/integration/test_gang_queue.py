@@ -196,8 +196,8 @@ def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     wait_for_message(second, run.name)
 
     pool.cancel(run)
-    # After the cancellation, `second` is the first run in the queue. So its message must name the
-    # run `holder`, which has the GPUs, and no longer the cancelled run.
+    # After the cancellation, `second` is the first run in the queue. So the message of `second`
+    # must name the run `holder`, which has the GPUs, and no longer the cancelled run.
     wait_for_message(second, "holder")
     pool.cancel(second)
     wait_for_message(last, "holder")
@@ -387,7 +387,7 @@ def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
 def test_runs_of_one_schedule_have_different_ids_and_records(
     pool: GangPool,
 ) -> None:
-    """The ids of these flow runs begin with the same digits, because they were created together."""
+    """Flow runs that are created together have ids that begin with the same digits."""
     deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")["id"]
     spec = pool.spec(lasts_s=0.2)
     api = f"{pool.host_env.api}/deployments/{deployment}"
@@ -505,9 +505,9 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
         second_host.clear()
 
 
-#: Code of a fake of NVIDIA's library `libnvidia-ml.so.1`, in C. The fake reads its number of GPUs
-#: from a file. A fake of `pynvml` would have no effect, because Muster's own processes ignore
-#: PYTHONPATH.
+#: Code of a fake of NVIDIA's library `libnvidia-ml.so.1`, in C. The fake library reads the number
+#: of GPUs from a file. A fake of `pynvml` would have no effect, because Muster's own processes
+#: ignore PYTHONPATH.
 DRIVER = """
 #include <stdio.h>
 int nvmlInitWithFlags(unsigned flags) { return 0; }
@@ -537,7 +537,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, void *pr
 def build_driver(directory: Path, gpu_count_file: Path) -> None:
     """Compile a fake of NVIDIA's driver library into a directory.
 
-    The fake reads its number of GPUs from `gpu_count_file`.
+    The fake library reads the number of GPUs from `gpu_count_file`.
     """
     source = directory / "driver.c"
     source.write_text(DRIVER.replace("COUNT", str(gpu_count_file)).replace("TAG", str(uuid4())))

@@ -528,7 +528,7 @@ async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"messages": [{"role": "user", "content": "hi"}]}',  # A role names no session.
+        b'{"messages": [{"role": "user", "content": "hi"}]}',  # A role is not a session.
         b'{"nested": {"user": "s"}}',
         b'{"session_id": null}',
         b'{"session_id": ""}',
@@ -813,8 +813,8 @@ async def test_every_request_ends_once_whatever_the_servers_do() -> None:
             if number % 10 == 0:
                 random_source.choice(setup.servers).misbehave(kind=random_source.choice(kinds))
                 serving = [server for server in setup.servers if random_source.random() < 0.8]
-                # All servers now count as restarted, because they have a new epoch. The gateway
-                # therefore ends all requests to the servers of the previous epoch.
+                # All servers now count as restarted, because each server has a new epoch. The
+                # gateway therefore ends all requests to the servers of the previous epoch.
                 setup.fleet.serve(*serving, epoch=number)
             await asyncio.sleep(0.001)
         for server in setup.servers:

@@ -27,7 +27,8 @@ from tests.support.attack_programs import FLOODS, only_as_root, start_as_another
 from tests.support.open_files import full_table_of_files
 
 pytestmark = pytest.mark.asyncio
-# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import it.
+# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import the
+# fixture.
 __all__ = ("event_loop_policy",)
 
 #: A program that sends each line of its standard input as a request, and prints the status.

@@ -18,7 +18,8 @@ from tests.integration.test_gateway import (
 )
 
 pytestmark = pytest.mark.asyncio
-# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import it.
+# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import the
+# fixture.
 __all__ = ("event_loop_policy",)
 
 _GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -29,8 +30,8 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize(
     ("status", "request_"),
     [
-        # Requests with two lengths are refused: two HTTP parsers could find different ends of the
-        # body.
+        # The gateway refuses a request with two lengths, because two HTTP parsers could find
+        # different ends of the body.
         (400, _POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc"),
@@ -38,7 +39,8 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (501, _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
         (501, _POST + b"Transfer-Encoding: identity\r\n\r\n"),
         (400, b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-        # Lines and header names are refused if two HTTP parsers could end them at different places.
+        # The gateway refuses a request if two HTTP parsers could find different ends of a line or
+        # of a header name.
         (400, b"GET /x HTTP/1.1\nHost: me\n\n"),
         (400, _GET + b"X: a\n\r\n"),
         (400, _GET + b"X: a\r\n b\r\n\r\n"),
@@ -46,8 +48,8 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, _GET + b"X: a\x00b\r\n\r\n"),
         (400, _GET + b"Host: another\r\n\r\n"),
         (400, b"GET /x HTTP/1.1\r\n\r\n"),
-        # The request is refused: its target is no path of this server, or its protocol is not
-        # HTTP/1.1.
+        # The gateway refuses a request if its target is not a path of this server, or if its
+        # protocol is not HTTP/1.1.
         (400, b"GET http://other/x HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (400, b"GET other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (501, b"CONNECT other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
@@ -140,7 +142,7 @@ async def start_answering_server(
 ) -> AsyncIterator[GatewaySetup]:
     """Yield a gateway in front of a server that sends the bytes `raw` and closes the connection.
 
-    If `answer` is given, this function handles the connections of the server instead.
+    The function `answer`, if given, handles the connections of the server instead.
     """
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

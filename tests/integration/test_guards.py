@@ -61,7 +61,7 @@ class Home:
 
 @pytest_asyncio.fixture
 async def home(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Home]:
-    """Yield a `Home`: a registry, and processes in it. No process may outlive the test."""
+    """Yield a `Home`: a process registry with its processes. No process may outlive the test."""
     tree.become_subreaper()
     home = Home(tmp_path)
     yield home

@@ -26,7 +26,7 @@ from tests.support.supervised_components import (
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 #: A liveness probe that always fails. Muster therefore soon treats the component as hanging, and
-#: ends it.
+#: ends the component.
 MISSED = LiveProbe(file="never-there", every_s=0.02, misses=2)
 
 #: Template of a program that answers HTTP requests one by one. `SERVES % port` is the program.

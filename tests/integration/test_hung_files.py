@@ -38,7 +38,7 @@ needs_fuse = pytest.mark.skipif(not has_fuse(), reason="needs root and /dev/fuse
 
 @pytest.fixture
 def data(tmp_path: Path, harness: ComponentHarness) -> Iterator[HangingFolder]:
-    """Yield a mounted file system. The test can block all calls to it."""
+    """Yield a mounted file system. The test can block all calls to this file system."""
     with hanging_folder(tmp_path / "data") as folder:
         harness.others.add(folder.server_pid)
         yield folder
@@ -46,7 +46,7 @@ def data(tmp_path: Path, harness: ComponentHarness) -> Iterator[HangingFolder]:
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """Yield a named pipe. Each program that opens it for reading blocks until the test is over."""
+    """Yield a named pipe. A program that opens the pipe for reading blocks during the test."""
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     yield path

@@ -41,7 +41,7 @@ def marked() -> Iterator[Marked]:
     """Yield a mark, and the pids of two processes with this mark: a process and its daemon.
 
     A mark is a number that Muster sets as a resource limit of a process. Descendants inherit the
-    limit, so Muster can find them.
+    limit, so Muster can find all descendants.
     """
     mark = tree.new_mark()
     with subprocess.Popen(
@@ -66,7 +66,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def build_lost_run(directory: Path, *entries: ProcessEntry, **owner: object) -> LostRun:
-    """Return a lost run with these entries in the registry; its flow process has died.
+    """Return a lost run with these entries in the registry. The run's flow process has died.
 
     `owner` replaces fields of the process that owned the run.
     """
@@ -155,7 +155,7 @@ def test_living_guardian_keeps_its_time_to_end_the_component(
 def test_overdue_guardian_is_ended_with_its_component(
     tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guardian is suspended by SIGSTOP, so it never ends by itself.
+    """SIGSTOP suspends the guardian, so the guardian never ends by itself.
 
     A guardian is the process that owns a component's process tree.
     """

@@ -213,8 +213,8 @@ def test_shell_completes_the_names_of_commands(shell: Shell, name: str, tmp_path
     completion_scripts = {
         "bash": "source ~/.bashrc; COMP_WORDS=(muster qu); COMP_CWORD=1; _muster; "
         "echo ${COMPREPLY[@]}",
-        # zsh completes only on a terminal, so it runs on its own pseudo-terminal. The Tab key is
-        # sent after the prompt has appeared.
+        # zsh completes words only on a terminal, so this code runs zsh on a pseudo-terminal. The
+        # code sends the Tab key after the prompt has appeared.
         "zsh": "zmodload zsh/zpty; zpty z zsh -f -i; "
         "zpty -w z 'source ~/.zshrc; autoload -U compinit; compinit -u -D; PS1=SET; echo'; "
         "zpty -r z out '*SET*SET*'; zpty -w -n z $'muster que\\t'; zpty -r z out '*queue*'; "

@@ -183,7 +183,7 @@ class Pipelines:
         return worker
 
     def pid_of(self, flow_run_id: str) -> int:
-        """Wait until a worker has started a process for the pipeline, and return its process id."""
+        """Wait until a worker has started a process for the pipeline; return the process id."""
 
         def find_engine() -> int:
             pids = Run(host_env=self.host_env, flow_run_id=flow_run_id).processes()
@@ -290,7 +290,8 @@ def test_stage_reads_the_checkpoint_of_the_previous_stage(pipelines: Pipelines) 
     assert pipelines.read_given(second) == f"weights of {first['name']}"
     assert second["start_time"] >= first["end_time"]
     assert {"mine", "pipeline:two"} <= set(second["tags"]) & set(flow_run["tags"])
-    # The UI links the pipeline and its runs through task runs with child flow runs.
+    # Each run of a pipeline is a child flow run of a task run, so that the UI links the pipeline
+    # and the run.
     pipeline_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     tasks = pipelines.host_env.post("/task_runs/filter", **pipeline_filter)
     children = {task["name"]: task["state"]["state_details"]["child_flow_run_id"] for task in tasks}
@@ -641,8 +642,8 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
 
 #: A training program whose reward at each step is the value of the environment variable N.
 #:
-#: The program ends at SIGTERM, or as soon as the file in its third argument exists. It then appends
-#: "N stopped" or "N completed" to the file in its second argument.
+#: The program ends at SIGTERM, or as soon as the file in its third argument exists. The program
+#: then appends "N stopped" or "N completed" to the file in its second argument.
 REWARDS = """
 import json, os, signal, sys, time
 metrics, trace, go = sys.argv[1:4]

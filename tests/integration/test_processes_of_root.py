@@ -43,8 +43,8 @@ tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
 #: Program that starts a process with a mark, see `tree.mark_own`. This process becomes root. The
-#: program then ends all processes with this mark. It prints the pid of root's process, and then the
-#: pids that `ending.end_marked` returned.
+#: program then ends all processes with this mark. The program prints the pid of root's process, and
+#: then the pids that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree

@@ -105,7 +105,7 @@ async def open_fleet(
     Args:
         cluster: Ray cluster.
         folder: Directory of the fleet's files.
-        bundles: Number of nodes. The host reserves 8 GPUs on each of them.
+        bundles: Number of nodes. The host reserves 8 GPUs on each node.
         within_s: Time limit of the reservation, in seconds.
     """
     os.environ.update(RAY_ENV)

@@ -152,8 +152,8 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     second = run.flow_pid()
     os.kill(second, signal.SIGKILL)
     wait_for(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
-    # `reconcile` reschedules the run only after the other processes that the worker started for it
-    # have ended. So the test calls `reconcile` repeatedly.
+    # The worker has started further processes for the run. `reconcile` reschedules the run only
+    # after these processes have ended, so call `reconcile` repeatedly.
     expected_summary = "1 of 1 lost runs reconciled"
     wait_for(
         lambda: expected_summary in host_env.reconcile_without_flow(),

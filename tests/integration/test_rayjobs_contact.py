@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 @pytest_asyncio.fixture
 async def dashboard_proxy(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
-    """Yield a proxy for the Ray dashboard. A test can stop the proxy and start it again."""
+    """Yield a proxy for the Ray dashboard. A test can stop and restart the proxy."""
     async with run_proxy(ray_cluster.address) as dashboard_proxy:
         yield dashboard_proxy
 

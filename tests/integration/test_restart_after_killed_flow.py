@@ -38,7 +38,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that is recorded as the flow process of the run. A test can kill it."""
+    """Yield a process that is recorded as the run's flow process. A test can kill this process."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

@@ -50,7 +50,7 @@ def test_log_is_read_to_its_end_after_a_rotation(rotation: str, harness: Compone
 
 def test_output_into_a_moved_log_is_no_stall(harness: ComponentHarness) -> None:
     # The trainer renames its log, and continues to write to the renamed file. If Muster read only
-    # the file with the original name, it would end the run as stalled.
+    # the file with the original name, Muster would end the run as stalled.
     program = (
         "import os, time\n"
         "os.rename('trainer.log', 'trainer.log.1')\n"

@@ -14,7 +14,7 @@ from tests.support.supervised_components import ComponentHarness, is_alive, pyth
 
 
 def script(directory: Path, first_line: str) -> str:
-    """Write an executable script with this first line, and return the command that runs it."""
+    """Write an executable script with this first line; return the command that runs the script."""
     path = directory / "run.sh"
     path.write_bytes(f"{first_line}\necho hello\n".encode())
     path.chmod(0o755)
@@ -101,8 +101,8 @@ def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
 @pytest.mark.parametrize(
     "code",
     [
-        # Python's resource tracker outlives its parent for a moment, and then ends by itself. So it
-        # is no leftover process.
+        # Python's resource tracker outlives its parent for a moment, and then ends by itself. So
+        # the resource tracker does not count as a leftover process.
         "import multiprocessing.resource_tracker as r; r.ensure_running()",
         "print('done')",
     ],

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 def run_deployment(pool: GangPool, spec: Path) -> Run:
-    """Create a deployment with the spec as its parameter, as `prefect deploy` does, and run it."""
+    """Create a deployment with a spec, as `prefect deploy` does, and run the deployment."""
     deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")["id"]
     parameters = load_run_spec(str(spec))
     send_request(

@@ -24,8 +24,8 @@ MakeWitness = Callable[..., ObservedFlow]
     ("ready", "event_name"),
     [
         (None, "component.ready"),
-        # At this event, the trainer has not started yet. Only its guardian exists, the process that
-        # owns the trainer.
+        # At this event, the trainer has not started yet. Only the guardian exists, the process that
+        # will own the trainer.
         (NEVER, "component.spawned"),
     ],
 )
@@ -55,7 +55,7 @@ def test_resumed_supervisor_finds_a_ready_component_after_its_deadline(
     wait_until(lambda: flow_process.state() == "T", "the supervisor is stopped")
     (harness.directory / "ready").touch()
     # The readiness deadline must pass while SIGSTOP suspends the supervisor. No event reports the
-    # deadline, so the test waits for its time.
+    # deadline, so the test waits until this time has passed.
     deadline_time = flow_process.wait_for_event("component.spawned", "trainer")["at"] + 2.5
     wait_until(lambda: time.time() > deadline_time, "the deadline has passed")
     flow_process.kill(signal.SIGCONT)

@@ -35,8 +35,8 @@ from tests.support.supervised_components import (
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 
-#: Template of a server that answers any GET with 200 and `{}`. It needs two values: the seconds
-#: before the server binds its port, and the port.
+#: Template of a server that answers any GET with 200 and `{}`. The template needs two values: the
+#: seconds before the server binds its port, and the port.
 SERVER = """
 import socket, time
 time.sleep(%s)

@@ -157,12 +157,12 @@ def test_many_attempts_leak_neither_descriptors_nor_threads(harness: ComponentHa
     gc.collect()
 
     # A leak would add at least one descriptor or thread in each round. Other parts of this process
-    # may add a few.
+    # may also add a few descriptors or threads.
     assert len(os.listdir("/proc/self/fd")) < fds + rounds
     assert len(os.listdir("/proc/self/task")) < threads + rounds
 
 
-#: Programs that harm the process that supervises them, and then run forever.
+#: Mapping from a description to the code of a program that harms the process which supervises it.
 HOSTILE = {
     "kills its guardian": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
     "stops its guardian, then leaves": (

@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not PYTHON, reason="MUSTER_TEST_TORCH_PYTHON names no Python with torch"),
 ]
-#: A training of two ranks with gloo. Rank 1 executes the Python code of the first argument at its
-#: fourth step, while rank 0 waits for rank 1 in the backward pass.
+#: A training of two ranks with gloo. At the fourth step, rank 1 executes the Python code in the
+#: first argument, while rank 0 waits for rank 1 in the backward pass.
 TRAINING = """
 import datetime, os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))

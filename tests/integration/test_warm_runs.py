@@ -42,7 +42,7 @@ def pool(tmp_path: Path) -> Iterator[GangPool]:
 
 
 def read_auxiliary_vector(pid: int) -> bytes:
-    """Return the auxiliary vector of a process, to find out whether the process was forked.
+    """Return the auxiliary vector of a process, which shows whether the process was forked.
 
     The vector contains random addresses of the process. A forked process inherits these addresses,
     but a new program gets others.
@@ -58,7 +58,8 @@ def list_children(pid: int) -> set[int]:
 def wait_for_fork_server(worker: int) -> int:
     """Wait until the worker has a fork server that is ready, and return the fork server's pid.
 
-    The fork server is a process with all imports loaded. The worker forks flow processes from it.
+    The fork server is a process with all imports loaded. The flow processes are forked from this
+    process.
     """
 
     def find_fork_server() -> int:
@@ -133,7 +134,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     assert next_run.wait_for_state("COMPLETED")
 
 
-#: Program that runs `muster ls --json`, and prints on stderr if its process has imported Prefect.
+#: Program that runs `muster ls --json`, and reports on stderr whether the process has imported
+#: Prefect.
 LIST_PROGRAM = """
 import sys
 from tasks.command import main
@@ -285,8 +287,8 @@ async def start_process(
 ) -> tuple[asyncio.Task[None], Any]:
     """Start the flow process of a run through the fork server.
 
-    The fork server is a process that has already imported all modules. If possible, it forks the
-    flow process. Otherwise an ordinary process is started.
+    The fork server is a process that has already imported all modules. If possible, the fork server
+    forks the flow process. Otherwise, an ordinary process is started.
 
     Returns:
         A task that ends when the flow process ends, and the flow process.

@@ -95,12 +95,12 @@ def test_wheel_installs_the_documents(installed: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    # The programs of the quickstart are left out, because they cannot be imported as modules of a
-    # package: they import each other from their own folder.
+    # Leave out the programs of the quickstart. These programs import each other from their own
+    # folder, so they cannot be imported as modules of a package.
     paths = {path for path in list_sources(installed) if "/quickstart/" not in path}
     modules = sorted(map(convert_to_module, paths))
-    # Python searches PYTHONPATH before site-packages. So it imports the modules of the wheel even
-    # if site-packages contains the checkout as an editable package.
+    # Python searches PYTHONPATH before site-packages. So Python imports the modules of the wheel,
+    # even if site-packages contains the checkout as an editable package.
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(

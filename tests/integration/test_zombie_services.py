@@ -72,7 +72,7 @@ def build_service(*workers: str, port: int | None = None, reaps: bool = True) ->
 
 
 def wait_for_watched_pids(harness: ComponentHarness, count: int = 1) -> list[int]:
-    """Wait until Muster watches `count` worker processes of a component, and return their pids."""
+    """Wait until Muster watches `count` workers of a component, and return the workers' pids."""
     wait_until(lambda: len(harness.list_events("process.watched")) >= count, f"{count} are watched")
     return [event.fields["pid"] for event in harness.list_events("process.watched")]
 
