@@ -35,7 +35,8 @@ PR_SET_DUMPABLE = 4
 ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 """
 #: Python code of a server that answers each request with status 200 and an empty JSON object. The
-#: server prints the bytes that it receives. Its arguments are a port and a name for its process.
+#: server prints all received bytes. The program has two arguments: a TCP port, and a new name for
+#: the process.
 _SERVER = """
 PR_SET_NAME = 15
 if sys.argv[2]:
@@ -62,8 +63,9 @@ def start_as_another_user(
 ) -> subprocess.Popen[str]:
     """Start Python code as uid 65534, in its own session, with stdout in a pipe.
 
-    The other user may have no right to read the folder of the Python interpreter. The process
-    therefore starts as root, imports its modules, and then becomes the other user for good.
+    The process starts as root, imports its Python modules, and then changes to uid 65534. The
+    modules are imported first, because uid 65534 may not be allowed to read the folder of the
+    Python interpreter.
     """
     return subprocess.Popen(
         (sys.executable, "-I", "-S", "-c", f"{_BECOME}\n{code}", *arguments),
@@ -86,12 +88,12 @@ def end_process(process: subprocess.Popen[str]) -> str:
 
 @dataclass
 class ForeignServer:
-    """A running server of uid 65534 that prints the bytes that it receives."""
+    """A running server of uid 65534 that prints all received bytes."""
 
     process: subprocess.Popen[str]
     port: int
-    #: Lines of the server's output: the word `received` and the bytes that the server received.
-    #: Empty until the server has ended.
+    #: Lines of the server's output: the word `received` and the received bytes. Empty while the
+    #: server runs.
     received: Sequence[str] = ()
 
 
@@ -101,12 +103,11 @@ def foreign_server(
 ) -> Iterator[ForeignServer]:
     """Run a server of uid 65534 while the context is open.
 
-    After the context, `received` of the server has the bytes that it received.
+    After the context has ended, the attribute `received` of the server contains the received bytes.
 
     Args:
         port: TCP port of 127.0.0.1, or 0 for any free port.
-        name: Name that the process of the server gives itself. If empty, the process keeps its
-            name.
+        name: New name of the server's process. If empty, the process is not renamed.
         env: Environment variables of the process of the server.
     """
     process = start_as_another_user(_SERVER, str(port), name, env=env)

@@ -11,9 +11,10 @@ from tests.support.another_user import needs_another_user as only_as_root
 
 __all__ = ("FLOODS", "OTHER_USER", "only_as_root", "start_as_another_user")
 
-#: Code of a program that opens many connections to a port and keeps them. For each line on stdin,
-#: the program prints the number of connections that are still open. Its arguments are the port, the
-#: number of connections, and the number of bytes of the incomplete request on each connection.
+#: Code of a program that opens many connections to a port, sends an incomplete HTTP request on
+#: each, and keeps the connections open. For each line on stdin, the program prints the number of
+#: open connections. The three arguments are the port, the number of connections, and the length of
+#: the incomplete request in bytes.
 FLOODS = """
 count, head = int(sys.argv[2]), int(sys.argv[3])
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -40,8 +41,9 @@ for line in sys.stdin:
     print(sum(map(is_open, connections)), flush=True)
 """
 
-#: First lines of each program of this module, which change the user of the process. The imports
-#: come before this change, because the other user may have no right to read Python's folder.
+#: First lines of each program in this module. These lines import modules, and then change the user
+#: of the process. The imports come first, because the new user may not be allowed to read the
+#: folder of the Python interpreter.
 _BEGINNING = f"""
 import encodings.idna, http.client, json, os, resource, socket, sys, threading, time
 os.setgroups([])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-#: Function that writes one checkpoint into a folder: `write(folder, step)`. The function returns
+#: Type of a function `write(folder, step)` that writes one checkpoint into a folder, and returns
 #: the path of the checkpoint.
 Write = Callable[[Path, int], Path]
 #: Module of PyTorch that defines the metadata of a distributed checkpoint.
@@ -28,7 +28,7 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def write_torch(path: Path, content: object = None) -> Path:
-    """Write a file like `torch.save`: a zip archive with a pickle and the data of a tensor.
+    """Write a file in the format of `torch.save`: a zip archive with a pickle and a tensor's data.
 
     Args:
         path: Path of the file.
@@ -68,7 +68,10 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_distributed(folder: Path, ranks: int = 2) -> Path:
-    """Write a folder like `torch.distributed.checkpoint.save`: shards, and `.metadata` last."""
+    """Write a folder in the format of `torch.distributed.checkpoint.save`.
+
+    The shards are written first, and the file `.metadata` is written last.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     length = 512
     for rank in range(ranks):
@@ -81,7 +84,7 @@ def write_distributed(folder: Path, ranks: int = 2) -> Path:
 def _pickle_metadata(names: list[str], length: int) -> bytes:
     """Return the content of a `.metadata` file of a distributed checkpoint.
 
-    The pickle refers to classes of PyTorch, although PyTorch need not be installed.
+    The pickle refers to classes of PyTorch. This function works even if PyTorch is not installed.
 
     Args:
         names: Names of the files with the tensors.
@@ -204,9 +207,9 @@ def deepspeed(folder: Path, step: int) -> Path:
 
 
 def deepspeed_with_prefix(folder: Path, step: int) -> Path:
-    """Write a DeepSpeed checkpoint whose tag includes a folder.
+    """Write a DeepSpeed checkpoint with a tag of the form `folder/name`, as some launchers use.
 
-    The file `latest` of DeepSpeed names the tag. Some launchers use tags such as `folder/name`.
+    DeepSpeed stores the tag of the newest checkpoint in the file `latest`.
     """
     checkpoint = deepspeed(folder / "states", step)
     (folder / "states" / "latest").unlink()
@@ -311,7 +314,7 @@ def plain_tar(folder: Path, step: int) -> Path:
     return path
 
 
-#: Functions that write a checkpoint in the layout of a library, by the name of the layout.
+#: Mapping from the name of a checkpoint layout to the function that writes such a checkpoint.
 LAYOUTS: dict[str, Write] = {
     "hugging-face": hugging_face,
     "accelerate": accelerate,

@@ -23,25 +23,26 @@ from cyclopts import App, CoercionError, CycloptsError, ValidationError
 
 from tests.support.documents import ROOT
 
-#: Packages of the project. The programs in these packages parse their own arguments. So the test
-#: starts such a program to check its arguments.
+#: Python packages of the project. If a command runs a program of these packages, the test starts
+#: the program to check the arguments.
 _PROJECT_PACKAGES = ("flows", "tasks", "deployments", "tests")
 #: Beginnings of paths in the project.
 _PROJECT_FOLDERS = tuple(f"{name}/" for name in (*_PROJECT_PACKAGES, "docs"))
 #: Endings of file names in the project.
 _FILE_ENDINGS = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
-#: Files that a command of the documents creates in the reader's own project.
+#: Files that the reader of the documentation creates by a command in the reader's own project.
 _FILES_OF_READER = ("muster.yaml",)
-#: Placeholder for a value that the reader must insert: HEAD, RUN, SPEC.yaml.
+#: Matches a placeholder that the reader must replace by a value, for example HEAD, RUN or
+#: SPEC.yaml.
 _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
 #: Operators of the shell.
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
-#: Operators of the shell before the name of a file.
+#: Shell operators that stand before the name of a file.
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
-#: Command in a recipe of the Makefile that runs a Python module or a program of the virtual
-#: environment. The groups are the name and the arguments.
+#: Matches a command in a recipe of the Makefile that runs a Python module or a program of the
+#: virtual environment. The two groups are the name of the module or program, and the arguments.
 _PROGRAM_IN_RECIPE = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
-#: Commands that run the command after them.
+#: Commands that run another command. The other command follows as their arguments.
 _PREFIX_COMMANDS = ("sudo", "exec", "time", "nohup")
 #: Programs of other projects. Their arguments are not checked.
 _FOREIGN_PROGRAMS = frozenset(
@@ -62,7 +63,8 @@ class _ArgumentsParsed(Exception):
 class _AppCalled(Exception):
     """Raised to stop a program when it calls its cyclopts app.
 
-    The message is the error that the app finds in its arguments, or empty if they are correct.
+    The message of the exception is the error in the program's arguments. The message is empty if
+    the arguments are correct.
     """
 
 
@@ -81,7 +83,10 @@ def find_command_error(command: str) -> str:
 
 
 def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the words of each command between operators of the shell, without redirections."""
+    """Split a shell command at operators such as `|` and `&&`, and yield the words of each part.
+
+    Redirections such as `> FILE` are left out.
+    """
     current: list[str] = []
     is_redirected_file = False
     for word in words:
@@ -98,14 +103,14 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _check_simple_command(words: list[str]) -> str:
-    """Return the error in a command without operators of the shell.
+    """Return the error in a command that contains no shell operators such as `|` and `&&`.
 
     An empty string means that the command is correct.
     """
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         words = words[1:]
     while words and words[0] in _PREFIX_COMMANDS:
-        # For `sudo -u USER`, skip the option, too.
+        # Remove the prefix command and, if the command is `sudo`, also the option `-u USER`.
         words = words[3:] if words[1:2] == ["-u"] else words[1:]
     if not words:
         return ""
@@ -138,7 +143,7 @@ def _is_project_path(word: str) -> bool:
 
 
 def make_targets() -> dict[str, str]:
-    """Return the recipe of each target of the Makefile, by the name of the target."""
+    """Return a mapping from the name of each target of the Makefile to its recipe."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipes = re.findall(r"^([a-z-]+):(?!=)[^\n]*\n((?:\t[^\n]*\n|\n)*)", text, re.MULTILINE)
     return dict(recipes)
@@ -147,8 +152,8 @@ def make_targets() -> dict[str, str]:
 def _check_make(arguments: Sequence[str]) -> str:
     """Return the error in a call of `make`, or an empty string if the call is correct.
 
-    The programs in the recipe of each target must accept their arguments. Variables of the call,
-    such as `SPEC=run.yaml`, are inserted into the recipe.
+    The call is correct if all programs in the recipes of its targets accept their arguments.
+    Variables such as `SPEC=run.yaml` in the call are first inserted into the recipes.
     """
     variables = dict(word.split("=", 1) for word in arguments if "=" in word)
     words = [word for word in arguments if "=" not in word]
@@ -188,7 +193,7 @@ def _check_python(arguments: Sequence[str]) -> str:
 
 
 def program_file(module: str) -> Path | None:
-    """Return the file that `python -m MODULE` runs, or None if it is no program of the project."""
+    """Return the file that `python -m MODULE` runs, or None if the project has no such program."""
     file = _module_file(module)
     return file if file and (file.stem == "__main__" or _main_statements(file)) else None
 
@@ -212,7 +217,7 @@ def _main_statements(file: Path) -> list[ast.stmt]:
 
 
 def check_module(module: str, arguments: Sequence[str]) -> str:
-    """Return the error in `python -m MODULE ARGUMENT...`, or an empty string if it is correct."""
+    """Return the error in `python -m MODULE ARGUMENT...`, or an empty string if there is none."""
     if module.partition(".")[0] not in _PROJECT_PACKAGES:
         try:
             return "" if find_spec(module) else f"there is no module {module}"
@@ -231,14 +236,14 @@ def check_module(module: str, arguments: Sequence[str]) -> str:
 def _parses_arguments(file: Path) -> bool:
     """Return True if a program parses its command-line arguments before any other action.
 
-    Only such a program can be started to check its arguments without side effects.
+    A test can start such a program without side effects, to check the program's arguments.
     """
     source = file.read_text(encoding="utf-8")
     if any(call in source for call in ("parse_args(", "run_alone(", "App(")):
         return True
 
-    # Some programs only call the main function of another module of the project, which parses the
-    # arguments. So search the imported modules, too.
+    # In some programs, an imported module of the project parses the arguments. So search the
+    # imported modules, too.
     statements = _main_statements(file)
     if file.name == "__main__.py":
         statements += ast.parse(source).body
@@ -329,15 +334,15 @@ def check_muster(arguments: Sequence[str]) -> str:
 
 
 def _check_app(app: App, words: Sequence[str]) -> str:
-    """Return the error that a cyclopts app finds in its arguments.
+    """Return the error that a cyclopts app (a command-line program) finds in its arguments.
 
     An empty string means that the app accepts the arguments.
     """
     try:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        # A placeholder such as RUN cannot be converted to a number or a path. The failed conversion
-        # is no error, because the reader replaces the placeholder with a valid value.
+        # A placeholder such as RUN is not a valid number or path, so the app may report a wrong
+        # value. Ignore this report: the reader replaces the placeholder by a valid value.
         is_wrong_value = isinstance(error, CoercionError | ValidationError)
         has_placeholder = any(map(_PLACEHOLDER.search, words))
         return "" if is_wrong_value and has_placeholder else str(error)

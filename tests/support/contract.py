@@ -60,8 +60,8 @@ def current_contract() -> dict[str, Any]:
 def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each incompatible change since the interface was saved.
 
-    A change is incompatible if a saved key no longer exists or has another value. Further allowed
-    values of a key are a compatible change.
+    A change is incompatible if a saved key no longer exists or has another value. An additional
+    allowed value for a key is a compatible change.
     """
     broken = []
     for key, value in saved.items():
@@ -73,7 +73,7 @@ def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 
 
 def _is_wider_choice(saved: Any, current: Any) -> bool:
-    """Return True if an `enum` schema has all of its saved values and also further values."""
+    """Return True if the current `enum` schema allows all saved values and at least one more."""
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return False
     values = saved.get("enum")
@@ -84,7 +84,10 @@ def _is_wider_choice(saved: Any, current: Any) -> bool:
 
 
 def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    """Yield each key of a model with its type and default, without titles and descriptions."""
+    """Yield the dotted name of each key of a pydantic model, with its part of the JSON schema.
+
+    The part contains the type, the default value, and the allowed values of the key.
+    """
     schema = model.model_json_schema()
     definitions = schema.get("$defs", {})
 
@@ -113,9 +116,9 @@ def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
 
 
 def _documented_run_events() -> list[str]:
-    """Return the names in the table of `events.jsonl` in docs/events.md.
+    """Return the event names in the table about `events.jsonl` in docs/events.md.
 
-    `tests/unit/test_event_catalogue.py` shows that the table has every event that the code emits.
+    `tests/unit/test_event_catalogue.py` checks that the table lists every event of the code.
     """
     page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ((?:`[a-z_.]+`(?:, )?)+) \|", page, flags=re.MULTILINE)

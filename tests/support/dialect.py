@@ -31,7 +31,7 @@ LIMIT = 2.0
 
 
 class Kind(Enum):
-    """Kind of text. Findings are counted for each kind separately."""
+    """Kind of text in the project. Unclear phrases are counted separately for each kind."""
 
     #: Docstrings and comments of Python files, comments of TOML and YAML files.
     CODE = "docstrings and comments"
@@ -84,12 +84,12 @@ class Report:
 
     @property
     def is_plain(self) -> bool:
-        """True if the text has few obscure phrases for its length. One phrase is always allowed."""
+        """True if the text has at most one unclear phrase, or at most LIMIT per 1,000 words."""
         return len(self.findings) <= 1 or self.rate <= LIMIT
 
 
-#: Words that may follow "what" at the beginning of a clause that a noun could replace. For example,
-#: "leftovers" could replace "what is left".
+#: Words that follow "what" in an unclear clause. A noun should replace such a clause, for example
+#: "leftovers" instead of "what is left".
 _CLAUSE = (
     r"(?:is|are|was|were|has|had|have|may|must|can|will|would|does|did|stands?|lies?|waits?|runs?"
     r"|follows|comes?|came|goes|became|becomes|remains|failed|fails|ends?|ended|serves|says?|said"
@@ -101,11 +101,11 @@ _CLAUSE = (
 _START = r"(?:^|(?<=[.;:!?] ))"
 
 #: Question words. A heading may begin with a question word, such as "Why a run waits". In other
-#: texts, a clause that begins with a question word is reported, because a noun is often plainer.
+#: texts, a clause that begins with a question word is reported as unclear.
 _QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
-#: Pattern of each unclear construction, and a hint at a plainer form. The patterns have no
-#: capturing groups. If several patterns match at one place, the earliest pattern of the list
+#: Pattern of each unclear construction, and advice on a plainer form. The patterns have no
+#: capturing groups. If several patterns match at one place, only the first of them in this list
 #: counts.
 CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     # Clauses that stand for a noun
@@ -260,7 +260,7 @@ def _any_construction() -> re.Pattern[str]:
 def find_phrases(passage: Passage) -> list[Finding]:
     """Return the phrases of a passage that match CONSTRUCTIONS, in the order of the text.
 
-    A heading may ask a question: phrases with a question word are not reported there.
+    In headings, phrases that begin with a question word are not reported.
     """
     findings = []
     for match in _any_construction().finditer(passage.text):
@@ -273,7 +273,7 @@ def find_phrases(passage: Passage) -> list[Finding]:
 
 
 def examine(passages: Iterable[Passage]) -> Report:
-    """Return the number of words in the passages, and their obscure phrases (CONSTRUCTIONS)."""
+    """Count the words of passages, and find the unclear phrases that match CONSTRUCTIONS."""
     words = 0
     findings: list[Finding] = []
     for passage in passages:
@@ -312,7 +312,7 @@ def _passages_of(path: Path) -> Iterator[Passage]:
 
 
 def _without_code(text: str) -> str:
-    """Return a text in one line, in which `CODE` stands for each piece of code."""
+    """Join the lines of a text, and replace each piece of code with the word `CODE`."""
     return " ".join(re.sub(r"``?[^`]*``?", "CODE", text).split())
 
 
@@ -360,7 +360,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the first line and the text of each comment, which may span several lines."""
+    """Yield the number of the first line and the text of each comment of one or more lines."""
     first = last = 0
     words: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -405,7 +405,8 @@ def _texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
     """Yield the paragraphs, headings, list items and table cells outside of code blocks.
 
     Yields:
-        Number of the first line, text, and True for headings and for the first row of a table.
+        Number of the first line, the text, and a flag. The flag is True for headings and for the
+        first row of a table.
     """
     is_code = False
     first = 0
@@ -429,7 +430,7 @@ def _texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def main(places: list[str]) -> None:
-    """Print the obscure phrases in each folder or file, and their number per 1,000 words.
+    """Print the unclear phrases in each folder or file, and their number per 1,000 words.
 
     Args:
         places: Paths of the folders and files. If empty, the current directory.

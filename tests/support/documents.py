@@ -15,7 +15,7 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^`]*)$")
 _HEADING = re.compile(r"^(#{1,6}) (.*)$")
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)(?:\s+\"[^\"]*\")?\)")
 _CODE = re.compile(r"(`+)(.+?)\1")
-#: A character of a heading that GitHub leaves out of the anchor of the heading.
+#: Matches each character of a heading that GitHub leaves out of the heading's anchor.
 _NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 
 
@@ -23,8 +23,8 @@ _NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 class Block:
     """One fenced code block of a document."""
 
-    #: Words after the opening fence, for example `yaml run-spec`: the language of the block, then
-    #: the way in which tests check the block.
+    #: Words after the opening fence (three backquotes), for example `yaml run-spec`. The first word
+    #: is the language of the block. The second word says how tests check the block.
     info: str
     #: Text of the code block, without its fences.
     text: str
@@ -102,9 +102,10 @@ class Document:
         return frozenset(anchors)
 
     def commands(self, *languages: str) -> tuple[DocumentCommand, ...]:
-        """Return the commands in the code blocks of some languages.
+        """Return the commands in all code blocks with one of these languages.
 
-        In blocks of the language `console`, commands begin after `$ `, and other lines are output.
+        In blocks of the language `console`, only lines that begin with `$ ` are commands. The other
+        lines are output.
         """
         commands = []
         for block in self.blocks:

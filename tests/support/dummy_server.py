@@ -39,13 +39,13 @@ HEALTH = frozenset({"/health", "/health_generate"})
 #: Paths with which a test controls the server. Requests to these paths are never counted, and
 #: faults do not affect them.
 _CONTROL_PATHS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
-#: Block of zero bytes; `send_large` sends one such block after the other.
+#: Block of zero bytes. `send_large` sends this block repeatedly.
 _LARGE_PIECE = bytes(64 * 1024)
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """A fault that a test sets: the server misbehaves in this way instead of answering normally."""
+    """A wrong behaviour of the fake server that a test requests, for example no answer."""
 
     #: Name of the fault:
     #: - `ok`: no fault. A test sets this kind to end the current fault, and hanging requests are
@@ -83,11 +83,12 @@ class Counts:
     peak: int = 0
     #: Number of bytes that the server has sent.
     bytes_sent: int = 0
-    #: Number of requests that arrived, by request id.
+    #: Mapping from a request id to the number of requests that arrived with this id.
     begun: Counter[str] = field(default_factory=Counter)
-    #: Number of requests that were answered completely, by request id.
+    #: Mapping from a request id to the number of requests that were answered completely.
     finished: Counter[str] = field(default_factory=Counter)
-    #: Number of requests whose client disconnected before the answer was complete, by request id.
+    #: Mapping from a request id to the number of requests whose client disconnected before the
+    #: answer was complete.
     cancelled: Counter[str] = field(default_factory=Counter)
 
 
@@ -123,7 +124,7 @@ class DummyServer:
     ) -> None:
         """
         Args:
-            rank: Rank of the server, which its answers name.
+            rank: Rank of the server, which the server includes in its answers.
             version: Weight version that the server has at first.
             token_s: Time that the server needs for each token, in seconds.
             up_after_s: Time from the start of the server until health checks succeed, in seconds.
@@ -135,7 +136,7 @@ class DummyServer:
         self.port = 0
         self._token_s = token_s
         self._up_after_s = up_after_s
-        #: Time of the event loop from which health checks succeed.
+        #: Time from which health checks succeed, on the clock of the event loop.
         self._up_at = 0.0
         #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
@@ -149,9 +150,9 @@ class DummyServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        """Listen on a port. If `port` is 0, listen on any free port.
+        """Listen on a TCP port, or on any free port if `port` is 0.
 
-        The attribute `port` of the server then has the number of the port.
+        Afterwards, the attribute `port` contains the number of the port.
         """
         loop = asyncio.get_running_loop()
         self._up_at = loop.time() + self._up_after_s
@@ -186,7 +187,7 @@ class DummyServer:
             self._steps.release()
 
     async def answer(self, request: Request, connection: _Connection) -> None:
-        """Answer a request, or misbehave with the fault that the test has set for this server."""
+        """Answer a request normally, or with the fault that the test has set for this server."""
         path = request.path
         if path in _CONTROL_PATHS:
             is_broken = path == "/weights" and self.rank in request.json().get("broken_for", ())
@@ -214,9 +215,10 @@ class DummyServer:
             connection.send_json(200, self._echo(request), extra_headers=_ECHO_HEADERS)
 
     def _take_fault(self, *, is_health: bool) -> Fault:
-        """Return the fault that affects a request, and end the fault after its last request.
+        """Return the fault that affects this request.
 
-        If the fault affects only `times` requests, this request is counted.
+        If the fault affects only a limited number of requests, this method counts the request, and
+        ends the fault after the last request.
 
         Args:
             is_health: True for a health check, which only some faults affect.
@@ -231,11 +233,11 @@ class DummyServer:
         return fault
 
     async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
-        """Let a request fail as the test has requested, for example with HTTP status 503.
+        """Show a fault to the client, for example answer with HTTP status 503.
 
         Returns:
-            True if the fault has answered or cut the connection. False if the server must still
-            send the regular answer.
+            False if the server must still send the normal answer, for example after a delay.
+            Otherwise True.
         """
         if fault.kind == "hang":
             await self._fault_over.wait()
@@ -256,7 +258,7 @@ class DummyServer:
         return False
 
     async def _generate(self, request: Request, connection: _Connection, fault: Fault) -> None:
-        """Answer a request for text with as many tokens as it requests; 4 if it names no number."""
+        """Answer a request for text. The text has the requested number of tokens, by default 4."""
         body = request.json()
         parameters = body.get("sampling_params") or {}
         tokens = int(body.get("max_tokens") or parameters.get("max_new_tokens") or 4)
@@ -323,7 +325,7 @@ class DummyServer:
 
 
 _NO_FAULT = Fault()
-#: Headers of an echo answer that occur twice, so that a test can check that a proxy keeps both.
+#: Headers that occur twice in an echo answer. A test checks that a proxy forwards both.
 _ECHO_HEADERS = "X-Twice: one\r\nX-Twice: two\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
 
 

@@ -26,7 +26,7 @@ def find_code_words(cell: str) -> tuple[str, ...]:
     return tuple(re.findall(r"`(\w+)`", cell))
 
 
-#: Names of the fields that a line of events.jsonl has, by the name of the event.
+#: Mapping from the name of an event to the names of the fields in its lines of events.jsonl.
 CATALOGUE: Mapping[str, tuple[str, ...]] = {
     event.strip("`"): find_code_words(fields)
     for event, fields in read_table("| event of an attempt | fields |")

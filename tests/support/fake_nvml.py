@@ -28,11 +28,10 @@ class Gpu:
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
-    #: Number of the repair that the driver recommends, as in NVML's
+    #: Repair of the GPU that the driver recommends, as a number of NVML's enum
     #: `nvmlDeviceGpuRecoveryAction_t`. None if the driver is too old to recommend repairs.
     recovery_action: int | None = 0
-    #: Process id and used GPU memory in MiB of each process. The memory is None if the driver does
-    #: not know it.
+    #: Process id and used GPU memory in MiB of each process. The memory is None if unknown.
     processes: Sequence[tuple[int, int | None]] = ()
 
 

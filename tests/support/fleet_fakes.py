@@ -47,9 +47,10 @@ def make_topology(
         servers: Number of servers of each engine.
         token: HTTP request of the probe that lets a server generate a token. None for no such
             probe.
-        are_experts: True if each server is an entrypoint that updates the weights of its rank.
-            If False, only the first server of an engine is an entrypoint, which updates the weights
-            of all ranks of the engine. The other servers have no probe: they only must be alive.
+        are_experts: True if every server is an entrypoint, which accepts requests and updates the
+            weights of its own rank. If False, only the first server of each engine is an
+            entrypoint, and updates the weights of all ranks of the engine. The other servers have
+            no probe.
     """
     planned_engines = []
     for engine in range(engines):
@@ -104,8 +105,8 @@ def make_slot(
 class FakeServer:
     """State and behaviour of a fake server.
 
-    A test may change the behaviour at any time. Each start of the server makes all probes succeed
-    again: it sets `answers` and `at_home` to `yes`.
+    A test may change the attributes at any time. Each start of the server resets `answers` and
+    `at_home` to `yes`, so that all probes succeed again.
     """
 
     rank: int
@@ -120,10 +121,10 @@ class FakeServer:
     at_home: str = "yes"
     #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0
-    #: Time from which the current process of the server answers probes, by the clock of the event
-    #: loop in seconds.
+    #: Time from which the current process of the server answers probes, in seconds on the clock of
+    #: the event loop.
     ready_s: float = 0.0
-    #: True if the process survives every stop.
+    #: True if no stop ends the process.
     is_stuck: bool = False
     #: Error messages of the next starts, in order. If empty, a start succeeds.
     start_errors: list[str] = field(default_factory=list)
@@ -145,11 +146,11 @@ class FakeHost:
     def __init__(self) -> None:
         #: Called when a fake server dies.
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: The fake servers, by rank.
+        #: Mapping from the rank of a server to the fake server.
         self.servers: dict[int, FakeServer] = {}
         #: Starts and stops of servers as `(time, verb, ranks)`. The verb is `start` or `stop`.
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
-        #: Plans (`ServerSlot`) of the servers that were started, by rank.
+        #: Mapping from the rank of a started server to its plan.
         self.slots: dict[int, ServerSlot] = {}
         #: Descriptions of wrong calls by the fleet, for example a start of a server that already
         #: runs.
@@ -202,7 +203,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server, but only if the server still has the epoch `epoch`."""
+        """End the process of a server. Do nothing if the server was restarted after `epoch`."""
         if self[rank].epoch == epoch:
             self.die(rank)
 
@@ -255,8 +256,8 @@ class FakeProber:
         self.calls: list[tuple[str, Ask]] = []
         #: URL paths at which every probe fails with HTTP status 503.
         self.deaf_paths: set[str] = set()
-        #: HTTP status of answers to requests that are not probes, by the rank of the server. None
-        #: if such requests to the server hang.
+        #: Mapping from the rank of a server to the HTTP status of its answers. None means that
+        #: requests to the server hang. Probes are not affected.
         self.statuses: dict[int, int | None] = {}
         #: Reason why no probe can be sent. None if probes can be sent.
         self.shortage: NotChecked | None = None
@@ -314,7 +315,7 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
 
 
 def make_settings(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
-    """Return a `Rollout`: the settings of a fleet, as a spec has them, without validation.
+    """Return the settings of a fleet, as a `Rollout` object that is not validated.
 
     Args:
         grace_s: Grace period of the servers, in seconds.
@@ -341,7 +342,7 @@ def make_fleet_plan(
     fleet: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,
 ) -> FleetPlan:
-    """Return the fleet plan of a first attempt whose files are in a directory.
+    """Return the plan of a fleet for the first attempt of a run.
 
     Args:
         directory: Working directory of the servers, and directory of the attempt's files.
@@ -478,7 +479,7 @@ class FleetHarness:
         return now_s() - began_s
 
     def last_failure_cause(self, group: int = 0) -> str:
-        """Return the cause of a lifecycle group's last failure, as the fleet's events name it.
+        """Return the cause of a lifecycle group's last failure, from the events of the fleet.
 
         A lifecycle group is a set of servers that are stopped and started together.
         """
@@ -497,10 +498,10 @@ def list_fleet_tasks() -> list[str]:
 
 
 def make_rebind(first: int) -> Rebind:
-    """Return a `Rebind` function, from which the fleet gets a new port for a restarted server.
+    """Return a `Rebind` function. The fleet calls it to get a new port for a restarted server.
 
-    The first call of the function returns the port `first`, the next call the following port, and
-    so on. Each group must have only one server.
+    The first call of the function returns the port `first`, the second call the port `first + 1`,
+    and so on. Each lifecycle group of the fleet must have only one server.
     """
     ports = itertools.count(first)
 

@@ -42,8 +42,8 @@ _PRELOADED_MODULES = (
 class ForkedProcess:
     """A process that the fork server has started.
 
-    Only the fork server can reap the process. The fork server does so before it starts the next
-    process.
+    The fork server is the parent of the process. If the process has ended, the fork server reaps
+    the process before the next start.
     """
 
     def __init__(self, stdin: int, stdout: int) -> None:

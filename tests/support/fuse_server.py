@@ -27,15 +27,18 @@ FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR = 25, 26, 27, 28, 29
 ACCESS, CREATE, INTERRUPT, BATCH_FORGET, RENAME2 = 34, 35, 36, 42, 45
 
 _IN_HEADER = struct.Struct("<IIQQIIII")
-#: Flag in the answer to OPEN, so that the kernel caches no content of the file. Each read then
-#: reaches this program.
+#: Flag in the answer to OPEN. With this flag, the kernel does not cache the content of the file, so
+#: each read reaches this program.
 _DIRECT_IO = 1
 #: Bit in a SETATTR request which says that the request changes the size of the file.
 _SIZE_CHANGES = 1 << 3
 
 
 class Refused(Exception):
-    """An operation on the file system fails. The argument is the errno value for the caller."""
+    """Raised to reject an operation on the file system.
+
+    The argument of the exception is the errno value for the calling program.
+    """
 
 
 @dataclass
@@ -161,7 +164,7 @@ class Server:
     def _entry(self, node: Node) -> bytes:
         """Return the `struct fuse_entry_out` of a file.
 
-        Its cache timeouts are 0, so that the kernel asks this server for names and sizes each time.
+        The cache timeouts in the struct are 0, so that the kernel caches no names and no sizes.
         """
         return struct.pack("<QQQQII", node.number, 0, 0, 0, 0, 0) + node.attributes()
 
@@ -177,7 +180,7 @@ class Server:
 
 
 def mount(point: str) -> int:
-    """Mount a file system, and return the open device from which its requests are read.
+    """Mount a FUSE file system; return the file descriptor from which the requests are read.
 
     Raises:
         OSError: The file system cannot be mounted.

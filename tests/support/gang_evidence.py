@@ -15,9 +15,10 @@ from typing import Any
 from tests.support.gang_referee import ComponentProcess, History, State
 
 #: Code of a component that holds the GPUs of its run for SECONDS seconds. Its arguments are `FILE
-#: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS of the run fail with the error that
-#: they find no GPUs. The component writes a line to FILE when it starts, and another line when it
-#: ends. Each line is written by one write(2), so that the lines of several processes never mix.
+#: SECONDS RUN-DIRECTORY API FAILS`. The first FAILS attempts of the run fail with an error message
+#: about missing GPUs. The component writes a line to FILE when it starts, and another line when it
+#: ends. Each line is written with one call of write(2), so that the lines of several processes
+#: never mix.
 COMPONENT_PROGRAM = """
 import json, os, signal, socket, sys, time
 began = time.time()
@@ -88,7 +89,7 @@ def make_history(
     lines: Sequence[Mapping[str, Any]],
     asked: SubmittedDemand,
 ) -> History:
-    """Return the history of a run, in which `gang_referee` looks for violated requirements.
+    """Return the history of a run. The module `gang_referee` searches it for broken rules.
 
     Args:
         run: The flow run, as the Prefect server returns it.
@@ -122,7 +123,10 @@ def _seconds(text: str) -> float:
 
 
 def parse_granted_nodes(label: str) -> dict[str, int] | None:
-    """Return the number of GPUs by node from the label of a grant. None if it names no nodes."""
+    """Parse the label of a grant, and return a mapping from node to number of GPUs.
+
+    Return None if the label names no nodes.
+    """
     return json.loads(label or "{}").get("nodes") or None
 
 

@@ -65,7 +65,7 @@ class OtherHost:
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
         """Start a Python program of the project on the host, and return its process id.
 
-        The process id is the number of the process outside of the host's namespace.
+        The process id is valid outside of the host's PID namespace.
 
         Args:
             *arguments: Arguments of the Python interpreter.

@@ -93,8 +93,8 @@ def cables(count: int) -> Iterator[list[NetworkLink]]:
         yield created
     finally:
         for cable in created:
-            # `ip` fails if the network namespace of the host, and with it the pair of devices, is
-            # already deleted.
+            # `ip` fails if the pair of devices no longer exists. The kernel deletes the pair
+            # together with the network namespace of the host.
             subprocess.run(("ip", "link", "del", cable.near), stderr=subprocess.DEVNULL)
 
 

@@ -30,7 +30,7 @@ from tests.support.prefect_api import send_request
 
 #: Name of the work pool.
 POOL = "gang"
-#: Number of GPUs by node in tests that name no nodes.
+#: Default nodes of a pool: mapping from the name of a node to its number of GPUs.
 NODES: Mapping[str, int] = {"n1": 16}
 
 
@@ -64,7 +64,7 @@ class GangPool:
     #: Simulated host on which the worker of the pool runs.
     host_env: HostEnvironment
     server: Server
-    #: Number of GPUs of each node of the pool, by the name of the node.
+    #: Mapping from the name of each node of the pool to its number of GPUs.
     nodes: Mapping[str, int] = field(default_factory=lambda: dict(NODES))
     #: Type of the work pool: `gang`, or `process` for a comparison with Prefect's own pool.
     type: str = "gang"
@@ -72,7 +72,8 @@ class GangPool:
     name: str = POOL
     #: Priority of each work queue. The queue with the lowest number is served first.
     ranks: Mapping[str, int] = field(default_factory=lambda: {"urgent": 1, "default": 2, "idle": 3})
-    #: Requested GPUs of the submitted runs, by flow run id, in the order of submission.
+    #: Mapping from the flow run id of each submitted run to its requested GPUs, in the order of
+    #: submission.
     asked: dict[str, SubmittedDemand] = field(default_factory=dict)
     #: Flow run ids of the runs that `hold` created: they hold GPUs, but have no process.
     _holders: list[str] = field(default_factory=list)
@@ -82,7 +83,7 @@ class GangPool:
 
         Args:
             limit: Concurrency limit of the work pool. None for no limit.
-            **settings: Settings of the work pool, by the names of the fields of `PoolSettings`.
+            **settings: Settings of the work pool. Their names are fields of `PoolSettings`.
         """
         self.host_env.home.mkdir(parents=True, exist_ok=True)
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
@@ -114,7 +115,7 @@ class GangPool:
         send_request("POST", f"{self.host_env.api}/deployments/", deployment)
 
     def change(self, **settings: Any) -> None:
-        """Change settings of the work pool, by the names of the fields of `PoolSettings`."""
+        """Change settings of the work pool. Arguments have the names of fields of `PoolSettings`."""
         self.patch(base_job_template=self._template(settings))
 
     def patch(self, **content: Any) -> None:
@@ -141,8 +142,7 @@ class GangPool:
         """Start a worker of the work pool, and wait until it accepts runs.
 
         Args:
-            name: Name of the worker. If empty, the name of its host: `reconcile` finds the host of
-                a run by this name.
+            name: Name of the worker. If empty, the worker has the name of its host.
             on: Host of the worker. If None, the host of the pool.
             type: Type of the worker. If empty, the type of the work pool.
         """
@@ -222,7 +222,10 @@ class GangPool:
         return Run(host_env=self.host_env, flow_run_id=flow_run["id"])
 
     def start(self, spec: Mapping[str, Any]) -> tuple[Popen[bytes], Run]:
-        """Start a run without a worker, by `python -m flows.train`; return its process and run."""
+        """Start a run with `python -m flows.train`, without a worker.
+
+        Return the process of the run, and the run.
+        """
         path = self.host_env.home / f"spec-{len(self.asked)}.yaml"
         path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
         earlier_ids = {run["id"] for run in self.host_env.flow_runs()}
@@ -241,13 +244,14 @@ class GangPool:
         """Create a run that holds GPUs on the Prefect server but has no process.
 
         Args:
-            nodes: Number of GPUs to hold, by node.
+            nodes: Mapping from the name of a node to the number of GPUs to hold.
             hours: Expected duration of the run, in hours.
             tags: Tags of the flow run.
         """
         name = f"holder-{'-'.join(nodes)}"
         gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
-        # Muster's messages use the name in the spec, so it must be the name of the flow run.
+        # The spec must have the name of the flow run, because Muster's messages use the name in the
+        # spec.
         spec = {"name": name, "gang": gang}
         flow = self.host_env.post("/flows/", name="train")["id"]
         flow_run = self.host_env.post(
@@ -267,7 +271,7 @@ class GangPool:
         return self.set_state(run, "CANCELLING")
 
     def set_state(self, run: Run, type: str) -> str:
-        """Propose a state type for a run, and return the state type that the server set."""
+        """Ask the Prefect server to set a state type for a run; return the resulting state type."""
         path = f"/flow_runs/{run.flow_run_id}/set_state"
         return str(self.host_env.post(path, state={"type": type})["state"]["type"])
 
@@ -275,8 +279,9 @@ class GangPool:
         """Cancel all runs, wait until they have ended, and forget them.
 
         Raises:
-            AssertionError: A run did not end within 40 s after its cancellation. On the server, the
-                run is then cancelled, too, so that the next test can use its GPUs.
+            AssertionError: A run did not end within 40 s after its cancellation. In this case, the
+                method first sets the run's state on the server to CANCELLED, so that the next test
+                can use the GPUs.
         """
         # First cancel the queued runs: they would start as soon as the held GPUs become free.
         for id_, run in self.flow_runs().items():
@@ -294,7 +299,7 @@ class GangPool:
             self.asked.clear()
 
     def record_run(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
-        """Add a run to `asked` that another program has submitted to the queue `default`."""
+        """Record a run that another program submitted to the queue `default`, with its GPUs."""
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
@@ -324,7 +329,7 @@ class GangPool:
         return [json.loads(line) for line in self.lines.read_text().splitlines()]
 
     def flow_runs(self) -> dict[str, dict[str, Any]]:
-        """Return the current flow run of each submitted run, by flow run id."""
+        """Return a mapping from flow run id to current flow run, with all submitted runs."""
         ids = list(self.asked)
         flow_runs: dict[str, dict[str, Any]] = {}
         for start in range(0, len(ids), 100):
@@ -354,8 +359,8 @@ class GangPool:
         """Return the history of each submitted run, in the order of the queue.
 
         Args:
-            may_end: State types with which a run may end, by flow run id. Other runs must end as
-                COMPLETED.
+            may_end: Mapping from a flow run id to the state types with which this run may end. All
+                other runs must end as COMPLETED.
         """
         lines = self.read_lines()
         histories = []
@@ -383,8 +388,9 @@ def gang_pool(
     Args:
         directory: Directory for the files of the server and of the host.
         type: Type of the work pool.
-        nodes: Number of GPUs by node.
-        server: A server that is not started. If None, a server with SQLite on 127.0.0.1.
+        nodes: Mapping from the name of a node to its number of GPUs.
+        server: Prefect server, which is not started yet. If None, a server with SQLite on
+            127.0.0.1.
         **settings: Arguments of `GangPool.set_up`.
     """
     server = server or Server(directory / "server")

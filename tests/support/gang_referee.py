@@ -52,8 +52,8 @@ class ComponentProcess:
     #: End of the process, in UTC epoch seconds. None if the process was killed before it wrote its
     #: end.
     ended: float | None = None
-    #: Number of GPUs by node that were granted to the run. None if the process did not read the
-    #: grant from the Prefect server.
+    #: Mapping from the name of a node to the number of GPUs that were granted to the run. None if
+    #: the process did not read the grant from the Prefect server.
     nodes: Mapping[str, int] | None = None
     #: Name of the host on which the process ran.
     host: str = ""
@@ -77,7 +77,8 @@ class History:
     states: Sequence[State]
     #: Component processes of the run.
     parts: Sequence[ComponentProcess] = ()
-    #: Number of GPUs by node that the run was granted last. None if there was no grant.
+    #: Last grant of the run: mapping from the name of a node to the number of GPUs. None if there
+    #: was no grant.
     placed: Mapping[str, int] | None = None
     #: Types of the final states that the run may have.
     may_end: frozenset[str] = frozenset({"COMPLETED"})
@@ -96,12 +97,12 @@ class Hold:
     run: str
     #: Time at which the run got its GPUs, in UTC epoch seconds.
     since: float
-    #: Time at which the run gave its GPUs back, in UTC epoch seconds; infinity if it still holds
-    #: them.
+    #: Time at which the run gave its GPUs back, in UTC epoch seconds. Infinity if the run still
+    #: holds its GPUs.
     until: float
     #: Number of held GPUs, on all nodes together.
     gpus: int
-    #: Number of held GPUs by node. None if the nodes are unknown.
+    #: Mapping from the name of a node to the number of held GPUs. None if the nodes are unknown.
     nodes: Mapping[str, int] | None
 
 
@@ -111,19 +112,18 @@ class Judgement:
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
-    #: Largest number of GPUs in use at the same time, by node. The key `GPUs` has the largest
-    #: number on all nodes, the key `runs` the largest number of runs.
+    #: Largest numbers at the same time. A key is the name of a node (used GPUs of this node),
+    #: `GPUs` (used GPUs of all nodes) or `runs` (number of runs with GPUs).
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int
     #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
     #: Number of late runs. A run is late if a run behind it in the queue was admitted earlier,
-    #: although the GPUs sufficed for both. A short delay is no fault, because one scheduling pass
-    #: may admit its runs in any order.
+    #: although the GPUs sufficed for both. A short delay is no fault.
     late: int = 0
-    #: Longest delay of a late run, in seconds: from the admission of the run behind it to its own
-    #: admission. 0 if no run was late.
+    #: Longest delay of a late run, in seconds. 0 if no run was late. The delay begins when the run
+    #: behind the late run is admitted, and ends when the late run is admitted.
     late_s: float = 0.0
 
     def __str__(self) -> str:
@@ -143,18 +143,18 @@ def judge(
     in_order: bool = True,
     by_states: bool = True,
 ) -> Judgement:
-    """Return which rules of the gang queue were broken in the histories of runs.
+    """Check whether the histories of runs show broken rules of the gang queue.
 
     Args:
         runs: Histories of all runs of the queue.
-        nodes: Number of GPUs by node that exist.
+        nodes: Mapping from the name of each existing node to its number of GPUs.
         most_runs: Number of runs that may hold GPUs at the same time.
-        late_s: Seconds by which a run may start later than a run behind it in the queue. One
-            scheduling pass may admit both runs in any order.
+        late_s: Longest allowed delay, in seconds. A run may start this much later than a run behind
+            it in the queue, because one scheduling pass may admit both runs in any order.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
-        by_states: True if the states and the grants show the times and the nodes of held GPUs. Use
-            False for Ray: it places runs itself, and frees GPUs before the state of the run
-            changes. Only the lines of the components then count.
+        by_states: True if the states of the runs show when GPUs were held, and the grants show the
+            nodes. Use False for Ray, which chooses the nodes of a run itself. Then only the lines
+            of the components are checked.
     """
     holds = {run.name: list(list_holds(run)) for run in runs}
     all_holds = [hold for holds_of_run in holds.values() for hold in holds_of_run]
@@ -255,7 +255,7 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 
 
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
-    """Yield a message for each second admission or second start of a run.
+    """Yield a message if a run was admitted twice in a row, or if an attempt ran twice.
 
     Also report components that ran without GPUs, or that did not end before their run completed.
 
@@ -296,8 +296,9 @@ class _Usage:
     since: float
     #: End of the period in which the run used the resources, in UTC epoch seconds.
     until: float
-    #: Used amount of each resource, by its name. A node's name stands for the GPUs of this node.
-    #: "GPUs" stands for the GPUs of all nodes, "runs" for the number of runs.
+    #: Mapping from the name of a resource to its used amount. The resources are the GPUs of each
+    #: node (key: name of the node), the GPUs of all nodes ("GPUs"), and the number of runs
+    #: ("runs").
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -321,7 +322,7 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 
     Args:
         runs: Histories of the runs.
-        holds: Periods in which the runs held their GPUs, by the name of the run.
+        holds: Mapping from the name of a run to the periods in which the run held its GPUs.
     """
     usages = []
     for run in runs:
@@ -335,11 +336,11 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
 ) -> Iterator[_Usage]:
-    """Yield the used GPUs of each node and the period of the use, for each component of the runs.
+    """Yield the period and the used GPUs of each node, for each component of the runs.
 
     Args:
         runs: Histories of the runs.
-        holds: Periods in which the runs held their GPUs, by the name of the run.
+        holds: Mapping from the name of a run to the periods in which the run held its GPUs.
     """
     for run in runs:
         for part in run.parts:
@@ -366,8 +367,8 @@ def _find_peaks(
         for at, sign in ((usage.since, 1), (usage.until, -1))
         if usage.until > usage.since
     ]
-    # If a usage ends and another begins at the same time, the end comes first, because its change
-    # is negative.
+    # If one usage ends and another begins at the same time, the end comes first in the list,
+    # because the change of an end is negative.
     changes.sort(key=lambda change: change[:2])
 
     used: dict[str, float] = dict.fromkeys(limits, 0)
@@ -397,17 +398,17 @@ def _find_overtaking(
 ) -> tuple[list[float], list[str]]:
     """Find runs that were overtaken: a run behind them in the queue was admitted earlier.
 
-    Overtaking is a fault if the free GPUs did not suffice for both runs: the run behind then took
-    GPUs that the first run needed. If the GPUs sufficed for both, the first run was only delayed.
-    The scheduler may have admitted both runs in one scheduling pass, or may not have known yet that
-    GPUs had become free. A delay of more than `late_s` seconds is a fault, too.
+    Overtaking is a fault if the free GPUs did not suffice for both runs. If the GPUs sufficed for
+    both runs, overtaking is a fault only if the delay is longer than `late_s` seconds. A shorter
+    delay is allowed, because one scheduling pass may admit both runs in any order.
 
     Args:
         runs: Histories of all runs of the queue.
-        holds: Periods in which the runs held their GPUs, by the name of the run.
-        nodes: Number of GPUs by node. None if the nodes of the runs are unknown: then only delays
-            are checked.
-        late_s: Seconds by which a run may start later than a run behind it in the queue.
+        holds: Mapping from the name of a run to the periods in which the run held its GPUs.
+        nodes: Mapping from the name of each node to its number of GPUs. None if the nodes of the
+            runs are unknown. Then only delays are checked.
+        late_s: Longest allowed delay of a run, in seconds, after the admission of a run behind it
+            in the queue.
 
     Returns:
         The delays in seconds, and the descriptions of the faults.
@@ -422,7 +423,8 @@ def _find_overtaking(
                 if other.place <= run.place:
                     continue
                 # If `run` was submitted after `other`, ignore an admission of `other` in the first
-                # `late_s` seconds. Its scheduling pass may have begun before `run` was submitted.
+                # `late_s` seconds. The scheduling pass that admitted `other` may have begun before
+                # `run` was submitted.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:
@@ -476,8 +478,8 @@ def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool
 
     Args:
         run: History of the run, with the requested nodes and GPUs.
-        nodes: Number of GPUs by node.
-        holds: Periods of other runs. Their GPUs are not free.
+        nodes: Mapping from the name of a node to its number of GPUs.
+        holds: Periods in which other runs hold GPUs. These GPUs are not free.
     """
     free = dict(nodes)
     for hold in holds:

@@ -8,7 +8,8 @@ import argparse
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Help formatter that adds the default value to each option that has a default.
 
-    It keeps the line breaks of a description with several lines, and wraps other descriptions.
+    The formatter keeps the line breaks of a description that has several lines. A description of
+    one line is wrapped.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

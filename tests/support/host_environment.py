@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def with_absolute_cwd(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec with an absolute `cwd`; a relative `cwd` is below the root of the project.
+    """Return the spec with an absolute `cwd`. A relative `cwd` starts at the root of the project.
 
-    The spec then means the same in a file of any folder.
+    Then a test can store the spec in a file of any folder.
     """
     return {**spec, "cwd": str(ROOT / spec.get("cwd", "."))}
 
@@ -358,15 +358,15 @@ class Run:
     #: Simulated host on which the process of the run was started.
     host_env: HostEnvironment
     flow_run_id: str
-    #: Name of the flow run, as the property `name` has stored it. Empty before that.
+    #: Name of the flow run. Empty until the property `name` stores it.
     _name: str = ""
 
     @property
     def name(self) -> str:
         """Name of the flow run.
 
-        Once the run has a directory, the name no longer changes. This object then stores the name,
-        so that a test can read it even while the Prefect server is stopped.
+        The name no longer changes when the run has a directory. From then on, this object stores
+        the name, so that a test can read the name even while the Prefect server is stopped.
         """
         if not self._name:
             name = str(self.flow_run()["name"])
@@ -412,8 +412,8 @@ class Run:
     def wait_until_running(self) -> Run:
         """Wait until the state on the server says that all components are ready."""
         wait_for(self.is_running, f"{self.flow_run_id} runs")
-        # Reading the property `name` stores the name. A test may stop the Prefect server
-        # afterwards.
+        # The first use of the property `name` reads the name from the Prefect server and stores it.
+        # A test may stop the server afterwards.
         assert self.name and self._name
         return self
 
@@ -441,7 +441,8 @@ class Run:
     def processes(self) -> list[int]:
         """Return the ids of the processes whose variable PREFECT__FLOW_RUN_ID names this flow run.
 
-        A worker sets the variable in the process that it starts, and child processes inherit it.
+        A worker sets this variable in the process of a run, and child processes inherit the
+        variable.
         """
         return processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id)
 

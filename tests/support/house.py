@@ -31,8 +31,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 COMMAND = "tasks/command.py"
 #: Module of the Python client. Like `tasks/command.py`, it may import all folders of `tasks/`.
 CLIENT = "tasks/client.py"
-#: Third-party packages that a folder of `tasks/` may import, by folder. Folders that are not listed
-#: here may import any package.
+#: Mapping from a folder of `tasks/` to the third-party packages that this folder may import. Other
+#: folders may import any package.
 PLAIN = {
     "spec": {"pydantic", "pydantic_core", "yaml"},
     "record": {"pydantic", "pydantic_core", "yaml", "fsspec"},
@@ -258,7 +258,7 @@ def _circles(graph: Mapping[str, frozenset[str]]) -> tuple[tuple[str, ...], ...]
     """Return the groups of modules that import each other in a circle.
 
     Args:
-        graph: Imported modules of each module.
+        graph: Mapping from each module to the modules that it imports.
     """
 
     @cache

@@ -40,7 +40,7 @@ class HangingFolder:
 def hanging_folder(path: Path) -> Iterator[HangingFolder]:
     """Mount a file system in memory at a path that does not exist yet, and yield it.
 
-    At the end, all calls that block fail, and the file system is unmounted.
+    When the context ends, all blocked calls fail, and the file system is unmounted.
 
     Raises:
         OSError: This user may not mount a file system.

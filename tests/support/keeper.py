@@ -118,7 +118,7 @@ def list_descendants(root: int) -> list[int]:
 
 
 def read_parent_pid(name: str) -> int:
-    """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
+    """Return the pid of the parent of the process `name` (a pid), or 0 if the process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

@@ -26,13 +26,14 @@ from uuid import uuid4
 from prefect.client.schemas.objects import State, StateType
 
 #: Names of the data classes that hold the content of a spec, from its parsing to the start of the
-#: program. A module is on the first path if one of its functions gets such an object.
+#: program. A module is on the first path if one of its functions has an argument of such a class.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
 #: Names of the data classes that hold the result of a program, from its end to the final state of
-#: the flow run. A module is on the second path if one of its functions gets such an object.
+#: the flow run. A module is on the second path if one of its functions has an argument of such a
+#: class.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
 #: Names of the data classes that describe a waiting flow run, from its submission until its process
-#: gets GPUs. A module is on the third path if one of its functions gets such an object.
+#: gets GPUs. A module is on the third path if one of its functions has an argument of such a class.
 WAIT = frozenset(
     {
         "FlowRun",
@@ -89,7 +90,7 @@ class ModulePaths:
         self._traces_wait = False
 
     def observe(self, frame: FrameType, event: str, argument: object) -> None:
-        """Record the module of a called function: a profile function for `sys.setprofile`.
+        """Record the module of a called function. A test passes this method to `sys.setprofile`.
 
         Source: documentation of `sys.setprofile`.
         """
@@ -126,7 +127,7 @@ class ModulePaths:
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
     def begin_wait(self) -> None:
-        """Record the modules of all later calls in `to_gpus`, the path of a waiting flow run."""
+        """From now on, record the modules of called functions in `to_gpus`."""
         self._traces_wait = True
 
 
@@ -210,7 +211,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print three lists of modules: those that start a program, report a death, or await GPUs."""
+    """Print three lists of modules: for the start of a program, its end, and the wait for GPUs."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (

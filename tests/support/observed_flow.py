@@ -31,7 +31,7 @@ class OracleResult:
     The oracle is a process that checks through the kernel whether descendants survive.
     """
 
-    #: Exit code of the flow process, or the negative number of the signal that killed it.
+    #: Exit code of the flow process. If a signal killed the process, the negative signal number.
     exit_code: int
     #: `PID COMMAND` of each descendant of the flow process that was alive at the oracle's deadline,
     #: some seconds after the end of the flow process.
@@ -52,8 +52,8 @@ class OracleResult:
 class ObservedFlow:
     """A flow process that a test may kill.
 
-    Methods return the events, the record and the flow run of the process. Its parent is another
-    process, the oracle. The oracle checks whether descendants of the flow process survive it.
+    The parent of the flow process is another process, the oracle. The oracle checks whether
+    descendants survive the flow process.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ObservedFlow:
         return (self.directory / "supervising.log").read_text()
 
     def state(self) -> str:
-        """Return the kernel's letter for the state of the flow process, `T` if it is stopped.
+        """Return the kernel's letter for the state of the flow process, such as `T` (stopped).
 
         Source: proc_pid_stat(5).
         """
@@ -182,7 +182,7 @@ class ObservedFlow:
     def exists(self) -> bool:
         """Return True until the flow process has been reaped by its parent, the oracle process.
 
-        A process whose main thread is a zombie still counts: its other threads may hold its files.
+        Also return True if the main thread is a zombie, because other threads may still hold files.
         """
         return Path(f"/proc/{self.pid}").exists()
 
@@ -207,7 +207,7 @@ class ObservedFlow:
             self.kill(signal.SIGTERM)
 
     def oracle_result(self) -> OracleResult:
-        """Return how the flow process ended, and which of its descendants survived.
+        """Return the exit code of the flow process, and the descendants that survived.
 
         The oracle is the parent of the flow process and adopts its orphans. The method waits until
         the flow process and all descendants have ended, or until a deadline. Further calls return
@@ -254,8 +254,8 @@ class ObservedFlow:
     def clear(self) -> None:
         """Kill the processes that a failed test did not stop, and delete the flow run."""
         if not self._oracle.has_ended():
-            # The oracle, the parent of the flow process, has not reaped it yet. So no other process
-            # has the pid of the flow process.
+            # The oracle has not reaped the flow process yet. So the kernel has not given the pid of
+            # the flow process to another process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()
@@ -270,7 +270,7 @@ class ObservedFlow:
 def run_unrelated_processes() -> Iterator[tuple[int, ...]]:
     """Run two processes that belong to no run while the context is open; yield their pids.
 
-    Muster must not stop them.
+    Muster must not stop these two processes.
     """
     with subprocess.Popen(
         ["sh", "-c", "setsid sleep 601 & echo $!; exec sleep 602"],

@@ -27,15 +27,15 @@ import signal
 import sys
 import time
 
-#: Seconds until a program must have removed its cgroups after its last process has ended.
+#: Seconds from the end of a program's last process until the program must have removed its cgroups.
 TIDY_WITHIN_S = 2.0
 
 
 def is_watched(deadline_s: float) -> bool:
-    """Fork a process, and watch it from this process until it and its descendants have ended.
+    """Fork this process, and wait in the parent until the child and its descendants have ended.
 
-    So this process becomes the oracle of the forked process: this process asks the kernel whether
-    descendants survive.
+    The parent is called the oracle. The oracle asks the kernel whether descendants of the child
+    survive.
 
     Args:
         deadline_s: Seconds that descendants may live after the end of the forked process.
@@ -110,7 +110,7 @@ def is_alive() -> bool:
 
 
 def end_all(cgroup: str) -> None:
-    """Kill all descendants of this process and all processes of a cgroup, within at most 10 s."""
+    """Kill all descendants of this process and all processes of a cgroup. Give up after 10 s."""
     since = time.monotonic()
     while (is_alive() or is_populated(cgroup)) and time.monotonic() - since < 10:
         for pid in list_processes(cgroup):
@@ -182,7 +182,7 @@ def write(path: str, text: str) -> None:
 
 
 def read_parent_pid(name: str) -> int:
-    """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
+    """Return the pid of the parent of the process `name` (a pid), or 0 if the process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

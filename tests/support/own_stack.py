@@ -199,7 +199,7 @@ class OwnStack:
         return send_request(method, url, content, password=password)
 
     def states(self) -> dict[str, str]:
-        """Return the state type of each training on the Prefect server, by run id.
+        """Return a mapping from run id to state type, with all trainings on the Prefect server.
 
         The dict is empty if the server does not answer.
         """

@@ -19,9 +19,9 @@ _RETRY_DELAY_S = 0.2
 def send_request(method: str, url: str, content: Any = None, *, password: str = "") -> Any:
     """Send a request to a Prefect server, and return the JSON of its answer.
 
-    A server with SQLite answers 503 while another request locks the database. Like Prefect's own
-    client, this function then repeats the request. The server has rolled back each
-    request that it answers with 503, so no request is executed twice.
+    A server with SQLite answers with status 503 while another request locks the database. This
+    function then repeats the request. A request with this answer had no effect on the server, so no
+    request is executed twice.
 
     Args:
         method: HTTP method.

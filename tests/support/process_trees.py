@@ -41,7 +41,7 @@ while True:
     time.sleep(600)
 """
 
-#: Command that starts a process tree of a certain shape, by the name of the shape.
+#: Mapping from the name of a shape to the command that starts a process tree of this shape.
 SHAPES: dict[str, tuple[str, ...]] = {
     "polite": sh("echo up; exec sleep 600"),
     "leader-ignores-term": sh("trap '' TERM; echo up; exec sleep 600"),

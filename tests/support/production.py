@@ -28,11 +28,11 @@ _MIGRATION_TIMEOUT_S = 300.0
 
 
 def read_variables(path: Path, *, switched_off: bool = False) -> dict[str, str]:
-    """Return the values of the variables in an environment file, by name.
+    """Return a mapping from name to value, with the variables in an environment file.
 
     Args:
         path: The environment file.
-        switched_off: True to include variables in comments, `#NAME=value`.
+        switched_off: True to include the variables that are commented out, `#NAME=value`.
     """
     variables = {}
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -18,7 +18,7 @@ GO_KEY = b"\x11"
 
 
 class PseudoTerminal:
-    """A pseudo-terminal. A thread reads its output all the time until the terminal is closed."""
+    """A pseudo-terminal. A thread reads all of its output until the terminal is closed."""
 
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
         """
@@ -48,7 +48,7 @@ class PseudoTerminal:
     def close_device(self) -> None:
         """Close the test process's copy of the terminal device, after a process was started in it.
 
-        The output then ends when the last process in the terminal has ended.
+        Without this call, the output would not end when the last process in the terminal has ended.
         """
         os.close(self._slave)
 
@@ -79,7 +79,7 @@ class PseudoTerminal:
     def wait_until_read(self, within_s: float = 30.0) -> None:
         """Wait until the last process in the terminal has ended and all output is read.
 
-        After `within_s` seconds, return in any case.
+        Return after `within_s` seconds even if a process still runs.
         """
         self._thread.join(within_s)
 

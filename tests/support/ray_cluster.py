@@ -68,7 +68,7 @@ _COMPONENT_VARIABLES = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "
 
 
 async def free_gpus(gcs_address: str) -> dict[str, float]:
-    """Return the number of free GPUs by node id, as the cluster reports it.
+    """Return a mapping from node id to number of free GPUs, as the cluster reports it.
 
     Nodes without a free GPU are left out.
 
@@ -240,7 +240,7 @@ class RayCluster:
         is_fast_to_notice: bool = False,
         head_env: dict[str, str] | None = None,
     ) -> Iterator[RayCluster]:
-        """Run a Ray cluster while the context is open; all of its processes then end.
+        """Run a Ray cluster while the context is open. Then end all processes of the cluster.
 
         Args:
             nodes: Number of nodes, in addition to the head node.

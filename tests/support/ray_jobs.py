@@ -29,9 +29,9 @@ WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class JobEvents:
-    """Records the events of a Ray job and its requests to check nodes for leftover processes.
+    """Records the events of a Ray job, and its requests to search nodes for leftover processes.
 
-    The checks are not carried out.
+    No node is searched.
     """
 
     #: Names and fields of the emitted events, in order.
@@ -98,7 +98,7 @@ class Jobs:
         """
         self.address = address
         self.directory = directory
-        #: Records the events of all jobs, and the requests of the jobs to check the nodes for
+        #: Records the events of all jobs. Also records the requests of the jobs to search nodes for
         #: leftover processes.
         self.told = JobEvents()
         #: Random value of the environment variable MARK in each job's command. With this value, the
@@ -220,10 +220,11 @@ class BreakableProxy:
         self._open: set[asyncio.StreamWriter] = set()
         #: Port of the proxy. 0 before its first start.
         self._port = 0
-        #: Beginning of the requests whose answer gets lost: they reach the dashboard, and the proxy
-        #: then breaks the connection. Empty if no answer gets lost.
+        #: First bytes of the requests whose answers the proxy drops. The proxy passes such a
+        #: request to the dashboard, and then breaks the client's connection. Empty if the proxy
+        #: drops no answers.
         self.swallows = b""
-        #: Number of requests that reached the dashboard, by method and path.
+        #: Mapping from method and path to the number of requests that reached the dashboard.
         self.passed: dict[bytes, int] = {}
 
     @property
@@ -244,7 +245,7 @@ class BreakableProxy:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward the data of one connection in both directions until either side closes it."""
+        """Pass data between one client and the dashboard until one of them disconnects."""
         dashboard_reader, dashboard_writer = await asyncio.open_connection(*self._target)
         self._open |= {writer, dashboard_writer}
         is_answer_lost = False

@@ -23,13 +23,14 @@ from tests.support.another_user import NOBODY
 from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
 #: Command that runs another command as the user `nobody`, with the capability to read all files.
-#: Without it, `nobody` may not be able to read the directory of the Python interpreter.
+#: Without this capability, `nobody` may not be able to read the directory of the Python
+#: interpreter.
 AS_NOBODY = (
     *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
 )
-#: C program that becomes root and waits. Its executable must belong to root, with the set-user-ID
-#: bit.
+#: C program that becomes root and waits. For this, the executable must belong to root and have the
+#: set-user-ID bit.
 _HELPER = r"""
 #define _GNU_SOURCE
 #include <stdio.h>

@@ -13,7 +13,7 @@ from botocore.config import Config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-#: Environment variables with which a client finds the server and has credentials.
+#: Environment variables with the credentials and the region of a client.
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -36,7 +36,8 @@ class S3Server:
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer | None = None
         self._port = 0
-        #: Called before each request is answered, with its method and its path.
+        #: Function that the server calls with the method and the path of each request before the
+        #: answer.
         self.before_request: Callable[[str, str], None] = lambda method, path: None
         #: Set when the server stops, so that delayed requests end.
         self._is_stopping = threading.Event()
@@ -110,7 +111,7 @@ class S3Server:
 def ignore_message(_: object) -> None:
     """Return None for every argument.
 
-    This turns a call with a result into an expression for a function that must return None.
+    A lambda that must return None can pass the result of a call to this function.
     """
 
 

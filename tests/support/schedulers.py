@@ -102,7 +102,7 @@ class Schedulers:
     @staticmethod
     @contextmanager
     def of(directory: Path, nursery: Nursery) -> Iterator[Schedulers]:
-        """Yield an object that starts scheduler processes; the processes end with the context."""
+        """Yield an object that starts scheduler processes, and end these processes afterwards."""
         schedulers = Schedulers(directory, nursery)
         try:
             yield schedulers
@@ -190,7 +190,7 @@ class Schedulers:
 
 
 def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
-    """Return the ids of leases during which another process wrote, too.
+    """Return the ids of leases during which a second process wrote to the journal.
 
     The list is empty if no two processes had the lease at the same time.
 
@@ -198,8 +198,8 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
         lines: Lines of the journal, as `Schedulers.lines` returns them.
     """
     writers = [lease_id for _, lease_id, event in lines if event == "write"]
-    # Consecutive lines of the same lease count as one block. A lease with two blocks was
-    # interrupted by lines that another lease wrote.
+    # Merge consecutive lines with the same lease id into one block. If a lease has two blocks,
+    # another process wrote lines between them.
     uninterrupted = [lease_id for lease_id, _ in itertools.groupby(writers)]
     return sorted({lease_id for lease_id in uninterrupted if uninterrupted.count(lease_id) > 1})
 

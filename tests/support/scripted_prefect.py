@@ -22,8 +22,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time of the first state of the flow runs. The scheduler waits for a while after some new states.
-#: This time is an hour ago, so that no test has to wait.
+#: Time of the first state of all flow runs: an hour ago. With a recent time, the scheduler and the
+#: tests would have to wait for a while.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -60,11 +60,11 @@ class ScriptedPrefect:
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
         self.requests = 0
-        #: Functions that the test has set, by the number of a request. Each function is called
-        #: before the request with this number. The first request has the number 1.
+        #: Functions that the test has set: mapping from the number of a request to a function that
+        #: is called before this request. The first request has the number 1.
         self.before: dict[int, Callable[[], None]] = {}
-        #: Functions that the test has set, by the name of a request. Each function is called before
-        #: every request of this name.
+        #: Functions that the test has set: mapping from the name of a request to a function that is
+        #: called before every request with this name.
         self.ahead: dict[str, Callable[[], None]] = {}
         #: Names of the requests up to now, for example `read_flow_run`.
         self.asked: list[str] = []
@@ -78,7 +78,7 @@ class ScriptedPrefect:
 
         Args:
             spec: Spec of the run.
-            due: Scheduled start. If None, an hour ago, and one second later for each submitted run.
+            due: Scheduled start. If None, one hour ago plus one second for each earlier submission.
             **fields: Further fields of the flow run.
         """
         run_id = uuid4()
@@ -160,7 +160,7 @@ class ScriptedPrefect:
         self._histories[id].clear()
 
     def _begin_request(self, name: str) -> None:
-        """Count a request, and call the functions that the test has set for it."""
+        """Count a request, and call the functions that the test has set for this request."""
         self.requests += 1
         self.asked.append(name)
         self.before.get(self.requests, lambda: None)()
@@ -274,7 +274,7 @@ class ScriptedPrefect:
 
 
 class FreeLease:
-    """A fake of the scheduler lease that no other process wants."""
+    """A fake scheduler lease, which can always be acquired."""
 
     #: True to simulate another scheduler that decides all the time: each call of
     #: `read_last_decision` then returns a new id.

@@ -22,8 +22,7 @@ class FreeNode:
     #: Position of the node in the list of nodes.
     index: int
     gpus: int
-    #: Number of free CPUs. None if the number of the node's CPUs is unknown and therefore not
-    #: limited.
+    #: Number of free CPUs. None if unknown; any gang then has enough CPUs on the node.
     cpus: float | None
 
     def suffices(self, demand: Demand) -> bool:
@@ -38,7 +37,7 @@ class FreeNode:
             self.cpus += gpus * cpus_per_gpu
 
 
-#: The free GPUs and CPUs of all nodes, by the name of the node.
+#: Mapping from the name of a node to its free GPUs and CPUs.
 FreeNodes = dict[str, FreeNode]
 
 
@@ -67,8 +66,8 @@ def slow_plan(
 ) -> Plan:
     """Return which waiting gangs start now, and why the other gangs wait.
 
-    This is a simple and slow model of `tasks.queue.policy.plan`, with the same arguments. Tests
-    check that both functions return the same result.
+    This function is a simple and slow version of `tasks.queue.policy.plan`. Tests check that both
+    functions return the same result.
     """
     limits = limits or {}
     running = list(held)
@@ -139,7 +138,7 @@ def count_free(nodes: Sequence[ClusterNode], running: Sequence[Held]) -> FreeNod
 
 
 def choose(free: FreeNodes, run: Waiting) -> list[str]:
-    """Return the names of the nodes that a gang gets; an empty list if it does not fit."""
+    """Return the names of the nodes that a gang gets; an empty list if too few nodes are free."""
     sufficient = [name for name, node in free.items() if node.suffices(run.demand)]
     if run.among is not None:
         sufficient = [name for name in sufficient if name in run.among]
@@ -161,8 +160,8 @@ def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[s
 
     Args:
         run: The waiting gang.
-        running: Gangs whose GPUs count for the limits of their tags.
-        limits: Largest number of GPUs by tag.
+        running: Running gangs. Their GPUs count for the limits of their tags.
+        limits: Mapping from a tag to the largest number of GPUs of its gangs.
 
     Returns:
         The tag, or an empty string if the gang exceeds no limit.

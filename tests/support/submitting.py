@@ -36,13 +36,14 @@ class SubmitServer:
         )
         self._has_any = has_any
         self.api_url = "http://a/api"
-        #: Values of the Secret blocks, by name.
+        #: Mapping from the name of a Secret block to its value.
         self.blocks: dict[str, str] = {}
         #: Arguments of each call that created a flow run.
         self.created: list[dict[str, Any]] = []
         #: Arguments of each call that created a deployment.
         self.deployed: list[dict[str, Any]] = []
-        #: The deployments that were created, by their name without the name of the flow.
+        #: Mapping from the name of a created deployment to the deployment. The name does not
+        #: include the name of the flow.
         self.deployments: dict[str, DeploymentResponse] = {}
         self.artifacts: list[Artifact] = []
         #: Labels of the flow run.

@@ -130,9 +130,9 @@ class ComponentHarness:
         self.events: list[Event] = []
         self._event_added = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Process ids of children of this process that belong to no component. A test adds them
-        #: here. Such a child may come from another test: a process becomes a child of this process
-        #: when its parent ends.
+        #: Process ids of children of this process that belong to no component. A test adds these
+        #: ids here. For example, a process that another test started becomes a child of this
+        #: process when its first parent ends.
         self.others: set[int] = set()
         self._start_ticks = _ticks()
 
@@ -318,7 +318,7 @@ class ComponentHarness:
 
 
 def _ticks() -> int:
-    """Return the clock ticks since the boot. The kernel gives start times of processes in ticks."""
+    """Return the time since the boot in clock ticks, the unit of process start times in /proc."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 

@@ -78,7 +78,7 @@ class FlowInstructions:
     def containment(self, spec: RunSpec) -> Containment:
         """Return the kernel features that contain the processes of the run at the level `level`.
 
-        If the machine does not support `level`, the highest supported level below it counts. Muster
+        If the machine does not support `level`, the next lower supported level is used. Muster
         calls this method in place of `tasks.train.session.find_containment`.
         """
         allowed = min(self.level, os.environ.get("MUSTER_MAX_CONTAINMENT") or "L4")
@@ -109,8 +109,8 @@ def supervise(part: FlowInstructions) -> int:
     """Run the flow as the test instructs, and return the exit code for the flow process."""
     cwd = part.plan["cwd"]
     components = part.plan["components"]
-    # The test reads all events from this file. So it needs neither the Prefect server nor the run's
-    # own directory to find them.
+    # The test reads all events from this file, without the Prefect server and without the run's own
+    # directory.
     events = EventLog(cwd / "events.jsonl")
     start = Supervisor.start
 
@@ -349,8 +349,8 @@ def step_until_it_forks(pid: int) -> None:
     """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
 
     The steps are short so that this function notices the child soon after the fork, even on a busy
-    machine. The function may miss a child that ends at once. In this case, it returns after 0.2 s,
-    and the stopped process has already answered the request to fork.
+    machine. The function may miss a child that ends at once. In this case, the function returns
+    after 0.2 s.
     """
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 0.2
@@ -359,8 +359,8 @@ def step_until_it_forks(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-#: Unusual conditions of the flow process, by name. Each function creates its condition, and calls
-#: its first argument, which supervises the run.
+#: Mapping from the name of an unusual condition to a function that creates the condition. The
+#: function then calls its first argument, which supervises the run.
 CONDITIONS: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,

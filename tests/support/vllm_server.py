@@ -90,10 +90,10 @@ class Engine:
         """
         #: The current weights: a single number, the factor of all log-probabilities.
         self._scale = _load_weights(model)
-        #: Prefix cache: the weights with which a prompt was answered first, by prompt. Later
-        #: answers to the prompt use the same weights.
+        #: Prefix cache: mapping from a prompt to the weights of its first answer. Later answers to
+        #: the prompt use the same weights.
         self._cache: dict[str, float] = {}
-        #: Condition that protects all attributes, and that is notified after each change.
+        #: Condition (a lock) that protects all attributes, and that is notified after each change.
         self._changed = threading.Condition()
         #: Number of running completions.
         self._running = 0
@@ -191,7 +191,7 @@ class Engine:
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Wait as long as a condition is true or the engine core hangs.
+        """Wait until a condition is false and the engine core does not hang.
 
         The caller must hold the lock `_changed`.
 
@@ -231,7 +231,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind the socket without looking up the host name, which `HTTPServer` does.
+        """Bind the socket. Unlike `HTTPServer`, do not look up the host name.
 
         The lookup may take seconds on a machine without DNS.
         """

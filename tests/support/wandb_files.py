@@ -34,13 +34,13 @@ class WandbRun:
     group: str
     #: W&B's job type of the run: the name of a component.
     job_type: str
-    #: Logged metrics of the run, in the order of the file: the values of each call of `wandb.log`,
-    #: by the name of the metric.
+    #: One dict for each call of `wandb.log`, in the order of the file. The dict is a mapping from
+    #: the name of a metric to its value.
     history: tuple[dict[str, Any], ...]
 
     @property
     def metrics(self) -> set[str]:
-        """Names of the logged values, without the names that W&B adds itself."""
+        """Names of the logged metrics, without the names that W&B itself adds."""
         return {name for row in self.history for name in row if not name.startswith("_")}
 
 
@@ -60,7 +60,7 @@ def merge_history(runs: Iterable[WandbRun], step: str = "_step") -> list[dict[st
 
     Args:
         runs: The runs, in the order of their start.
-        step: Name of the value that counts the steps.
+        step: Name of the metric that contains the number of the step.
     """
     rows = {row[step]: row for run in runs for row in run.history}
     return [rows[number] for number in sorted(rows)]

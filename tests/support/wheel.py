@@ -85,9 +85,9 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
         "import sysconfig; print(sysconfig.get_path('purelib'))",
         cwd=venv.parent,
     ).strip()
-    # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
-    # that another .pth file adds. The editable install of Muster in the tests' environment is such
-    # a .pth file, so this install has no effect. Muster comes only from the wheel.
+    # This .pth file adds the packages of the tests' environment, except Muster. This environment
+    # has an editable install of Muster, which is another .pth file. Python ignores .pth files in a
+    # folder that a .pth file has added. So Muster comes only from the wheel.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         sys.executable,
