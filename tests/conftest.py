@@ -65,7 +65,7 @@ _FOREIGN = (
 #: Seconds after the last test until all processes of the tests must have ended.
 _LEFTOVERS_WITHIN_S = 10.0
 #: Part of the command line of a helper process of Python's multiprocessing module. The helper lives
-#: until the interpreter that started it ends, so it is no leftover of a test.
+#: until the Python process that started the helper ends. So the helper is no leftover of a test.
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 
 
@@ -193,7 +193,7 @@ def pytest_terminal_summary(
 
 @pytest.fixture(autouse=True)
 def restored_environment() -> Iterator[None]:
-    """Restore the environment variables that the test, or code of Muster in it, has changed."""
+    """Restore the environment variables that a test, or the code under test, has changed."""
     before = dict(os.environ)
     yield
     if os.environ != before:

@@ -60,7 +60,7 @@ _FINAL = {state.value for state in RunState if state.is_final}
 
 
 def used_mib() -> dict[int, int]:
-    """Return the used memory of each GPU in MiB, by the number of the GPU, as NVML reports it."""
+    """Return a mapping from the number of a GPU to its used memory in MiB, as NVML reports it."""
     return {gpu["index"]: gpu["used_mib"] or 0 for gpu in read_gpus()["gpus"]}
 
 
@@ -109,7 +109,7 @@ class Training:
         return record
 
     def seen(self) -> list[str]:
-        """Wait until the component holds GPU memory, and return what it printed about its GPUs.
+        """Wait until the component holds GPU memory, and return its output about its GPUs.
 
         Returns:
             Two texts: the number of visible GPUs, and the value of CUDA_VISIBLE_DEVICES.

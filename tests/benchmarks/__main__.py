@@ -56,7 +56,8 @@ class _Outcome:
 
     #: Name of the benchmark.
     name: str
-    #: Measured values, or the reason why the benchmark cannot run here. None if it failed.
+    #: Measured values, or the reason why the benchmark cannot run here. None if the benchmark
+    #: failed.
     result: Result | str | None
     #: Machine and time of the measurement.
     machine: Machine
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command-line arguments. None for the arguments of this process.
 
     Returns:
-        The exit code: 0, or 1 if a benchmark failed. The other benchmarks run nevertheless.
+        The exit code: 0, or 1 if a benchmark failed. A failure does not stop the other benchmarks.
 
     Raises:
         SystemExit: The arguments are wrong. The exit code is 2.
@@ -83,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         _write_pages()
         return 0
-    # A run of all benchmarks replaces the recorded figures. A run of some benchmarks, or a run with
-    # `--quick`, whose figures are imprecise, replaces them only with `--record`.
+    # Record the figures if all benchmarks run. If only some benchmarks run, or with the option
+    # `--quick`, record the figures only with the option `--record`.
     keeps_figures = options.record or not (options.names or options.quick)
     versions = records.versions_here()
     machine = Machine()
@@ -114,13 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_all(chosen: set[str], *, quick: bool) -> Iterator[_Outcome]:
-    """Run the chosen benchmarks, and start a Prefect server for the benchmarks that need it."""
+    """Run the chosen benchmarks. Start a Prefect server for the benchmarks that need one."""
     for name in sorted(chosen - _NEED_SERVER):
         yield _measure(name, quick=quick)
     names_with_server = sorted(chosen & _NEED_SERVER)
     if names_with_server:
-        # Prefect reads the environment variables when it is imported. So it is imported here, after
-        # the variables are set.
+        # Python imports Prefect here, after the environment variables are set, because Prefect
+        # reads the variables during its import.
         from tasks.server.server import prefect_server
 
         with prefect_server(password=""):

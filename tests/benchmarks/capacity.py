@@ -24,8 +24,8 @@ from typing import Any
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
-#: Number of measured readings of the free resources. A first reading, which is slower because of
-#: its imports, is not counted.
+#: Number of measured readings of the free resources. The first reading is not counted: it is
+#: slower, because it imports modules.
 _ANSWERS, _QUICK_ANSWERS = 200, 5
 #: Sizes of the measured Ray clusters, in nodes.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
@@ -112,15 +112,16 @@ def _time_answers(
     """Measure the first reading of a cluster's resources, and further readings.
 
     Args:
-        ask: Reads the resources, and returns a true value if the answer contains a node.
+        ask: Function that reads the resources, and returns a true value if the answer contains a
+            node.
         answers: Number of further readings.
         began: Start of this process's work, on the clock of `time.perf_counter`.
-        before_mb: Resident memory at that time, in megabytes.
+        before_mb: Resident memory at the start, in megabytes.
 
     Returns:
-        The results by their name: "first_ms" (time of the first reading), "each_ms" (time of each
-        further reading), "cpu_ms" (CPU time of a further reading), and "memory_mb" (additional
-        memory since the start).
+        A dict with the keys "first_ms" (time of the first reading), "each_ms" (times of the further
+        readings), "cpu_ms" (CPU time of a further reading), and "memory_mb" (additional memory
+        since the start).
     """
     while not ask():
         # For a moment, a new head node is not in its own list of nodes. So the reading is repeated

@@ -111,7 +111,7 @@ def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
     Args:
         place: Folder in which the components record their times.
         pid: Process that is killed.
-        wait: Waits until the other components have been stopped.
+        wait: Function that waits until the other components have been stopped.
 
     Returns:
         The time in milliseconds.
@@ -126,7 +126,7 @@ def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
 
 
 def _pause() -> None:
-    """Wait a random time, so that the kill falls into any phase of a polling period of 1 s."""
+    """Wait a random time, so that the kill comes at a random moment of a polling period of 1 s."""
     time.sleep(random.uniform(0.2, 1.2))
 
 
@@ -148,10 +148,9 @@ def _by_supervisor() -> float:
 
 
 def _by_process_probe() -> float:
-    """Return the milliseconds from the death of a child process to the reaction of the supervisor.
+    """Kill a child process of a component; return the milliseconds until the supervisor reacts.
 
-    The child process belongs to a component that survives. A liveness probe watches the child
-    process.
+    The component itself survives. A liveness probe of the component watches the child process.
     """
     with folder() as place:
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
@@ -284,12 +283,11 @@ def _victim_in(place: Path) -> int:
 def _by_slow_polls(triples: int) -> list[Row]:
     """Measure how late launchers that check their components every 30 or 60 s notice a crash.
 
-    The launchers are modelled by a polling loop. A sample takes up to a minute, so all samples run
-    at the same time. The component of a sample is killed at a random time within the polling
-    period.
+    A polling loop imitates each launcher. A sample takes up to a minute, so all samples run at the
+    same time. In each sample, a component is killed at a random time within the polling period.
 
     Args:
-        triples: Number of samples of each model. Each sample has its own three components.
+        triples: Number of samples for each launcher. Each sample has its own three components.
     """
     say(f"  {triples} runs polled every 30 s and {triples} every 60 s, side by side")
     values: dict[str, list[float]] = {launcher: [] for launcher in _PERIODS_S}

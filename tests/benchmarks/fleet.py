@@ -62,7 +62,7 @@ def measure(*, quick: bool) -> Result:
 async def _removals(*, quick: bool) -> list[Row]:
     """Measure the time until the gateway sends no more requests to a failed server.
 
-    A server fails by SIGKILL, or hangs by SIGSTOP.
+    The benchmark kills the server with SIGKILL, or lets the server hang with SIGSTOP.
     """
     killed: list[float] = []
     stopped: list[float] = []
@@ -101,10 +101,10 @@ async def _removals(*, quick: bool) -> list[Row]:
 
 
 def _compute_polling(health: FleetHealth, count: int) -> list[float]:
-    """Return the times, in seconds, until a polling launcher declares a server as failed.
+    """Return the times in seconds until a polling launcher notices the death of a server.
 
-    The server dies at a random moment of the polling interval. The launcher declares the server as
-    failed after a number of failed probes in a row (`health.misses`).
+    The times are computed, not measured. The server dies at a random moment of the polling
+    interval. The launcher notices the death after `health.misses` failed probes in a row.
 
     Args:
         health: Interval of the probes, and number of failed probes.
@@ -136,7 +136,7 @@ class _Fleet:
         return 1000 * (time.perf_counter() - began)
 
     async def _until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until a condition on the gateway's status holds."""
+        """Wait until a condition is true for the gateway's status."""
         async with asyncio.timeout(_WITHIN_S):
             while True:
                 snapshot = self._snapshot()
@@ -170,8 +170,7 @@ def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
 async def _sweeps(*, quick: bool) -> list[Row]:
     """Measure how long a check of the health of all servers takes.
 
-    The function measures this twice: while all servers are healthy, and while all servers hang and
-    send no answer.
+    Measure this for healthy servers, and for servers that hang and send no answer.
     """
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
@@ -212,7 +211,7 @@ async def dummy_running() -> AsyncIterator[str]:
 class SingleServerProber(HttpProber):
     """Prober for a large fake fleet: it sends the probes of all servers to one real server.
 
-    Each probe opens its own connection, so it takes as long as a probe of a separate server.
+    Each probe opens its own connection, so the probe takes as long as with separate servers.
     """
 
     def __init__(self, url: str) -> None:

@@ -15,11 +15,11 @@ def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[st
     """Measure the CPU use of several groups of processes during the same time window.
 
     Args:
-        groups: Process ids by the name of the group.
+        groups: Mapping from the name of a group to its process ids.
         window_s: Length of the window, in seconds.
 
     Returns:
-        CPU use by the name of the group, in percent of one core.
+        Mapping from the name of a group to its CPU use, in percent of one core.
     """
     before = {group: cpu_ns(pids) for group, pids in groups.items()}
     began = time.monotonic_ns()
@@ -41,8 +41,8 @@ def thread_cpu_ns(thread: threading.Thread) -> int:
 def cpu_ns(pids: Sequence[int]) -> int:
     """Return the CPU time of processes, user and system, in nanoseconds.
 
-    The file /proc/<pid>/stat has a resolution of 10 ms, in which the CPU time of an idle guardian
-    would be 0. So this function reads /proc/<pid>/schedstat.
+    This function reads /proc/<pid>/schedstat. The more common file /proc/<pid>/stat has a
+    resolution of only 10 ms, which is too coarse for idle processes.
 
     Source: Documentation/scheduler/sched-stats.rst.
     """

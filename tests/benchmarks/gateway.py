@@ -54,15 +54,14 @@ _HOW_TO_ADD = (
 )
 #: Number of tokens in each streamed response.
 _TOKENS = 20
-#: Request bodies by the kind of request.
+#: Mapping from the kind of request to the body of the request.
 _BODIES = {
     "plain": b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}',
     f"stream of {_TOKENS}": b'{"model": "m", "messages": [{"role": "user", "content": "And 6 x 9?"}'
     b'], "stream": true, "max_tokens": %d}' % _TOKENS,
 }
 _DECISION_SERVERS, _DECISION_SESSIONS = 1_000, 100_000
-#: Number of routing decisions that are timed together, because one decision takes no longer than
-#: one read of the clock.
+#: Number of routing decisions that are timed together. A single decision is too short to be timed.
 _BATCH = 100
 
 
@@ -70,18 +69,19 @@ _BATCH = 100
 class _Way:
     """One way in which requests reach the servers: through a gateway, or directly.
 
-    The measured values are stored by the kind of request.
+    The measured values are stored separately for each kind of request.
     """
 
     #: Hosts and ports that receive the requests.
     addresses: Sequence[tuple[str, int]]
     #: Process id of the gateway, or None if the requests go directly to the servers.
     pid: int | None = None
-    #: Latency of each request in milliseconds, by the kind of request.
+    #: Mapping from the kind of request to the latencies of all requests, in milliseconds.
     latencies_ms: dict[str, list[float]] = field(default_factory=dict)
-    #: Requests per second in each round, by the kind of request.
+    #: Mapping from the kind of request to the requests per second in each round.
     per_second: dict[str, list[float]] = field(default_factory=dict)
-    #: CPU time of the gateway per request in each round, in microseconds, by the kind of request.
+    #: Mapping from the kind of request to the gateway's CPU time per request in each round, in
+    #: microseconds.
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, kind: str, for_s: float) -> None:
@@ -157,9 +157,9 @@ def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _ways() -> Iterator[dict[str, _Way]]:
-    """Start the inference servers and the gateways; yield each way to reach a server, by its name.
+    """Start the inference servers and the gateways; yield a mapping from name to way.
 
-    A way is either a direct connection to a server, or a connection through a gateway.
+    A way is a route for requests: directly to a server, or through a gateway.
     """
     with folder() as place, contextlib.ExitStack() as stack:
 

@@ -16,7 +16,7 @@ class Load:
     latencies_ms: list[float] = field(default_factory=list)
     #: Time from the first request to the last answer, in seconds.
     took_s: float = 0.0
-    #: Number of lost connections and of answers with another status than 200.
+    #: Number of lost connections plus the number of answers whose status is not 200.
     failures: int = 0
 
     @property

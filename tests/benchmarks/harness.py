@@ -46,7 +46,7 @@ _QUIET = {
 
 
 def settle_environment(home: Path) -> None:
-    """Change this process's environment so that it uses no Prefect server or runs of the user.
+    """Set environment variables that hide the user's Prefect server and runs from this process.
 
     This function must be called before Prefect is imported.
 
@@ -79,7 +79,7 @@ def python_alone(script: Path, *arguments: object) -> tuple[str, ...]:
 
 
 def sleepers(place: Path, count: int) -> dict[str, tuple[str, ...]]:
-    """Return the commands of components that only sleep, by the name of the component.
+    """Return a mapping from name to command, with components that only sleep.
 
     Each component creates the file `NAME.up` in the folder when it runs.
 
@@ -152,13 +152,14 @@ def supervisor_of(
 
     Args:
         place: Working directory of the components, with their logs.
-        commands: Command of each component by its name.
-        ready: Readiness probe of each component by its name, or None.
+        commands: Mapping from the name of a component to its command.
+        ready: Mapping from the name of each component to its readiness probe, or to None.
         ports: Ports that are reserved for the components.
-        live: Liveness probe of each component by its name. A component may have no entry.
+        live: Mapping from the name of a component to its liveness probe. Components without a
+            liveness probe may be left out.
         register: Registry entry of the run.
-        stall_after_s: The run counts as stalled after this number of seconds without output. None
-            if it never counts as stalled.
+        stall_after_s: Seconds without output after which the run counts as stalled. None if the run
+            never counts as stalled.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     components = tuple(
@@ -248,7 +249,10 @@ class FlowProcess:
         return {}
 
     def components(self, limit_s: float = _DEADLINE_S) -> dict[str, dict[str, Any]]:
-        """Wait until the run is running, and return its components from `run.json` by name."""
+        """Wait until the run is running, and return its components.
+
+        The result maps the name of each component to its entry in `run.json`.
+        """
         wait_until(self._is_running, "a run's start", limit_s)
         components: dict[str, dict[str, Any]] = self.record()["attempts"][-1]["components"]
         return components

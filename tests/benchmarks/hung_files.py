@@ -45,7 +45,7 @@ _TIMES = {
 def measure(*, quick: bool) -> Result:
     """Measure how fast an attempt reacts to a crash and to a cancel, with and without a hung file.
 
-    The file system of a hung file does not answer.
+    A hung file is a file on a file system that does not answer.
     """
     if not has_fuse():
         raise NotHere("a FUSE file system can be mounted only by root, with /dev/fuse")

@@ -93,7 +93,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Muster; return the measured values by their name."""
+    """Run a short and a long Ray job through Muster; return a mapping from name to value."""
     return asyncio.run(_measure_muster(cluster, directory, short_code))
 
 
@@ -158,7 +158,7 @@ async def _measure_muster(
 
 
 def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Ray's SDK; return the measured values by name."""
+    """Run a short and a long Ray job through Ray's SDK; return a mapping from name to value."""
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.address)
@@ -211,9 +211,9 @@ def _has_taken(log: str) -> bool:
 
 
 def _mark() -> str:
-    """Return an unusual duration, as text, for the `sleep` processes of one job.
+    """Return a random duration, as text, for the `sleep` processes of one job.
 
-    The job's child processes are found by this duration in their command lines.
+    The benchmark finds the job's child processes by this duration in their command lines.
     """
     return f"{7000 + uuid.uuid4().int % 1_000_000 / 1_000_000:.6f}"
 

@@ -21,7 +21,7 @@ _BLOCK = re.compile(
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
 #: Names of the benchmarks whose results the page docs/limits.md shows.
 _TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
-#: Largest ratio of a published limit to the largest load that was measured. Further extrapolation
+#: A published limit is at most this many times the largest measured load. Further extrapolation
 #: would be unreliable.
 _BEYOND = 10
 _DAY_S = 86_400
@@ -97,8 +97,8 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: All limits in docs/limits.md. The limits are valid for the measured machine. On a faster machine,
-#: limits that come from a bound on time are higher.
+#: All limits in docs/limits.md. The limits are valid for the measured machine. A faster machine
+#: reaches a limit on time only at a higher load.
 LIMITS = (
     *_on_each_database(
         "waiting runs, scheduler",
@@ -198,7 +198,7 @@ def filled(text: str, records: Records) -> str:
 
     Args:
         text: The document with old tables.
-        records: Recorded figures by the name of the benchmark.
+        records: Mapping from the name of a benchmark to its recorded figures.
 
     Raises:
         KeyError: The document names a table that does not exist.
@@ -239,9 +239,9 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 def carried(limit: Limit, line: Line) -> str:
     """Return, as text, the load at which a fitted line reaches the bound of a limit.
 
-    The load, for example a number of runs, is rounded down to two significant digits. The largest
-    load that is shown is ten times the largest measured load M. If the line reaches the bound only
-    above 10 x M or never, the text is "over" and the number 10 x M.
+    The load, for example a number of runs, is rounded down to two significant digits. At most ten
+    times the largest measured load is shown. If the line does not reach the bound up to this load,
+    the text is "over" and this load.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:
@@ -340,7 +340,7 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
 
 
 def _queue(records: Records) -> str:
-    """Return the table with the durations of scheduling passes that need no Prefect server."""
+    """Return the table of the durations of scheduling passes without a Prefect server."""
     record = records.get("queue")
     if record is None:
         return _NOTHING.replace("limits", "queue")
@@ -363,7 +363,7 @@ def _taken(records: Records) -> str:
 
 
 def _series(records: Records, name: str) -> dict[str, list[Figure]]:
-    """Return the measured values of a benchmark, by the name of their series."""
+    """Return a mapping from the name of a series to its measured values, for one benchmark."""
     record = records.get(name)
     series: dict[str, list[Figure]] = {}
     for figure in record.figures if record else ():
@@ -372,7 +372,7 @@ def _series(records: Records, name: str) -> dict[str, list[Figure]]:
 
 
 def _by_way(records: Records, name: str) -> dict[str, Figure]:
-    """Return the measured values of a benchmark, by the title of their row in the results."""
+    """Return a mapping from the title of a row to its measured values, for one benchmark."""
     record = records.get(name)
     return {figure.way: figure for figure in (record.figures if record else ())}
 

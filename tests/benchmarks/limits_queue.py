@@ -34,15 +34,15 @@ _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
 #: Number of scheduling passes that are timed for each row of the results.
 _PASSES, _QUICK_PASSES = 20, 3
-#: Number of waiting runs that cannot start and that are in the queue before a run that can start.
+#: Number of waiting runs that cannot start. Behind them in the queue is a run that can start.
 _HIDING, _QUICK_HIDING = 1_000, 60
 #: Number of nodes of the cluster.
 _NODES = 512
 #: Name of the only node with a worker.
 _SERVED = "n000"
 _GPUS = 8
-#: Time that a new worker gets to read all waiting runs, in seconds. After this time, its memory is
-#: measured.
+#: Time that a new worker gets to read all waiting runs, in seconds. After this time, the memory of
+#: the worker is measured.
 _SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
 #: Pause before a rejected request is repeated, in seconds. A busy server rejects requests with
 #: status 503.
@@ -224,9 +224,10 @@ async def time_passes(
     Args:
         pool: Work pool of the queue.
         count: Number of passes.
-        changed: Ids of the flow runs that have changed since the last pass, as events report them.
-            None if the scheduler has no events and reads all runs in each pass.
-        every_s: Smallest time from the beginning of a pass to the next, in seconds.
+        changed: Ids of the flow runs that have changed since the last pass, according to events.
+            None if the scheduler gets no events. The scheduler then reads all runs in each pass.
+        every_s: Shortest time from the beginning of a pass to the beginning of the next, in
+            seconds.
 
     Returns:
         The duration of each pass, and the CPU time of this process per pass, in milliseconds.
@@ -261,7 +262,7 @@ def _worker(stage: _Stage, by: By) -> Iterator[Row]:
 
 
 def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
-    """Measure how soon a run becomes PENDING if it can start, but the runs before it cannot."""
+    """Measure how soon a run that can start becomes PENDING behind runs that cannot start."""
     count = _QUICK_HIDING if quick else _HIDING
     by = By(what="runs of a tag at its limit before it", count=count)
     with ExitStack() as stack:

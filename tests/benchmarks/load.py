@@ -41,7 +41,7 @@ _SEGMENTS_TEXT = f"{_A_SECOND} foreign segments a second in /dev/shm"
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how fast Muster reacts to a crash under each load.
+    """Measure how fast Muster reacts to a crash on a machine under different loads.
 
     Also measure the CPU time that Muster spends on watching the shared memory in /dev/shm.
     """
@@ -144,14 +144,17 @@ def _segments(place: Path) -> Iterator[None]:
 
 
 def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[float]]:
-    """Measure the CPU use of watching /dev/shm: by Muster, and by the model `look_for_makers`.
+    """Measure the CPU use of watching /dev/shm: by Muster, and by an early version of Muster.
+
+    The function `look_for_makers` imitates the early version.
 
     Args:
         windows: Number of time windows.
         window_s: Length of a window, in seconds.
 
     Returns:
-        The CPU use in each window, in percent of one core: of Muster's thread, and of the model.
+        The CPU use in each window, in percent of one core: of Muster's thread, and of the imitated
+        early version.
     """
     with folder() as place, ExitStack() as stack:
         other_threads = _watch_threads()

@@ -110,7 +110,8 @@ def _measure_memory_mb(command: Sequence[str], env: dict[str, str]) -> float:
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while process.stdout.read(_READ_BYTES):
-            # The status of a process that has ended names no memory, so the last value is kept.
+            # The status file of an ended process has no line about memory, so the last value is
+            # kept.
             status = Path(f"/proc/{process.pid}/status").read_text()
             if match := _PEAK.search(status):
                 peak_kb = int(match[1])

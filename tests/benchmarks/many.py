@@ -64,7 +64,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _start_and_stop(count: int) -> list[Row]:
-    """Measure the start and the stop of components with two ways to start their guardians.
+    """Measure the start and the stop of components, for two ways to start guardian processes.
 
     A guardian is the process that starts and ends a component. Muster forks the guardians from a
     template process. For comparison, a new Python program is started for each guardian.

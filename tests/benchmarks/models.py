@@ -22,7 +22,8 @@ def is_alive_loop(
 ) -> None:
     """Check all processes every `every_s` seconds until a process has failed. Then stop the rest.
 
-    This model sends SIGTERM. The original sends SIGQUIT to itself and then kills the whole tree.
+    This imitation of SGLang's watchdog sends SIGTERM. SGLang itself sends SIGQUIT to its own
+    process, and then kills its whole process tree.
 
     Source: SGLang, `SubprocessWatchdog`.
     """
@@ -83,8 +84,8 @@ def resource_loop(
     Source: Muster's first design, in which a run without its GPUs is tried again after 60 s.
 
     Args:
-        has_room: Returns True if the GPUs are free.
-        start: Starts the run.
+        has_room: Function that returns True if the GPUs are free.
+        start: Function that starts the run.
         every_s: Polling period, in seconds.
     """
     while not has_room():
@@ -115,8 +116,8 @@ def look_for_makers(
 
     Args:
         directory: Directory with the files.
-        own_pids: Returns the processes that are checked.
-        is_over: Returns True when the benchmark is over.
+        own_pids: Function that returns the ids of the processes that are checked.
+        is_over: Function that returns True when the benchmark is over.
     """
     check_counts: dict[Path, int] = {}
     known_paths = set(directory.iterdir())

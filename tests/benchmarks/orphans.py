@@ -167,8 +167,8 @@ def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Wa
 def _commands(place: Path) -> dict[str, tuple[str, ...]]:
     """Return the commands of the two components.
 
-    One component must end on SIGTERM: when honcho is stopped, it kills the other components only
-    after one of them has ended.
+    One component ends on SIGTERM, so that honcho can be stopped: honcho kills the other components
+    only after one component has ended.
     """
     return {"api": part("wait", "api", place), "trainer": python_alone(_SCRIPT, place)}
 

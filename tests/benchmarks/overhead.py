@@ -25,7 +25,7 @@ from tests.benchmarks.harness import NAMES
 from tests.benchmarks.report import Result, Row, Sample, interleaved
 
 _ROUNDED = "Prefect rounds it up to a second"
-#: CPU use, in percent of a core. Below it, the Prefect server counts as idle.
+#: CPU use, in percent of a core, below which the Prefect server counts as idle.
 _IDLE_PERCENT = 10.0
 #: Length of the time window in which the CPU use is measured, in seconds.
 _WINDOW_S = 0.2
@@ -35,7 +35,7 @@ _TASKS = ("admit", *(f"start-{name}" for name in NAMES), "monitor", "teardown")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how long the flow `train`, and a Prefect flow with the same six tasks, take.
+    """Compare the durations of the flow `train` and of a Prefect flow with the same six tasks.
 
     Both flows are measured with and without Prefect's heartbeats.
     """

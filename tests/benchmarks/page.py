@@ -48,7 +48,7 @@ def page(records: Mapping[str, Record], names: Sequence[str]) -> str:
     """Return the text of BENCHMARKS.md.
 
     Args:
-        records: Recorded results by the name of the benchmark.
+        records: Mapping from the name of a benchmark to its recorded result.
         names: Names of all benchmarks, in the order of the page.
     """
     recorded = [records[name] for name in names if name in records]
@@ -99,9 +99,9 @@ def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _machine(record: Record) -> tuple[str, ...]:
-    """Return the CPU model, number of CPUs, memory, kernel and Python version of a machine.
+    """Return the CPU model, number of CPUs, memory, kernel and Python version of a record.
 
-    The benchmark was measured on this machine.
+    These values describe the machine on which the benchmark ran.
     """
     machine = record.machine
     memory = f"{machine['memory_gb']:g} GB"

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tests.benchmarks.report import Missing, NotHere
 
-#: Environment variable with the folder of a `Job`. A supervisor and all its descendants have it, so
-#: that leftover processes can be found.
+#: Environment variable with the folder of a `Job`. A supervisor and all its descendants have this
+#: variable, so that leftover processes can be found.
 _PLACE = "MUSTER_BENCH_PLACE"
 #: Time limit on the stop of a supervisor, in seconds.
 _STOP_WITHIN_S = 30.0
@@ -68,7 +68,7 @@ class Job:
 
     #: Folder for the supervisor's configuration and logs.
     place: Path
-    #: Command of each component by its name, in the order of the start.
+    #: Mapping from the name of a component to its command, in the order of the start.
     commands: Mapping[str, Sequence[str]]
     #: True if the end of one component ends all components.
     ends_together: bool
@@ -84,8 +84,8 @@ class Peer:
     name: str
     #: Name of the supervisor's Python package.
     package: str
-    #: Writes the configuration of a job, and returns the arguments with which Python runs the
-    #: supervisor.
+    #: Function that writes the configuration of a job, and returns the arguments with which Python
+    #: runs the supervisor.
     configure: Callable[[Job], Sequence[str]]
 
     @property
@@ -102,9 +102,7 @@ class Peer:
 
 
 def find_installed() -> tuple[list[Peer], list[Missing]]:
-    """Return the installed supervisors of other projects, and why other supervisors cannot be
-    measured.
-    """
+    """Return the installed supervisors of other projects, and the missing ones with a reason."""
     installed: list[Peer] = []
     missing: list[Missing] = []
     for peer in PEERS:

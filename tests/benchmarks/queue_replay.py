@@ -25,7 +25,7 @@ class Replay:
 
     #: Jobs that fit on the empty cluster, in the order of their submission.
     jobs: Sequence[Job]
-    #: Start time of each job by its id, in seconds from the beginning of the trace.
+    #: Mapping from the id of a job to its start time, in seconds from the beginning of the trace.
     starts_s: Mapping[str, float]
     #: Jobs that do not fit on the empty cluster. The simulation did not submit these jobs.
     infeasible: Sequence[Job]
@@ -57,7 +57,7 @@ def replay(
     estimate_s: Callable[[Job], float] = lambda job: duration_class_s(job.duration_s),
     plan: Callable[..., Plan] = plan,
 ) -> Replay:
-    """Return what the queue would do with a trace of jobs, in virtual time.
+    """Simulate, in virtual time, how the queue would schedule the jobs of a trace.
 
     Each job is submitted at its time in the trace, and ends after its recorded duration.
 
@@ -65,8 +65,8 @@ def replay(
         jobs: Jobs in the order of their submission.
         nodes: Nodes of the empty cluster.
         policy: Policy of the queue.
-        estimate_s: Returns the expected duration of a job, in seconds. It must not be shorter than
-            the actual duration.
+        estimate_s: Function that returns the expected duration of a job, in seconds. The expected
+            duration must not be shorter than the actual duration.
         plan: Function for one scheduling pass, with the signature of `tasks.queue.policy.plan`.
     """
     cluster = Cluster(

@@ -87,7 +87,7 @@ def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: f
     """Return the job that one row of a CSV trace describes.
 
     Args:
-        row: Cells of the row by the name of the column.
+        row: Mapping from the name of a column to the cell in this row.
         at: File and line of the row, for error messages.
         gpus_per_node: GPUs of each node of the cluster.
         compress: Divisor of the time of submission.
@@ -109,10 +109,10 @@ def _shape(cells: Mapping[str, str], at: str, gpus_per_cluster_node: int) -> tup
     """Return the number of nodes of a job, and the number of GPUs on each of them.
 
     Args:
-        cells: Cells of the job's row by the name of the column.
+        cells: Mapping from the name of a column to the cell in the job's row.
         at: File and line of the row, for error messages.
-        gpus_per_cluster_node: GPUs of each node of the cluster. The number of nodes follows from
-            this number if the row does not contain it.
+        gpus_per_cluster_node: GPUs of each node of the cluster. If the row does not contain the
+            number of nodes, this function computes the number of nodes from this argument.
     """
     gpus, nodes, per_node = (_count(cells, name, at) for name in _SHAPE)
     if nodes is not None and per_node is not None:

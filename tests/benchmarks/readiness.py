@@ -29,12 +29,13 @@ from tests.benchmarks.report import Result, Row, interleaved
 #: Seconds that each component needs to become ready, and the sum of this time for all components.
 _NEED_S = 0.5
 _OWN_S = _NEED_S * len(NAMES)
-#: Kinds of readiness. A component of the kind `warming` listens at once and answers 503 until it is
-#: ready, as inference servers do.
+#: Kinds of readiness. A component of the kind `warming` listens at once, and answers 503 until the
+#: component is ready, as inference servers do.
 _KINDS = ("http", "tcp", "log", "notify", "warming")
 _TITLES = {"warming": "http probe, 503 until ready"}
 #: Seconds that Hermes' RL training tool sleeps after the start of each component, in the order of
-#: the start: api, trainer, environment. After the trainer, it sleeps for 30 s and then for 90 s.
+#: the start: api, trainer, environment. After the start of the trainer, the tool sleeps for 30 s
+#: and then for 90 s.
 _HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
 
 Started = subprocess.Popen[bytes]
@@ -131,7 +132,8 @@ def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
 
     Args:
         kind: Kind of readiness.
-        parts: Durations in ms by phase of the start. This function appends one value to each list.
+        parts: Mapping from a phase of the start to its durations in ms. This function appends one
+            duration to each list.
     """
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     numbers = {name: ports.numbers[f"{name}.port"] for name in NAMES}
@@ -158,7 +160,8 @@ def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
 def _wait_for_record(place: Path, name: str, event: str) -> int:
     """Return the time of an event of a component, in nanoseconds.
 
-    The component writes the time shortly after the event, so this function waits for it.
+    The component writes the time to a file shortly after the event, so this function waits for the
+    file.
     """
     at_ns: int = wait_until(lambda: recorded_ns(place, name, event), f"{name}.{event}")
     return at_ns
@@ -198,7 +201,8 @@ def _by_popen(kind: str, await_ready: Callable[[Started, int], None]) -> float:
 
     Args:
         kind: Kind of readiness.
-        await_ready: Waits until a component is ready; receives its process and its port.
+        await_ready: Function that waits until a component is ready. The arguments are the process
+            and the port of the component.
     """
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     started: list[Started] = []

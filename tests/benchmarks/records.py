@@ -83,9 +83,11 @@ class Record:
     quick: bool
     #: Duration of the benchmark, in seconds.
     took_s: float
-    #: Machine and time of the measurement: the fields of `report.Machine` by name.
+    #: Machine and time of the measurement: mapping from the fields of `report.Machine` to their
+    #: values.
     machine: Mapping[str, Any]
-    #: Version of each package by its name. The version of `Muster` includes the commit.
+    #: Mapping from the name of a package to its version. The version of `Muster` includes the
+    #: commit.
     versions: Mapping[str, str]
 
 
@@ -159,7 +161,7 @@ def write(record: Record, folder: Path = FOLDER) -> None:
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, Record]:
-    """Return all recorded benchmarks by their name."""
+    """Return a mapping from the name of a benchmark to its record, with all records."""
     records = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))

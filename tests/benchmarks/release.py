@@ -78,10 +78,9 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Title, in the results, of runs that the gang worker starts as a new Python program, and the
-#: environment variables of these runs. The gang worker usually forks a process for a run. If the
-#: run has a variable PYTHON*, a fork would ignore it, because Python reads these variables only
-#: when it starts. So the worker starts a new program.
+#: Title and environment variables of the runs that the gang worker starts as a new Python program.
+#: Usually, the worker forks a process for a run. If a run has a variable PYTHON*, the worker starts
+#: a new program instead, because Python reads these variables only at its start.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 

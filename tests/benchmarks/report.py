@@ -32,8 +32,8 @@ class Row:
 
     #: Name of the program or method, used as the title of the row.
     way: str
-    #: Samples in the unit `unit`, in the order in which they were taken. If the values were
-    #: computed and not measured, they are quantiles.
+    #: Samples in the unit `unit`, in the order in which they were taken. Computed values are
+    #: quantiles of the distribution instead of samples.
     values: Sequence[float]
     #: Unit of the values.
     unit: str = "ms"
@@ -41,10 +41,10 @@ class Row:
     note: str = ""
     #: How the values were obtained: measured, modelled or computed.
     how: How = "measured"
-    #: Number of samples. None if it is the number of `values`. 0 if nothing was measured.
+    #: Number of samples. None if each of the `values` is a sample. 0 if nothing was measured.
     samples: int | None = None
     #: Name of the group of rows that are compared with each other. The first row of a group is the
-    #: one for Muster.
+    #: row for Muster.
     group: str = ""
     #: True if this row measures only a part of another row, or if no other row is comparable. The
     #: results then show no ratio to Muster for this row.
@@ -64,7 +64,7 @@ class Row:
         return len(self.values) if self.samples is None else self.samples
 
     def quantile(self, share: float) -> float:
-        """Return the quantile by the nearest rank, which is always one of the values.
+        """Return a quantile of the values: with the nearest-rank method, always one of the values.
 
         Args:
             share: Share of the values below the quantile, from 0 to 1.
@@ -129,8 +129,8 @@ class Machine:
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1
         )
     )
-    #: Average number of runnable processes in the last minute. If it is higher than `cpus`, the
-    #: measured values are not reliable.
+    #: Average number of runnable processes in the last minute. If this number is higher than
+    #: `cpus`, the measured values are not reliable.
     load: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
 
     def __str__(self) -> str:
@@ -145,15 +145,16 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Take samples of all compared programs or methods, in a new random order in each round.
 
-    So a change of the machine's speed affects all programs and methods equally.
+    If the speed of the machine changes, this order affects all programs and methods equally.
 
     Args:
-        ways: Function that takes one sample, by the name of the program or method.
+        ways: Mapping from the name of a program or method to the function that takes one sample.
         rounds: Number of rounds.
-        per_round: Number of samples per round, by the name of the program or method. Default: 1.
+        per_round: Mapping from the name of a program or method to the number of samples per round.
+            Default: 1.
 
     Returns:
-        The samples by the name of the program or method.
+        Mapping from the name of a program or method to its samples.
     """
     values: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):

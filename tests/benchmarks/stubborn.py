@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-#: Lifetime of each process, in seconds. A process that no supervisor has ended ends by itself.
+#: Lifetime of each process, in seconds. After this time, a process ends by itself.
 LASTS_S = 600.0
 ROLES = ("leader", "child", "session", "daemon", "bare-daemon")
 

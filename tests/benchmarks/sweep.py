@@ -36,7 +36,7 @@ from tests.support.prefect_api import send_request
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 _POINTS, _QUICK_POINTS = 200, 16
-#: Environment variable with another number of points.
+#: Environment variable that overrides the number of points of the sweep.
 _POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
 #: Number of GPUs of the Ray cluster.
 _GPUS = 8

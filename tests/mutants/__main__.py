@@ -41,7 +41,7 @@ from tests.mutants.contexts import FAILED_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_SEED = 20261122
-#: Patterns of the files to change, by the name of the group.
+#: Mapping from the name of a group to the patterns of its files, which the mutants change.
 GROUPS = {
     "spec": ("tasks/spec/*.py",),
     "record": ("tasks/record/*.py",),
@@ -49,8 +49,8 @@ GROUPS = {
     "rollout": ("tasks/rollout/registry.py", "tasks/rollout/recovery.py"),
 }
 #: Operators of cosmic-ray that are not used. The first two need arguments. `|` occurs mostly in
-#: type annotations, which no test executes. The others replace `is` by a comparison of order, or
-#: the reverse: objects that are compared by `is` have no order.
+#: type annotations, which no test executes. The others exchange `is` with a comparison of order
+#: such as `<`, although the compared objects have no order.
 _UNUSED_OPERATORS = re.compile(
     r"Variable(Replacer|Inserter)"
     r"|ReplaceBinaryOperator_BitOr"
@@ -149,9 +149,7 @@ def environment_of(copy: Path) -> dict[str, str]:
     """Return the environment variables for tests that run in a copy of the project.
 
     The variables prevent Python from storing compiled code in `.pyc` files. Otherwise Python could
-    run the stored code of the original file instead of the mutant. Python uses a `.pyc` file if
-    size and modification time of the source file are unchanged, and compares the time in whole
-    seconds.
+    run the stored code of the original file instead of the mutant.
     """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -205,7 +203,7 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
 
 
 def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mutant]]:
-    """Return the possible mutants of a file, by the position of the change in the code.
+    """Return a mapping from a position in the code to the possible mutants at this position.
 
     A mutant is the code with one small change.
 
@@ -238,7 +236,7 @@ def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mu
 def sample(copy: Path, seed: int, count: int) -> list[Mutant]:
     """Draw a random sample of mutants, with one mutant of each group in turn.
 
-    So even a program that is stopped early has tested mutants of every group.
+    So mutants of every group have been tested even if a developer stops the program early.
 
     Args:
         copy: Root of the copied project.
@@ -420,7 +418,7 @@ def change_in(copy: Path, mutant: Mutant) -> str:
 
 
 def report(judged: list[tuple[Mutant, Verdict]], copy: Path) -> None:
-    """Print the number of mutants by file and outcome, and the mutants that no test noticed."""
+    """Print the number of mutants for each file and outcome, and all mutants that survived."""
     outcomes = ("killed", "timeout", "survived", "not reached")
     print(f"\n{'':44}" + "".join(f"{outcome:>13}" for outcome in outcomes))
     counts: dict[str, Counter[str]] = defaultdict(Counter)

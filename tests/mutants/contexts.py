@@ -10,7 +10,8 @@ from pathlib import Path
 import coverage
 import pytest
 
-#: Environment variable with the path of a file. The plugin writes the ids of failed tests to it.
+#: Environment variable with the path of the file to which the plugin writes the ids of failed
+#: tests.
 FAILED_VARIABLE = "MUSTER_MUTANTS_FAILED"
 
 _failed: set[str] = set()
@@ -26,7 +27,7 @@ def function_of(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tell coverage which test runs, so that it stores the executed lines by the test's name."""
+    """Tell coverage the name of the running test, so that it stores the lines of each test."""
     measurement = coverage.Coverage.current()
     assert measurement is not None, "start pytest with `coverage run -m pytest`"
     measurement.switch_context(function_of(item.nodeid))

@@ -115,7 +115,7 @@ class GangPool:
         send_request("POST", f"{self.host_env.api}/deployments/", deployment)
 
     def change(self, **settings: Any) -> None:
-        """Change settings of the work pool. Arguments have the names of fields of `PoolSettings`."""
+        """Change settings of the work pool. Argument names are fields of `PoolSettings`."""
         self.patch(base_job_template=self._template(settings))
 
     def patch(self, **content: Any) -> None:

@@ -25,7 +25,7 @@ from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
 
-#: Settings of example fleets, by the name of the example. The examples differ in backend and
+#: Mapping from the name of an example fleet to its settings. The examples differ in backend and
 #: parallelism, so Muster starts the servers of each example with different commands.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
@@ -52,7 +52,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each fault in the recorded command-line arguments, and a summary of each backend.
+    """Check the recorded command-line arguments of each backend; print the faults and a summary.
 
     Returns:
         Exit code 0 without faults, 1 with faults, or 3 if a backend could not be downloaded.
@@ -102,10 +102,11 @@ def layout_faults(known: facts.Facts) -> Iterator[str]:
 def compare_with_package(
     backend: str, version: str | None, *, write: bool
 ) -> tuple[list[str], str]:
-    """Compare the known arguments of a backend with its package; return differences and version.
+    """Compare the known arguments of a backend with the arguments in its package.
 
-    The known arguments, called the facts, are in a JSON file of this checkout. pip downloads the
-    package.
+    The known arguments are in a JSON file of this checkout. pip downloads the package.
+
+    Return the differences, and the version of the package.
 
     Args:
         backend: Name of the backend.

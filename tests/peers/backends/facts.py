@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 VERSIONS = {"sglang": "0.5.23", "lmdeploy": "0.18.0", "vllm": "0.33.0"}
 FOLDER = Path(__file__).resolve().parent
 
-#: Beginnings of the commands that start a server, by backend. If several of them match a command,
-#: the longest counts.
+#: Mapping from a backend to the beginnings of the commands that start its server. If several
+#: beginnings match a command, the longest beginning counts.
 _PROGRAMS = {
     "sglang": (("python", "-m", "sglang.launch_server"),),
     "lmdeploy": (("lmdeploy", "serve", "api_server"), ("serve", "api_server")),
@@ -96,9 +96,9 @@ def load(backend: str, version: str | None = None) -> Facts:
 
 
 def path_of(backend: str, version: str | None = None) -> Path:
-    """Return the path of the JSON file with the arguments of a version of a backend.
+    """Return the path of the JSON file with the arguments of one version of a backend.
 
-    The default is the version in VERSIONS.
+    Without the argument `version`, the version in VERSIONS is used.
     """
     return FOLDER / f"{backend}-{version or VERSIONS[backend]}.json"
 
@@ -106,7 +106,7 @@ def path_of(backend: str, version: str | None = None) -> Path:
 def as_text(backend: str, version: str, source: str, options: Sequence[Option]) -> str:
     """Return the content of the JSON file for a version, with one line per argument.
 
-    The lines make it easy to compare two versions.
+    With one argument per line, two versions are easy to compare.
 
     Args:
         backend: Name of the backend.
@@ -160,8 +160,8 @@ def _build_parser(known: Facts) -> argparse.ArgumentParser:
     Args:
         known: The arguments that one version of the backend accepts.
     """
-    # If two arguments have a common spelling, the spelling belongs to the later argument, as in the
-    # backends.
+    # If two arguments have the same spelling, the parser uses the later argument, as the backends
+    # do.
     parser = _Parser(
         prog=known.backend, add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )

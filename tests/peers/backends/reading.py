@@ -147,7 +147,7 @@ def _read_vllm(folder: Path) -> Iterator[Option]:
 def _find_annotation(
     call: ast.Call, groups: Mapping[str, str], configs: Mapping[str, ast.ClassDef]
 ) -> ast.expr | None:
-    """Return the annotation of the settings field that a call of `add_argument` refers to.
+    """Find the settings field to which a call of `add_argument` refers; return its annotation.
 
     vLLM writes such a reference as `**group["dtype"]`.
 
@@ -166,9 +166,9 @@ def _find_annotation(
 
 
 def _extend_for_vllm(option: Option, call: ast.Call) -> Iterator[Option]:
-    """Yield an argument with the additional spellings and values that vLLM accepts for it.
+    """Yield an argument, with additional spellings and values that vLLM accepts.
 
-    vLLM accepts a switch also with `--no-`, and some numbers also with a unit.
+    vLLM also accepts the prefix `--no-` before the name of a switch, and a unit after some numbers.
     """
     action = _get_keywords(call).get("action")
     is_switch = action is None or ast.unparse(action).endswith("BooleanOptionalAction")
@@ -215,7 +215,7 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
 
 def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
-    """Return how many values a command-line argument takes, their type, and the allowed values.
+    """Return the number, the type and the allowed values of a command-line argument's values.
 
     Args:
         annotation: Type annotation of the field that defines the argument.
@@ -271,7 +271,7 @@ def _find_class(path: Path, name: str) -> ast.ClassDef:
 
 
 def _list_functions(node: ast.ClassDef | ast.Module) -> dict[str, ast.FunctionDef]:
-    """Return the functions of a class or module by name."""
+    """Return a mapping from name to function, with the functions of a class or module."""
     return {
         function.name: function for function in node.body if isinstance(function, ast.FunctionDef)
     }
@@ -283,12 +283,12 @@ def _list_calls(node: ast.AST) -> list[ast.Call]:
 
 
 def _get_keywords(call: ast.Call) -> dict[str, ast.expr]:
-    """Return the keyword arguments of a call by name."""
+    """Return a mapping from name to value, with the keyword arguments of a call."""
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def _read_constants(path: Path) -> dict[str, Any]:
-    """Return the module-level constants of a Python file whose values are literals, by name."""
+    """Return a mapping from name to value, with the literal constants of a Python module."""
     constants = {}
     for node in _parse_file(path).body:
         if isinstance(node, ast.Assign) and (value := _evaluate_literal(node.value)) is not None:

@@ -74,10 +74,10 @@ def read(path: Path) -> RunSpec:
 
 
 def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict[str, list[str]]:
-    """Return the faults that verl itself finds in the specs, by the names of the specs.
+    """Return a mapping from the name of a spec to the faults that verl itself finds in the spec.
 
     Args:
-        specs: Specs by name.
+        specs: Mapping from the name of a spec to the spec.
         version: Version of verl.
         write: If True, also write the programs and keys of this version to the JSON file in this
             checkout.

@@ -36,8 +36,8 @@ from tests.peers.verl.facts import TYPE_NAMES, fits
 
 #: The programs of verl that a run may start.
 ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")
-#: Additional types that a key accepts, by key. The default value of the key does not show these
-#: types.
+#: Mapping from a key to a further type that verl accepts. The default value of the key has another
+#: type.
 #:
 #: Source: verl 0.9.1, trainer/sft_trainer_ray.py (`after_each_epoch`), utils/tracking.py (one
 #: logger), utils/dataset/ (one file or several).
@@ -78,7 +78,7 @@ def compose(folder: Path, configuration: str, overrides: list[str]) -> DictConfi
 
 
 def class_of(node: object) -> type[Any] | None:
-    """Return the dataclass that verl makes from a mapping; the key `_target_` names the class.
+    """Return the dataclass that verl makes from a mapping. The key `_target_` names the class.
 
     Return None if the mapping is not converted to a dataclass of verl.
     """
@@ -101,7 +101,7 @@ def types_in(hint: object) -> list[str]:
 
 
 def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the default and the types of each key that an override may name, by dotted name."""
+    """Return a mapping from dotted name to default and types, with the keys of a configuration."""
     keys: dict[str, dict[str, Any]] = {}
 
     def walk(node: Mapping[str, Any], path: str) -> None:
@@ -127,7 +127,7 @@ def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
 
 
 def _has_placeholder(value: object) -> bool:
-    """Return True if the value is a text with a placeholder, whose type is therefore unknown."""
+    """Return True if the value is a text with a placeholder. The type of the value is unknown."""
     return isinstance(value, str) and "${" in value
 
 
@@ -186,7 +186,7 @@ def faults_of(
 
 
 def main() -> int:
-    """Read a question from stdin, and print the answer. The module's docstring has both formats."""
+    """Read a question from stdin, and print the answer. The module's docstring has the formats."""
     folder = Path(sys.argv[1])
     question = json.load(sys.stdin)
     stand_ins.install(folder)

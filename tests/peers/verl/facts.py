@@ -43,7 +43,7 @@ class Facts:
     """The programs and configurations of one version of verl."""
 
     version: str
-    #: Name of the Hydra configuration that each program of verl reads, by the program's module.
+    #: Mapping from the module of a program of verl to the name of its Hydra configuration.
     entries: Mapping[str, str]
     #: Keys of each Hydra configuration, as `configurations[name][dotted key]`.
     configurations: Mapping[str, Mapping[str, Key]]
@@ -88,7 +88,7 @@ def path_of(version: str) -> Path:
 def as_text(version: str, sha256: str, answer: Mapping[str, Any]) -> str:
     """Return the content of the JSON file for a version of verl, with one line per key.
 
-    The lines make it easy to compare two versions.
+    With one key per line, two versions are easy to compare.
 
     Args:
         version: Version of verl.

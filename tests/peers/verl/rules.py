@@ -44,7 +44,8 @@ class Start:
     overrides: tuple[str, ...]
     #: Environment variables from the spec.
     env: Mapping[str, str]
-    #: Value of each configuration key, by dotted name: from an override, or the default.
+    #: Mapping from the dotted name of a configuration key to its value: from an override, or the
+    #: default.
     values: Mapping[str, Any]
 
     def number(self, key: str) -> int:
@@ -134,7 +135,8 @@ def _check_override(
         env: Environment variables of the component.
         configuration: Name of the Hydra configuration.
         facts: The programs and keys of one version of verl.
-        values: Value of each key by dotted name. The value of a valid override is added.
+        values: Mapping from the dotted name of a key to its value. This function adds the value of
+            a valid override.
     """
     keys = facts.configurations[configuration]
     parts = _OVERRIDE.fullmatch(override)
@@ -226,8 +228,8 @@ def _check_batches(start: Start) -> Iterator[str]:
             continue
         mini = start.values[f"{part}.ppo_mini_batch_size"]
         if not isinstance(mini, int):
-            # The value is a reference to another key. By default, the critic takes the mini-batch
-            # size of the actor, which is checked by itself.
+            # The value is a reference to another key, which is checked separately. For example, the
+            # critic uses the mini-batch size of the actor by default.
             continue
         if mini > train:
             yield f"{part}.ppo_mini_batch_size, {mini}, is above data.train_batch_size, {train}"
