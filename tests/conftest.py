@@ -22,8 +22,8 @@ import pytest
 from tests.support.forkserver import ForkServer, fork_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-# Ray reads these variables when it is imported, so they must be set before a test module imports
-# Ray.
+# Ray reads these variables during its import. So the variables must be set before a test module
+# imports Ray.
 os.environ.update(RAY_ENV)
 
 #: Environment variable of all processes that the tests start. The value is a slash and the id of
@@ -121,7 +121,7 @@ _leftovers = pytest.StashKey[list[Leftover]]()
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment variables before the test modules are imported.
 
-    Prefect reads its variables only once, when a test module imports it.
+    Prefect reads its variables only once, when a test module imports Prefect.
     """
     home = Path(tempfile.mkdtemp(prefix="muster-tests-"))
     config.stash[_home] = home
@@ -165,8 +165,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     The processes are reported and not killed, so that a developer can examine them. With several
     workers (`-n 2`), only the controller process of pytest-xdist checks this. The check runs after
-    all other hooks, because the workers are processes of the session until pytest-xdist has ended
-    them.
+    all other hooks. Only then has pytest-xdist ended the workers, which are processes of the
+    session, too.
     """
     if hasattr(session.config, "workerinput"):
         return
@@ -223,8 +223,8 @@ def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prefect_url() -> Iterator[str]:
     """Run a Prefect server that all tests of the session share, and return its API's URL.
 
-    A test uses the server only if it sets the URL itself. A test must start another server if it
-    counts flow runs, needs a work pool with the default name, or kills the server.
+    The server is used only by tests that set the URL of the API. A test must start its own server
+    if the test counts flow runs, needs a work pool with the default name, or kills the server.
     """
     from tasks.server.server import prefect_server
 

@@ -90,7 +90,7 @@ def _measure_way(
         timeout=_LIMIT_S,
         check=True,
     )
-    # The figures are in the last line. Ray may have printed other lines before it.
+    # The figures are in the last line. Ray may have printed other lines before the last line.
     figures = json.loads(completed.stdout.splitlines()[-1])
     return [
         ("first answer", [figures["first_ms"]], "ms"),

@@ -159,8 +159,8 @@ def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
     Args:
         snapshot: Status document of the gateway.
         rank: Rank of the server.
-        epoch: Epoch of the server before it failed. A higher epoch means that a new server has
-            taken its place.
+        epoch: Epoch of the failed server. A higher epoch in the snapshot means that a new server
+            has replaced the failed server.
     """
     server = snapshot["servers"][rank]
     serves = server["state"] in ("active", "suspect") and server["reachable"]
@@ -209,7 +209,7 @@ async def dummy_running() -> AsyncIterator[str]:
 
 
 class SingleServerProber(HttpProber):
-    """Prober for a large fake fleet: it sends the probes of all servers to one real server.
+    """Prober for a large fake fleet. All probes go to one real server.
 
     Each probe opens its own connection, so the probe takes as long as with separate servers.
     """

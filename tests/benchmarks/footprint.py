@@ -87,7 +87,7 @@ def threads(pid: int) -> int:
 
 
 def program(pid: int) -> str:
-    """Return the name of the program that a process runs, or an empty string if it has exited."""
+    """Return the name of a process's program, or an empty string if the process has exited."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""

@@ -190,7 +190,7 @@ def _ways() -> Iterator[dict[str, _Way]]:
 
 @contextlib.contextmanager
 def _running(log: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process with its output in a log file, and kill it when the context ends."""
+    """Start a process with its output in a log file; kill the process when the context ends."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             argv,
@@ -208,7 +208,7 @@ def _running(log: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]
 
 
 def _port_in(log: Path) -> int:
-    """Wait for the first line of a server's log, and return the port number in it."""
+    """Wait for the first line of a server's log, and return the port number in this line."""
 
     def first_line() -> str:
         return log.read_text().partition("\n")[0] if "\n" in log.read_text() else ""
@@ -271,7 +271,8 @@ def _decisions(batches: int) -> Iterator[Row]:
         """Return the mean time of a routing decision in each batch, in microseconds.
 
         Args:
-            draw_session: Returns the session of the next request. None if it has no session.
+            draw_session: Function that returns the session of the next request, or None for a
+                request without a session.
         """
         times_us = []
         for _ in range(batches):

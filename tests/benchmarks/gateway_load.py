@@ -34,7 +34,7 @@ async def load(
     arrived.
 
     Args:
-        addresses: Hosts and ports. The connections are distributed evenly among them.
+        addresses: Hosts and ports. The connections are distributed evenly among these addresses.
         body: Body of each request.
         connections: Number of connections.
         for_s: Duration of the load in seconds. No request is sent later.

@@ -49,7 +49,7 @@ def rows(*, quick: bool) -> list[Row]:
 
 @contextmanager
 def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
-    """Start a gateway for the servers, yield its process id and its port, and end it."""
+    """Start a gateway for the servers; yield the gateway's process id and port; end the gateway."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.gateway_process", *urls],
         cwd=Path.cwd(),
@@ -86,7 +86,7 @@ async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
 
 @asynccontextmanager
 async def _requests(url: str, count: int) -> AsyncIterator[int]:
-    """Send requests through a new gateway, and wait until the server has received all of them.
+    """Send requests through a new gateway, and wait until the server has received all requests.
 
     Yields the process id of the gateway.
 

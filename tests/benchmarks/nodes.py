@@ -44,8 +44,8 @@ def measure(*, quick: bool) -> Result:
             while len(cluster.nodes) < count:
                 cluster.add_node()
             say(f"  {count} nodes and the head")
-            # The first search for leftover processes starts Muster's agents on the nodes, so it is
-            # not measured. In production, the upkeep process starts the agents.
+            # The first search for leftover processes is not measured, because it starts Muster's
+            # agents on the nodes. In production, the upkeep process starts the agents.
             _sweep(cluster)
             values = interleaved(
                 {

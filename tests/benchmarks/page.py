@@ -61,7 +61,7 @@ def page(records: Mapping[str, Record], names: Sequence[str]) -> str:
 
 
 def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
-    """Return the duration of all benchmarks as text, or an empty string if it is unknown."""
+    """Return the duration of all benchmarks as text, or an empty string if unknown."""
     if len(recorded) < len(names) or any(record.quick for record in recorded):
         return ""
     return f", about {_duration(sum(record.took_s for record in recorded))}"
@@ -99,9 +99,10 @@ def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _machine(record: Record) -> tuple[str, ...]:
-    """Return the CPU model, number of CPUs, memory, kernel and Python version of a record.
+    """Return the properties of the machine on which a benchmark ran.
 
-    These values describe the machine on which the benchmark ran.
+    The properties are the CPU model, the number of CPUs, the memory, the kernel and the Python
+    version.
     """
     machine = record.machine
     memory = f"{machine['memory_gb']:g} GB"

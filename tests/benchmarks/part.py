@@ -129,7 +129,7 @@ def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
 
 
 def remaining_s(seconds: float) -> float:
-    """Return the seconds until this component must be ready; negative if the time is over.
+    """Return the seconds until this component must be ready; a negative number if it is late.
 
     Args:
         seconds: Time that the component needs from its start until it is ready, in seconds.

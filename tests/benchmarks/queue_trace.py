@@ -106,7 +106,7 @@ def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: f
 
 
 def _shape(cells: Mapping[str, str], at: str, gpus_per_cluster_node: int) -> tuple[int, int]:
-    """Return the number of nodes of a job, and the number of GPUs on each of them.
+    """Return the number of nodes of a job, and the number of GPUs on each node.
 
     Args:
         cells: Mapping from the name of a column to the cell in the job's row.

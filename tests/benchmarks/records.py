@@ -61,7 +61,7 @@ class Figure:
     #: Load during the measurement, for example the number of components. None if the benchmark did
     #: not vary the load.
     at: int | None
-    #: All measured values. Empty if there were too many to record them.
+    #: All measured values. Empty if there were too many values to record.
     values: Sequence[float] = ()
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 #: Function that measures once and returns the measured value.
 Sample = Callable[[], float]
 #: How the values of a row in the results were obtained. "measured": a real program ran. "modelled":
-#: a small model of another project ran. "computed": no program ran.
+#: a small imitation of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
 #: Units whose values are whole numbers. The report does not round these values.
@@ -75,19 +75,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A program that was not measured, because this machine lacks something that it needs."""
+    """A program that was not measured, because this machine lacks a required program or package."""
 
     #: Title that the program's row would have in the table of results.
     way: str
-    #: The missing program or package, and how to install it.
+    #: Name of the missing program or package, and how to install it.
     why: str
 
 
 class NotHere(Exception):
     """This machine lacks a program or package that a benchmark needs.
 
-    The message names the missing thing and how to install it. Any other exception is an error of
-    the benchmark.
+    The message names the missing program or package, and says how to install it. Any other
+    exception is an error of the benchmark.
     """
 
 
@@ -99,7 +99,7 @@ class Result:
     name: str
     #: Description of the measurement in one line.
     question: str
-    #: Rows of the result, in the order in which they are shown.
+    #: Rows of the result, in the order of the printed table.
     rows: Sequence[Row]
     #: Programs that were not measured, each with the reason.
     missing: Sequence[Missing] = ()

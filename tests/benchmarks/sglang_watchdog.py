@@ -64,7 +64,7 @@ def source() -> Iterator[Source]:
 
 
 def watch(path: Path, place: Path) -> None:
-    """Let SGLang's watchdog class supervise the components; return when all of them have ended.
+    """Let SGLang's watchdog class supervise the components until all components have ended.
 
     Args:
         path: Source file of the watchdog class.

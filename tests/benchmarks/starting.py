@@ -63,8 +63,8 @@ def _guarded(launch: Callable[[Command], Awaitable[tuple[GuardedProcess, float]]
             process, took_ms = await launch(_command(place))
             process.kill()
             await process.empty
-            # Wait until the guardian process is reaped, so that it does not disturb the next
-            # sample.
+            # Wait until the guardian process is reaped. Otherwise the process would disturb the
+            # next sample.
             while tree.read_parent(process.guardian_pid):
                 await asyncio.sleep(0.005)
             return took_ms

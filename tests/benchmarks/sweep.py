@@ -317,7 +317,7 @@ def _wait_for_all(stage: _Stage, trace: Path) -> None:
 
 
 def _stop(process: Popen[bytes]) -> None:
-    """Stop a program if it still runs, with SIGTERM and after 30 s with SIGKILL."""
+    """Stop a program if it still runs: send SIGTERM, and 30 s later SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:

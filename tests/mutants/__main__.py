@@ -139,7 +139,7 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
         # Some tests list the files of the project with git.
         subprocess.run(("git", "init", "-q"), cwd=copy, check=True, timeout=60)
         # The tests in the copy use the pytest plugin in this package. An older version of the
-        # project does not contain the package, so it is copied from here.
+        # project does not contain the package, so the package is copied from here.
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutants", dirs_exist_ok=True)
         (state / "copied").touch()
     return state, copy
@@ -306,7 +306,7 @@ def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -
         mutant: The mutant.
         copy: Root of the copied project.
         data: The unit tests that execute each line.
-        failed: Tests that fail on the unchanged code. They are left out.
+        failed: Tests that fail on the unchanged code. These tests are left out.
     """
     tests_of_line = data.contexts_by_lineno(str(copy / mutant.path))
     lines_of_test_file: Counter[str] = Counter(
@@ -382,7 +382,7 @@ def verdicts(
 ) -> Iterator[tuple[Mutant, Verdict]]:
     """Yield the result of the unit tests for each mutant.
 
-    Results of earlier calls are read from a file, and their tests do not run again.
+    Results of earlier calls come from a file. The tests of these mutants do not run again.
 
     Args:
         mutants: The mutants.

@@ -258,7 +258,7 @@ def _parse_with(module: str, arguments: Sequence[str]) -> str:
     """Run a module as a program until it has parsed its arguments.
 
     Returns:
-        The error that the program found in the arguments, or an empty string if they are correct.
+        The error that the program found in the arguments. An empty string if there is no error.
     """
     original_parse_args = argparse.ArgumentParser.parse_args
     original_call = App.__call__

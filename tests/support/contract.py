@@ -84,9 +84,9 @@ def _is_wider_choice(saved: Any, current: Any) -> bool:
 
 
 def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name of each key of a pydantic model, with its part of the JSON schema.
+    """Yield each key of a pydantic model: the dotted name, and the JSON schema of the key.
 
-    The part contains the type, the default value, and the allowed values of the key.
+    The JSON schema contains only the type, the default value and the allowed values.
     """
     schema = model.model_json_schema()
     definitions = schema.get("$defs", {})

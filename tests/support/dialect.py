@@ -105,8 +105,8 @@ _START = r"(?:^|(?<=[.;:!?] ))"
 _QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
 #: Pattern of each unclear construction, and advice on a plainer form. The patterns have no
-#: capturing groups. If several patterns match at one place, only the first of them in this list
-#: counts.
+#: capturing groups. If several patterns match at one place, only the pattern that comes first in
+#: this list counts.
 CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     # Clauses that stand for a noun
     (

@@ -127,7 +127,7 @@ class Document:
         return tuple(commands)
 
     def _read(self) -> tuple[list[Block], list[tuple[int, str]]]:
-        """Return the code blocks, and the number and text of each line outside of them."""
+        """Return the code blocks, and the number and text of each line outside of code blocks."""
         blocks = []
         prose = []
         #: Match of the opening fence of the current code block. None outside of code blocks.

@@ -67,7 +67,7 @@ class Fault:
     after: int = 1
     #: Number of requests that the fault affects. None if the fault does not end by itself.
     times: int | None = None
-    #: True if the fault affects health checks, too.
+    #: True if the fault also affects health checks.
     health: bool = False
 
 
@@ -117,7 +117,7 @@ class Request:
 
 
 class DummyServer:
-    """A fake inference server, with the state that all connections to it share."""
+    """A fake inference server. The object has the state that all connections share."""
 
     def __init__(
         self, rank: int = 0, *, version: int = 0, token_s: float = 0.0, up_after_s: float = 0.0
@@ -409,7 +409,7 @@ class _Connection(asyncio.Protocol):
             self._begin_next_request()
 
     def _parse(self) -> Request | None:
-        """Remove the next request from the buffer and return it, or None if it is not complete."""
+        """Remove and return the next request in the buffer, or return None if it is incomplete."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             return None
@@ -438,7 +438,9 @@ class _Connection(asyncio.Protocol):
         return request
 
     def _read_body(self, request: Request, start: int) -> tuple[bytes, int] | None:
-        """Return the body of a request and its end in the buffer, or None if it is not complete.
+        """Return the body of a request and the end position of the body in the buffer.
+
+        Return None if the body is not complete.
 
         Args:
             request: The request, with its headers.
@@ -468,7 +470,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def send_json(self, status: int, content: Any, extra_headers: str = "") -> None:
-        """Send a complete answer with a JSON body, or only its headers if the request is a HEAD.
+        """Send a complete answer with a JSON body. For a HEAD request, send only the headers.
 
         Args:
             status: HTTP status of the answer.

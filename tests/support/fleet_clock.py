@@ -38,7 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _NoWait(selectors.DefaultSelector):
-    """Selector that never waits: it advances the virtual time of the event loop instead."""
+    """Selector that never waits. Instead of waiting, the selector advances the virtual time."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Decorate a test that is a coroutine function, so that it runs in virtual time."""
+    """Decorator for an asynchronous test, which lets the test run in virtual time."""
 
     @functools.wraps(test)
     def run_test(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -348,7 +348,7 @@ def make_fleet_plan(
         directory: Working directory of the servers, and directory of the attempt's files.
         run_id: Id of the run.
         grace_s: Grace period of the servers, in seconds.
-        fleet: Rollout settings, as for `make_settings`.
+        fleet: Rollout settings, with the same names as the arguments of `make_settings`.
         **fields: Further fields of the plan.
     """
     return FleetPlan(
@@ -498,7 +498,7 @@ def list_fleet_tasks() -> list[str]:
 
 
 def make_rebind(first: int) -> Rebind:
-    """Return a `Rebind` function. The fleet calls it to get a new port for a restarted server.
+    """Return a `Rebind` function, which gives the fleet a new port for a restarted server.
 
     The first call of the function returns the port `first`, the second call the port `first + 1`,
     and so on. Each lifecycle group of the fleet must have only one server.

@@ -62,7 +62,7 @@ class ForkedProcess:
         return bool(select.select([self._pidfd], [], [], within_s)[0])
 
     def clear(self) -> None:
-        """Kill the process if it still runs, and close its pipes."""
+        """Kill the process if the process still runs, and close the pipes."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
@@ -71,7 +71,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts programs of `tests/support` by forks of a process that has imported their modules.
+    """Starts programs of `tests/support`. Each is a fork of a process that has imported modules.
 
     All programs use the same Prefect server.
     """

@@ -145,9 +145,9 @@ class Server:
                 return struct.pack("<QQQQQIIII24x", *sizes, 4096, 255, 4096, 0)
             case 18 | 20 | 29 | 34:  # RELEASE, FSYNC, RELEASEDIR, ACCESS
                 return b""
-        # Also reject FLUSH, so that the kernel never sends it again. Otherwise the kernel would
-        # send FLUSH for each open file of a program that ends. The end of the program would then
-        # block while this server is stopped.
+        # Also reject FLUSH. The kernel then never sends FLUSH again. Otherwise a program with an
+        # open file could not end while this server is stopped, because the end of a program flushes
+        # its files.
         raise Refused(errno.ENOSYS)
 
     def _child(self, folder: Node, name: bytes) -> Node:

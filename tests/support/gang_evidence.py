@@ -89,7 +89,7 @@ def make_history(
     lines: Sequence[Mapping[str, Any]],
     asked: SubmittedDemand,
 ) -> History:
-    """Return the history of a run. The module `gang_referee` searches it for broken rules.
+    """Return the history of a run, in the form that the module `gang_referee` checks.
 
     Args:
         run: The flow run, as the Prefect server returns it.

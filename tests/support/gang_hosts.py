@@ -29,7 +29,7 @@ _FIRST_SCRIPT = 'hostname "$0" && exec "$@"'
 
 
 class OtherHost:
-    """A simulated host, on which tests start programs. Use `other_host` to create it."""
+    """A simulated host, on which tests start programs. Use `other_host` to create a host."""
 
     def __init__(self, name: str, directory: Path, cable: NetworkLink | None = None) -> None:
         """
@@ -80,7 +80,7 @@ class OtherHost:
         self._keeper.stdin.flush()
 
         # The keeper, which starts the programs of the host, runs in the PID namespace of the host.
-        # So it answers with the process id inside of this namespace.
+        # So the keeper answers with the process id inside of this namespace.
         inner_pid = int(self._keeper.stdout.readline())
         return wait_for(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 

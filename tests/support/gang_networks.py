@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 #: First three bytes of all IPv4 addresses, from a range that RFC 2544 reserves for benchmarks.
 _NET = "198.18.77"
-#: Address of this machine on its end of each pair of virtual network devices. Each pair connects
-#: this machine to one simulated host.
+#: Address of this machine in each pair of virtual network devices. Each pair connects this machine
+#: to one simulated host.
 HERE = f"{_NET}.1"
 #: Time limit of one network command, in seconds.
 _COMMAND_TIMEOUT_S = 20.0
@@ -33,7 +33,7 @@ class NetworkLink:
     address: str
 
     def move_into_namespace(self, pid: int) -> None:
-        """Move the device `far` into the network namespace of a process, and configure it.
+        """Move the device `far` into the network namespace of a process, and configure the device.
 
         In the namespace, the device `far` gets the host's address, and the loopback device `lo` is
         switched on.

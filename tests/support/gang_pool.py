@@ -75,7 +75,8 @@ class GangPool:
     #: Mapping from the flow run id of each submitted run to its requested GPUs, in the order of
     #: submission.
     asked: dict[str, SubmittedDemand] = field(default_factory=dict)
-    #: Flow run ids of the runs that `hold` created: they hold GPUs, but have no process.
+    #: Flow run ids of the runs that the method `hold` created. These runs hold GPUs, but have no
+    #: process.
     _holders: list[str] = field(default_factory=list)
 
     def set_up(self, *, limit: int | None = 50, **settings: Any) -> None:
@@ -83,7 +84,7 @@ class GangPool:
 
         Args:
             limit: Concurrency limit of the work pool. None for no limit.
-            **settings: Settings of the work pool. Their names are fields of `PoolSettings`.
+            **settings: Settings of the work pool: fields of `PoolSettings`.
         """
         self.host_env.home.mkdir(parents=True, exist_ok=True)
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
@@ -173,7 +174,7 @@ class GangPool:
             nodes: Number of nodes.
             gpus: Number of GPUs on each node.
             lasts_s: Seconds until the run gives the GPUs back.
-            fails: Number of first attempts that fail because they find no GPUs.
+            fails: Number of attempts that fail because of missing GPUs, before an attempt succeeds.
             **keys: Further keys of the spec.
         """
         arguments = [str(self.lines), f"{lasts_s:.2f}", "${run.dir}", self.host_env.api, str(fails)]
@@ -197,7 +198,7 @@ class GangPool:
         env: Mapping[str, str] | None = None,
         deployment: str = "",
     ) -> Run:
-        """Submit a run to the work pool, and return it.
+        """Submit a run to the work pool, and return the run.
 
         Args:
             spec: Spec of the run.
@@ -276,14 +277,15 @@ class GangPool:
         return str(self.host_env.post(path, state={"type": type})["state"]["type"])
 
     def cancel_all(self) -> None:
-        """Cancel all runs, wait until they have ended, and forget them.
+        """Cancel all runs, wait for their ends, and remove them from this object.
 
         Raises:
             AssertionError: A run did not end within 40 s after its cancellation. In this case, the
                 method first sets the run's state on the server to CANCELLED, so that the next test
                 can use the GPUs.
         """
-        # First cancel the queued runs: they would start as soon as the held GPUs become free.
+        # First cancel the queued runs. Otherwise the queued runs would start as soon as GPUs become
+        # free.
         for id_, run in self.flow_runs().items():
             if run["state_type"] not in FINAL:
                 self.cancel(Run(host_env=self.host_env, flow_run_id=id_))

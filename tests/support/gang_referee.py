@@ -36,7 +36,7 @@ class State:
 
     @property
     def is_wait(self) -> bool:
-        """True if the run waits for GPUs: it has no process yet, or its process waits."""
+        """True if the run waits for GPUs, before or after the start of its process."""
         return self.type == "SCHEDULED" or (self.type == "RUNNING" and self.name == WAITING)
 
 
@@ -49,8 +49,8 @@ class ComponentProcess:
     pid: int
     #: Start of the process, in UTC epoch seconds.
     began: float
-    #: End of the process, in UTC epoch seconds. None if the process was killed before it wrote its
-    #: end.
+    #: End of the process, in UTC epoch seconds. None if the process was killed and could not write
+    #: its end.
     ended: float | None = None
     #: Mapping from the name of a node to the number of GPUs that were granted to the run. None if
     #: the process did not read the grant from the Prefect server.
@@ -119,8 +119,8 @@ class Judgement:
     admitted: int
     #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
-    #: Number of late runs. A run is late if a run behind it in the queue was admitted earlier,
-    #: although the GPUs sufficed for both. A short delay is no fault.
+    #: Number of late runs. A run is late if another run, behind it in the queue, was admitted
+    #: earlier, although the GPUs sufficed for both. A short delay is no fault.
     late: int = 0
     #: Longest delay of a late run, in seconds. 0 if no run was late. The delay begins when the run
     #: behind the late run is admitted, and ends when the late run is admitted.
@@ -257,7 +257,7 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
     """Yield a message if a run was admitted twice in a row, or if an attempt ran twice.
 
-    Also report components that ran without GPUs, or that did not end before their run completed.
+    Also yield a message for each component that ran without GPUs, or longer than its run.
 
     Args:
         run: History of the run.
@@ -303,7 +303,7 @@ class _Usage:
 
 
 def _usage_of_hold(hold: Hold) -> _Usage:
-    """Return the resources that a run used in a period in which it held its GPUs."""
+    """Return the resources that a run used during one period with GPUs."""
     amounts = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
     return _Usage(run=hold.run, since=hold.since, until=hold.until, amounts=amounts)
 
@@ -396,7 +396,7 @@ def _find_overtaking(
     nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
-    """Find runs that were overtaken: a run behind them in the queue was admitted earlier.
+    """Find overtaken runs. A run is overtaken if a run behind it in the queue is admitted earlier.
 
     Overtaking is a fault if the free GPUs did not suffice for both runs. If the GPUs sufficed for
     both runs, overtaking is a fault only if the delay is longer than `late_s` seconds. A shorter

@@ -24,7 +24,7 @@ _NOT_PASSED = {"host", "connection", "authorization", "transfer-encoding", "cont
 
 @dataclass(kw_only=True)
 class GuardedDashboard:
-    """A running proxy of a Ray dashboard, and the headers of the requests to it."""
+    """A running proxy of a Ray dashboard. The object records the headers of all requests."""
 
     #: URL of the proxy.
     address: str

@@ -48,7 +48,7 @@ def wait_for(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) ->
     """Call a function until it returns a true value, and return the value.
 
     Args:
-        found: The function. It is called every 0.1 s.
+        found: Function that is called every 0.1 s.
         what: Description of the value, for the error message.
         within_s: Time limit in seconds.
 

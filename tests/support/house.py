@@ -29,7 +29,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 #: Module of the command `muster`. This module may import all folders, because the folders contain
 #: its subcommands.
 COMMAND = "tasks/command.py"
-#: Module of the Python client. Like `tasks/command.py`, it may import all folders of `tasks/`.
+#: Module of the Python client. Like `tasks/command.py`, this module may import all folders of
+#: `tasks/`.
 CLIENT = "tasks/client.py"
 #: Mapping from a folder of `tasks/` to the third-party packages that this folder may import. Other
 #: folders may import any package.
@@ -42,7 +43,8 @@ PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 #: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: Programs that run under `python -I -S`, which ignores installed packages. These programs may
-#: import only the standard library and each other, by module names without a package.
+#: import only the standard library and each other. They import each other by module names without a
+#: package.
 ALONE = (
     "tasks/processes/guardian.py",
     "tasks/processes/cgroup.py",

@@ -17,7 +17,7 @@ _MNT_DETACH = 2
 
 
 class HangingFolder:
-    """A mounted file system. A test can block all calls to it, and later let it answer again."""
+    """A mounted file system. A test can block all calls to this file system, and unblock them."""
 
     def __init__(self, path: Path, server: subprocess.Popen[str]) -> None:
         #: Mount point of the file system.

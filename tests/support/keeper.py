@@ -39,8 +39,7 @@ def main() -> int:
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The handler does nothing, so that this process survives the signal. SIG_IGN would be
-        # wrong, because started commands would inherit it. Started commands do not inherit a
-        # handler.
+        # wrong: started commands would inherit SIG_IGN, but they do not inherit a handler.
         signal.signal(signum, lambda *_: None)
     serve()
     is_ended = end_all()

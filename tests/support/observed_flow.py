@@ -189,7 +189,7 @@ class ObservedFlow:
     def list_descendants(self) -> list[int]:
         """Return the process ids of the flow process and of all its descendants.
 
-        All of them are descendants of the oracle process, which observes the flow process.
+        All these processes are descendants of the oracle process, which observes the flow process.
         """
         return tree.descendants(self._oracle.pid)
 

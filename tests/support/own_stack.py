@@ -218,7 +218,7 @@ class OwnStack:
         return [state["timestamp"] for state in states if state["name"] == "Pending"]
 
     def kill(self, name: str, *, guardian: bool = False) -> bool:
-        """Send SIGKILL to a process of the stack, or to the guardian process that owns it.
+        """Send SIGKILL to a process of the stack, or to the guardian of the process.
 
         Returns:
             False if no process with this name runs now.
@@ -259,7 +259,7 @@ def find_faults(
         name: Name of the run.
         run_id: Id of the run.
         steps: Number of steps of the training.
-        states: State type of each run on the Prefect server, by run id.
+        states: Mapping from run id to the state type of the run on the Prefect server.
     """
     marks = stack.marks(name)
     faults = []

@@ -31,7 +31,7 @@ _PROGRAM_TIMEOUT_S = 60.0
 
 
 class Postgres:
-    """A PostgreSQL server for one test. Use the context manager `postgres` to create it."""
+    """A PostgreSQL server for one test. Use the context manager `postgres` to create a server."""
 
     def __init__(self, programs: Path, directory: Path, user: str | None) -> None:
         """
@@ -148,8 +148,8 @@ def postgres() -> Iterator[Postgres]:
     """
     programs = _find_programs()
     assert programs is not None, explain_missing_postgres()
-    # The path of a Unix socket must be short, and the server's user must be able to reach it. The
-    # temporary directory of a test may fail both conditions.
+    # The path of a Unix socket must be short, and the server's user must have access to the path.
+    # The temporary directory of a test may have a long path without this access.
     directory = Path(tempfile.mkdtemp(prefix="muster-pg-", dir="/tmp"))
     server = Postgres(programs, directory, _other_user() if os.geteuid() == 0 else None)
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.support.host_environment import ROOT
 
 PRODUCTION = ROOT / "deployments" / "production"
-#: Environment variables with addresses and directories. `read_settings` leaves them out of the
-#: example files, because tests use their own addresses and directories.
+#: Environment variables with addresses and directories. `read_settings` ignores these variables in
+#: the example files, because tests use their own addresses and directories.
 _ADDRESSES_AND_DIRECTORIES = frozenset(
     {
         "PREFECT_SERVER_API_HOST",

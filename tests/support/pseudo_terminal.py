@@ -46,9 +46,10 @@ class PseudoTerminal:
         return {**streams, "preexec_fn": take_terminal}
 
     def close_device(self) -> None:
-        """Close the test process's copy of the terminal device, after a process was started in it.
+        """Close the test process's copy of the terminal device.
 
-        Without this call, the output would not end when the last process in the terminal has ended.
+        Call this method after a process was started in the terminal. Without this call, the output
+        would not end when the last process in the terminal has ended.
         """
         os.close(self._slave)
 

@@ -63,7 +63,7 @@ _STOP_WITHIN_S = 30.0
 #: Interval of the readiness checks, in seconds.
 _CHECK_EVERY_S = 0.05
 #: Environment variables that Muster gives a component. If the test itself runs in a component, the
-#: cluster must not inherit them.
+#: cluster must not inherit these variables.
 _COMPONENT_VARIABLES = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
 
 
@@ -181,7 +181,7 @@ class RayCluster:
         """Write the configuration of Ray's autoscaler, and return the options of `ray start`.
 
         Source of the configuration: AutoscalingCluster in ray/cluster_utils.py. The test does not
-        use this class, because it would stop all Ray clusters of this machine.
+        use this class, because this class would stop all Ray clusters of this machine.
 
         Args:
             most_nodes: Maximum number of nodes.
@@ -260,7 +260,7 @@ class RayCluster:
     def add_node(
         self, gpus: int = 8, cpus: int = 32, resources: dict[str, float] | None = None
     ) -> RayNode:
-        """Start a node, and wait until the cluster reports it alive and its agent answers.
+        """Start a node, and wait until the cluster reports the node as alive and its agent answers.
 
         Args:
             gpus: Number of logical GPUs.

@@ -94,7 +94,7 @@ class Schedulers:
         """
         self._directory = directory
         self._nursery = nursery
-        #: Process ids of all scheduler processes that were started.
+        #: Process ids of all scheduler processes that this object has started.
         self._pids: list[int] = []
         self.journal = directory / "journal"
         self.journal.touch()
@@ -125,8 +125,7 @@ class Schedulers:
                 MUSTER_HOME.
             hold_s: Time after which the process must give the lease back, in seconds.
             expire_s: Time until the server ends a lease that is not renewed, in seconds.
-            writes: Number of lines that the process writes to the journal each time it has the
-                lease.
+            writes: Number of lines that the process writes to the journal during each lease.
             pause_s: Pause after each of these lines, in seconds.
         """
         settings: dict[str, Any] = {
@@ -145,7 +144,7 @@ class Schedulers:
 
         The lease id identifies one period in which a process had the lease. The event `write` means
         a line that the process wrote in this period. The event `back` means that the process gave
-        the lease back, `lost` that it lost the lease.
+        the lease back. The event `lost` means that the process lost the lease.
         """
         complete_lines = self.journal.read_text().rpartition("\n")[0].splitlines()
         return [
@@ -175,8 +174,8 @@ class Schedulers:
     def _until(self, condition: Callable[[], int], description: str) -> int:
         """Wait until a condition returns a true value, and return the value.
 
-        The condition is checked every 3 ms, because it may be true for only a short time: a process
-        soon gives the lease back.
+        The condition is checked every 3 ms, because a process may have the lease for only a short
+        time.
 
         Raises:
             AssertionError: The condition was not true within `DEADLINE_S`.

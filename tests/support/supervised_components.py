@@ -58,7 +58,8 @@ def wait_until(condition: Callable[[], object], description: str) -> None:
     """Wait until a condition is true.
 
     Args:
-        condition: The condition. It is checked every 0.01 s.
+        condition: Function that is called every 0.01 s, and returns a true value if the condition
+            is true.
         description: Description of the condition, for the error message.
 
     Raises:
@@ -216,7 +217,7 @@ class ComponentHarness:
         return supervisor
 
     def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
-        """Run all components until the attempt is decided, stop them, and return the verdict.
+        """Run all components until the result of the attempt is certain; return the verdict.
 
         The verdict has the final state of the attempt, the failure and a message.
 
@@ -323,7 +324,7 @@ def _ticks() -> int:
 
 
 def has_children() -> bool:
-    """Return True if this process has a child or a zombie child, without reaping it."""
+    """Return True if this process has a child or a zombie child. Do not reap the child."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -238,7 +238,7 @@ def leak_descriptors(run: Callable[[], None]) -> None:
 
 
 def keep_unrelated_child(run: Callable[[], None]) -> None:
-    """Call `run` while the process has a child that is no component.
+    """Call `run` while this process has a child that is no component.
 
     Muster must not stop this child. If the child has ended when `run` returns, this process exits
     with EXIT_CHILD_ENDED.
@@ -273,7 +273,7 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and lower the process's limit of open files so that it runs out of descriptors.
+    """Call `run`, and lower the limit of open files, so that this process runs out of descriptors.
 
     Args:
         run: The function to call.
@@ -305,9 +305,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
 
     Args:
         run: The function to call.
-        at: The failure. `killed before` or `stopped before`: the forking process is killed or
-            stopped before it forks. `killed while`: it is killed directly after its fork. If `at`
-            contains `flow`, this process is killed directly after the fork, too.
+        at: The failure. `killed before` and `stopped before`: the forking process is killed or
+            stopped before the fork. `killed while`: the forking process is killed directly after
+            the fork. If `at` contains `flow`, this process is killed directly after the fork, too.
     """
     fork = GuardianTemplate.fork
     #: Names of the components for which a guardian process was requested so far.
@@ -325,8 +325,8 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
         # Suspend the template process, which forks the guardians. `fork` sends the template process
         # a request, and then calls `self._channel.recv` to wait for the answer. The function `recv`
         # below replaces `self._channel.recv`. This function lets the template process run until the
-        # fork. Depending on `at`, it then kills the template process or lets the template process
-        # continue.
+        # fork. Depending on `at`, `recv` then kills the template process or lets the template
+        # process continue.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 

@@ -17,7 +17,7 @@ def find_trl_python(directory: Path, *packages: str) -> str:
     environment is created. The test is skipped if the packages cannot be installed.
 
     Args:
-        directory: Directory for the virtual environment. It must not exist.
+        directory: Directory for the virtual environment. The directory must not exist yet.
         packages: Names of the further packages.
     """
     if interpreter := os.environ.get("MUSTER_TEST_TORCH_PYTHON", ""):

@@ -69,7 +69,7 @@ def log_prob(scale: float, token: int, place: int) -> float:
     """Return the log-probability of a token, in nats.
 
     Args:
-        scale: The weights: a single factor of all log-probabilities.
+        scale: The fake weights: a number by which all log-probabilities are multiplied.
         token: The token, from 0 to 255.
         place: Position of the token in the answer, from 0.
     """
@@ -88,7 +88,7 @@ class Engine:
         Args:
             model: Folder with the first weights.
         """
-        #: The current weights: a single number, the factor of all log-probabilities.
+        #: The current fake weights: a number by which all log-probabilities are multiplied.
         self._scale = _load_weights(model)
         #: Prefix cache: mapping from a prompt to the weights of its first answer. Later answers to
         #: the prompt use the same weights.
@@ -167,7 +167,7 @@ class Engine:
             self._cache.clear()
 
     def pause(self, mode: str) -> None:
-        """Pause the engine core, so that it starts no further requests.
+        """Pause the engine core. The engine core then starts no further requests.
 
         In the mode `keep`, the running requests stay paused. In other modes, the method waits
         until no request runs.
@@ -180,7 +180,7 @@ class Engine:
             self._wait_while(lambda: mode != "keep" and bool(self._running))
 
     def resume(self) -> None:
-        """End the pause of the engine core, so that it works on requests again."""
+        """End the pause of the engine core. The engine core then works on requests again."""
         with self._changed:
             self._pause_mode = ""
             self._changed.notify_all()
@@ -191,7 +191,7 @@ class Engine:
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Wait until a condition is false and the engine core does not hang.
+        """Wait until the function returns False and the engine core does not hang.
 
         The caller must hold the lock `_changed`.
 
@@ -209,7 +209,7 @@ class Engine:
 
 
 def _load_weights(folder: Path) -> float:
-    """Return the fake weights in a checkpoint folder: a single number, the `scale`.
+    """Return the fake weights in a checkpoint folder: a single number, called `scale`.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: The weights cannot be read.

@@ -24,7 +24,7 @@ _LAST = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbRun:
-    """One run of Weights & Biases, as its offline file shows it."""
+    """One run of Weights & Biases, read from its offline file."""
 
     #: Id of the W&B run.
     id: str

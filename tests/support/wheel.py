@@ -70,8 +70,8 @@ def build_wheel(directory: Path) -> Path:
 def install_in_venv(wheel: Path, venv: Path) -> Path:
     """Create a virtual environment with the wheel, and return the path of its program `muster`.
 
-    The dependencies come from the virtual environment of the tests. Muster itself comes only from
-    the wheel, although the tests' environment has an editable install of Muster, too.
+    The dependencies come from the virtual environment of the tests. Muster itself comes from the
+    wheel, not from the editable install in the tests' environment.
 
     Args:
         wheel: Path of the wheel.

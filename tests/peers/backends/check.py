@@ -111,8 +111,8 @@ def compare_with_package(
     Args:
         backend: Name of the backend.
         version: Version of the package, or None for the newest version.
-        write: If True, write the arguments of the package to the JSON file instead of comparing
-            them.
+        write: If True, do not compare. Instead, write the arguments of the package to the JSON
+            file.
 
     Raises:
         NoWheel: pip could not download the package.

@@ -54,7 +54,7 @@ def configuration_of(folder: Path, module: str) -> str:
     """Return the name of the Hydra configuration that a program of verl uses, from its source.
 
     Raises:
-        LookupError: The program does not exist, or it has no configuration of Hydra.
+        LookupError: The program does not exist, or has no configuration of Hydra.
     """
     path = folder / f"{module.replace('.', '/')}.py"
     if not path.exists():

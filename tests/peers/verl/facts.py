@@ -32,7 +32,7 @@ TYPE_NAMES: dict[type, str] = {
 class Key:
     """A key of verl's configuration that has a value, and no keys below it."""
 
-    #: Default value as verl writes it; a text may contain placeholders such as `${...}`.
+    #: Default value from the sources of verl. A text may contain placeholders such as `${...}`.
     default: Any
     #: Names of the types that the value may have. Each type is a name from `TYPE_NAMES`, or `any`.
     types: tuple[str, ...]
