@@ -124,7 +124,7 @@ def wait_until(condition: Callable[[], Any], description: str, limit_s: float = 
     """Wait until a function returns a true value, and return the value.
 
     Args:
-        condition: The function.
+        condition: Function that is called repeatedly.
         description: Name of the awaited event, for the error message.
         limit_s: Time limit, in seconds.
 

@@ -182,7 +182,8 @@ def _kill(count: int) -> float:
 def _kill_with_listing(count: int) -> float:
     """Kill a run with `count` components; return the milliseconds until all components ended.
 
-    The guardian processes find their descendants in a list of all processes.
+    The guardian processes find their descendants in a list of all processes. Normally, guardian
+    processes ask the kernel for child processes instead.
     """
     with _guardians_that_list():
         return _kill(count)

@@ -79,9 +79,10 @@ def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> N
 def resource_loop(
     has_room: Callable[[], bool], start: Callable[[], object], every_s: float = 60.0
 ) -> None:
-    """Check every `every_s` seconds whether the GPUs are free, and then start the run.
+    """Check every `every_s` seconds until the GPUs are free, and then start the run.
 
-    Source: Muster's first design, in which a run without its GPUs is tried again after 60 s.
+    Source: Muster's first design, in which a run without free GPUs would have tried again after a
+    minute.
 
     Args:
         has_room: Function that returns True if the GPUs are free.

@@ -99,9 +99,9 @@ def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _machine(record: Record) -> tuple[str, ...]:
-    """Return the properties of the machine on which a benchmark ran.
+    """Return a description of the machine on which a benchmark ran.
 
-    The properties are the CPU model, the number of CPUs, the memory, the kernel and the Python
+    The result contains the CPU model, the number of CPUs, the memory, the kernel and the Python
     version.
     """
     machine = record.machine

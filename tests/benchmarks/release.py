@@ -206,7 +206,7 @@ def _time_successors(
     Args:
         pool: Work pool of the runs.
         count: Number of runs after the first.
-        env: Environment variables of the runs in addition to the worker's.
+        env: Environment variables of the runs, in addition to the variables of the worker.
 
     Yields:
         The name of a step of the start, and its time in seconds after the end of the previous run.

@@ -33,11 +33,11 @@ class Wheel:
 
 
 def fetch(requirement: str, folder: Path, *, only: str = "") -> Wheel:
-    """Download and unpack a wheel below a folder, which the caller must remove.
+    """Download and unpack a wheel into an existing folder. The caller must remove the folder.
 
     Args:
         requirement: Requirement in the form of pip, such as `verl==0.9.1`.
-        folder: Existing folder for the wheel and its content.
+        folder: Folder for the wheel and its content.
         only: Ending of the names of the files to unpack; an empty string unpacks all files.
 
     Raises:

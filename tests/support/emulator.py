@@ -11,8 +11,8 @@ class Emulator:
     """Interprets the characters and escape sequences that Muster writes to a terminal.
 
     The emulator executes newline, carriage return, cursor up, and "erase everything below the
-    cursor". The emulator ignores colours. Every other escape sequence is added to `unknown`. Lines
-    that have scrolled out of the screen are kept.
+    cursor". The emulator ignores colours. Every other escape sequence is added to the list
+    `unknown`. Lines that have scrolled out of the screen are kept.
     """
 
     def __init__(self, columns: int = 80) -> None:

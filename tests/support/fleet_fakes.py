@@ -126,12 +126,12 @@ class FakeServer:
     ready_s: float = 0.0
     #: True if no stop ends the process.
     is_stuck: bool = False
-    #: Error messages of the next starts, in order. If empty, a start succeeds.
+    #: Error messages of the following starts, one for each start. If empty, a start succeeds.
     start_errors: list[str] = field(default_factory=list)
-    #: Number of next starts that fail because the host has too few resources.
+    #: Number of following starts that fail because the host has too few resources.
     shortages: int = 0
-    #: Seconds from a start until the server dies: one number for each of the next starts. If empty,
-    #: the server does not die by itself.
+    #: Seconds from a start until the server dies, one number for each of the following starts. If
+    #: empty, the server does not die by itself.
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False

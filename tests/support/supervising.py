@@ -70,7 +70,8 @@ class FlowInstructions:
     #: (namespaces). Empty for the level that a run normally gets.
     level: str = ""
     #: Names of the components whose start waits until the test creates the file `gate-NAME` in the
-    #: working directory of the run. The event `gate.reached` tells the test that the start waits.
+    #: working directory of the run. The flow process emits the event `gate.reached` when a start
+    #: waits.
     gates: tuple[str, ...] = ()
     #: Number of bytes by which the record file of the run is enlarged, for tests with a full disk.
     record_bytes: int = 0
