@@ -40,7 +40,7 @@ from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, inter
 _VICTIM = "trainer"
 #: Polling period, in seconds, of each launcher that checks its components rarely. "Hermes" is
 #: Hermes' RL training tool, and "the plan" is the first design of Muster. All samples of a launcher
-#: are taken at the same time, because each sample takes as long as the period.
+#: are taken at the same time, because each sample takes a whole period.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
 #: Name of the feature with which each supervisor ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}

@@ -211,7 +211,7 @@ async def dummy_running() -> AsyncIterator[str]:
 class SingleServerProber(HttpProber):
     """Prober for a large fake fleet. All probes go to one real server.
 
-    Each probe opens its own connection, so the probe takes as long as with separate servers.
+    Each probe opens its own connection, so the duration is the same as with separate servers.
     """
 
     def __init__(self, url: str) -> None:

@@ -158,8 +158,8 @@ def supervisor_of(
         live: Mapping from the name of a component to its liveness probe. Components without a
             liveness probe may be left out.
         register: Registry entry of the run.
-        stall_after_s: Seconds without output after which the run counts as stalled. None if the run
-            never counts as stalled.
+        stall_after_s: The run counts as stalled if there is no output for this number of seconds.
+            None if the run never counts as stalled.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     components = tuple(

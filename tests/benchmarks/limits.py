@@ -13,7 +13,7 @@ from tests.benchmarks.report import Result, say
 def measure(*, quick: bool) -> Result:
     """Measure time, CPU and memory of Muster under growing loads.
 
-    The result has one row for each measured quantity and each load.
+    The result has a row for each measured quantity and each load.
     """
     say("  the queue")
     rows, missing = limits_queue.rows(quick=quick)

@@ -108,7 +108,7 @@ async def _requests(url: str, count: int) -> AsyncIterator[int]:
 
 
 async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
-    """Measure how long one health check of all servers takes.
+    """Measure the duration of a health check of all servers.
 
     Args:
         counts: Numbers of servers to measure.

@@ -28,9 +28,9 @@ _ROUNDS, _QUICK_ROUNDS = 3, 1
 _GRACE_S = 2.0
 #: Time limit on the stop of a supervisor, in seconds.
 _STOPPED_WITHIN_S = 15.0
-#: Seconds for which the components are watched after their supervisor has ended. A process that
-#: still runs after this time is a leftover. The time is longer than the grace period `_GRACE_S`,
-#: so that a process that is about to be killed is not counted.
+#: Duration of the watch for leftover processes after the end of the supervisor, in seconds. A
+#: process that still runs after this time is a leftover. The time is longer than the grace period
+#: `_GRACE_S`, so that a process that is about to be killed is not counted.
 _WATCHED_S, _QUICK_WATCHED_S = 10.0, 6.0
 _SCRIPT = Path(__file__).with_name("stubborn.py")
 _MUSTER = "Muster: the flow `train`"
@@ -46,7 +46,7 @@ _Watch = Callable[[float], None]
 
 
 def measure(*, quick: bool) -> Result:
-    """Count the processes that are left after the end of Muster and of other supervisors."""
+    """Count the leftover processes after the end of Muster and of other supervisors."""
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     watched_s = _QUICK_WATCHED_S if quick else _WATCHED_S
     installed_peers, missing = peers.find_installed()
@@ -101,11 +101,11 @@ def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, f
     Args:
         way: Function that runs the supervisor and sends the signal.
         signum: Signal to the supervisor.
-        watched_s: Seconds for which leftover processes are watched.
+        watched_s: Duration of the watch for leftover processes, in seconds.
 
     Returns:
-        The number of leftover processes. The time in milliseconds until the last process ended, or
-        until the end of the watch if a process is left.
+        The number of leftover processes, and the milliseconds until the last process ended. If
+        there is a leftover process, the milliseconds until the end of the watch.
     """
     results: list[tuple[int, float]] = []
     with folder() as place:

@@ -118,7 +118,7 @@ def _train() -> float:
     began = time.monotonic()
     state = train(spec, return_state=True)
     took_ms = (time.monotonic() - began) * 1000
-    # The last artifacts may still be on their way to the server, which would slow down the next
+    # Wait until the server has received the last artifacts. Otherwise they would slow down the next
     # sample.
     await_last_artifacts()
     if not state.is_completed():

@@ -162,7 +162,7 @@ def _run(number: int, nodes: int, gpus: int, seconds: float) -> Waiting:
 
 
 def _held(node: str, number: int) -> Held:
-    """Return a running run that has one GPU of a node for a day."""
+    """Return a running run that holds a single GPU of a node for a day."""
     return Held(
         id=f"{node}-{number}",
         gpus={node: 1},

@@ -49,7 +49,7 @@ class Figure:
     samples: int
     #: Median of this program divided by the median of Muster. None if the two are not comparable.
     times_muster: float | None
-    #: How the values were obtained: measured, modelled or computed.
+    #: Origin of the values: measured, modelled or computed.
     how: How
     #: Explanation that a reader needs to understand the values.
     note: str
@@ -71,7 +71,7 @@ class Record:
 
     #: Name of the benchmark.
     name: str
-    #: Description of what is measured, or an empty string if the benchmark did not run.
+    #: Description of the measurement, or an empty string if the benchmark did not run.
     question: str = ""
     #: Measured values, one object for each row of the result.
     figures: Sequence[Figure] = ()

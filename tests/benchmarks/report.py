@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 #: Function that measures once and returns the measured value.
 Sample = Callable[[], float]
-#: How the values of a row in the results were obtained. "measured": a real program ran. "modelled":
-#: a small imitation of another project ran. "computed": no program ran.
+#: Origin of the values in a row of the results. "measured": a real program ran. "modelled": a small
+#: imitation of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
 #: Units whose values are whole numbers. The report does not round these values.
@@ -39,7 +39,7 @@ class Row:
     unit: str = "ms"
     #: Explanation that a reader needs to understand the values.
     note: str = ""
-    #: How the values were obtained: measured, modelled or computed.
+    #: Origin of the values: measured, modelled or computed.
     how: How = "measured"
     #: Number of samples. None if each of the `values` is a sample. 0 if nothing was measured.
     samples: int | None = None

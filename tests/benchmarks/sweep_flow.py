@@ -29,7 +29,7 @@ def run_point_flow(point: str, trace: str, ray_address: str) -> None:
 
     Args:
         point: Number of the point and its duration in seconds, as NUMBER:SECONDS.
-        trace: File to which the program of the point writes.
+        trace: Output file of the point's program.
         ray_address: HOST:PORT of Ray's control store.
     """
     ray.init(ray_address, log_to_driver=False, logging_level=40)

@@ -73,7 +73,7 @@ _COVERAGE_TIMEOUT_S = 7200
 class Mutant:
     """One change of one file by an operator of cosmic-ray."""
 
-    #: Name of the group of files, a key of GROUPS, to which the changed file belongs.
+    #: Name of the changed file's group, a key of GROUPS.
     group: str
     #: Path of the changed file, relative to the root of the project.
     path: str

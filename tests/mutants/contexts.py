@@ -10,8 +10,8 @@ from pathlib import Path
 import coverage
 import pytest
 
-#: Environment variable with the path of the file to which the plugin writes the ids of failed
-#: tests.
+#: Environment variable with the path of a file. The plugin writes the ids of failed tests into this
+#: file.
 FAILED_VARIABLE = "MUSTER_MUTANTS_FAILED"
 
 _failed: set[str] = set()

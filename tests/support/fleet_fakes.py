@@ -48,7 +48,7 @@ def make_topology(
         token: HTTP request of the probe that lets a server generate a token. None for no such
             probe.
         are_experts: True if every server is an entrypoint, which accepts requests and updates the
-            weights of its own rank. If False, only the first server of each engine is an
+            weights of the server's own rank. If False, only the first server of each engine is an
             entrypoint, and updates the weights of all ranks of the engine. The other servers have
             no probe.
     """
@@ -135,8 +135,7 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Epochs of the server for which a probe is running now. Each start of the server is a new
-    #: epoch.
+    #: Epochs of the server with a running probe. Each start of the server is a new epoch.
     asked: set[int] = field(default_factory=set)
 
 

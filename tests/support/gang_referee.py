@@ -19,7 +19,7 @@ FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 #: Longest time from the cancellation of a run to its final state, in seconds. The limit includes
 #: the grace periods, and up to 60 s until a server with SQLite has stored the state.
 _CANCELLED_WITHIN_S = 120.0
-#: Maximum number of errors of one kind that are reported one by one.
+#: Maximum number of error messages of each kind that are reported separately.
 _MAX_FAULTS_OF_KIND = 5
 
 

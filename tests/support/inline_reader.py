@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class InlineReader(PlaceReader):
-    """Reads a file or folder in the thread of the caller, not in a thread of its own.
+    """Reads a file or folder in the thread of the caller, not in a separate thread.
 
     An event loop with a virtual clock cannot wait for another thread.
     """

@@ -42,7 +42,7 @@ class OracleResult:
     #: Time at which the last descendant ended, in UTC epoch seconds. 0 if a process was alive at
     #: the deadline.
     empty_at: float
-    #: Kernel interfaces that confirmed that no process was left. "ECHILD": waitpid(2) found no
+    #: Kernel interfaces that confirmed that no process survived. "ECHILD": waitpid(2) found no
     #: child. "populated": the file cgroup.events of the run's cgroup, if the run had a cgroup.
     oracles: tuple[str, ...]
     #: Paths of the cgroups that the flow process created but did not remove.
@@ -82,7 +82,7 @@ class ObservedFlow:
             at: Moment at which the condition begins, as in `supervising.FlowInstructions`.
             level: Highest containment level to use: `L2`, `L3` or `L4`. Empty for the normal level.
             gates: Names of the components whose start waits until the test creates a file.
-            record_bytes: Number of bytes by which the record file of the run is enlarged.
+            record_bytes: Number of bytes that are added to the record file of the run.
             wrapper: Command prefix of the flow process, for example `unshare` with its options.
             env: Environment variables of the flow process, in addition to the variables of the
                 test. If MUSTER_HOME is not set, it is the folder `home` in `directory`.

@@ -123,7 +123,7 @@ class Schedulers:
         Args:
             host: Name of the simulated host of the process. Processes of a host share a
                 MUSTER_HOME.
-            hold_s: Time after which the process must give the lease back, in seconds.
+            hold_s: Longest time that the process may keep the lease, in seconds.
             expire_s: Time until the server ends a lease that is not renewed, in seconds.
             writes: Number of lines that the process writes to the journal during each lease.
             pause_s: Pause after each of these lines, in seconds.

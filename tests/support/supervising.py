@@ -73,7 +73,7 @@ class FlowInstructions:
     #: working directory of the run. The flow process emits the event `gate.reached` when a start
     #: waits.
     gates: tuple[str, ...] = ()
-    #: Number of bytes by which the record file of the run is enlarged, for tests with a full disk.
+    #: Number of bytes that are added to the record file of the run, for tests with a full disk.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
@@ -311,7 +311,7 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             the fork. If `at` contains `flow`, this process is killed directly after the fork, too.
     """
     fork = GuardianTemplate.fork
-    #: Names of the components for which a guardian process was requested so far.
+    #: Names of the components whose guardian process was already requested.
     requested: list[str] = []
 
     def fork_and_fail(self: GuardianTemplate, name: str, *arguments: Any) -> Any:

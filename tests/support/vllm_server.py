@@ -69,7 +69,7 @@ def log_prob(scale: float, token: int, place: int) -> float:
     """Return the log-probability of a token, in nats.
 
     Args:
-        scale: The fake weights: a number by which all log-probabilities are multiplied.
+        scale: The fake weights: a single number. Each log-probability is multiplied by this number.
         token: The token, from 0 to 255.
         place: Position of the token in the answer, from 0.
     """
@@ -88,7 +88,8 @@ class Engine:
         Args:
             model: Folder with the first weights.
         """
-        #: The current fake weights: a number by which all log-probabilities are multiplied.
+        #: The current fake weights: a single number. Each log-probability is multiplied by this
+        #: number.
         self._scale = _load_weights(model)
         #: Prefix cache: mapping from a prompt to the weights of its first answer. Later answers to
         #: the prompt use the same weights.

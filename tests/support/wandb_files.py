@@ -30,7 +30,7 @@ class WandbRun:
     id: str
     #: Name that the W&B page shows.
     name: str
-    #: Name of the W&B group to which the run belongs.
+    #: Name of the W&B group of the run.
     group: str
     #: W&B's job type of the run: the name of a component.
     job_type: str

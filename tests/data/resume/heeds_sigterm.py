@@ -1,6 +1,6 @@
 """A trainer that gets SIGTERM after step 12, saves a checkpoint, and ends with exit code 0.
 
-The trainer sends the signal to itself, but for Muster the signal comes from outside.
+The trainer sends the signal to itself. Muster sees no difference to a signal from outside.
 """
 
 import os

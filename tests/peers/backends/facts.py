@@ -34,8 +34,8 @@ class Option:
 
     #: All spellings of the argument; a positional argument has a name without dashes.
     names: tuple[str, ...]
-    #: Number of values that follow the argument: `none` (a flag), `one`, `optional` (none or one),
-    #: `many` (one or more) or `any` (unknown).
+    #: Number of values that follow the argument: `none` (a flag), `one`, `optional` (at most one),
+    #: `many` (at least one) or `any` (unknown).
     takes: str
     #: Type of a value: int, float or str, or any if the type is unknown.
     type: str = "any"

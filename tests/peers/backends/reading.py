@@ -147,7 +147,7 @@ def _read_vllm(folder: Path) -> Iterator[Option]:
 def _find_annotation(
     call: ast.Call, groups: Mapping[str, str], configs: Mapping[str, ast.ClassDef]
 ) -> ast.expr | None:
-    """Find the settings field to which a call of `add_argument` refers; return its annotation.
+    """Find the settings field that a call of `add_argument` names; return its annotation.
 
     vLLM writes such a reference as `**group["dtype"]`.
 
