@@ -90,9 +90,9 @@ class ModulePaths:
         self._traces_wait = False
 
     def observe(self, frame: FrameType, event: str, argument: object) -> None:
-        """Record the module of a called function. A test passes this method to `sys.setprofile`.
+        """Record the module of a called function. Python calls this method for each function call.
 
-        Source: documentation of `sys.setprofile`.
+        Source: documentation of `sys.setprofile`, which installs this method.
         """
         code = frame.f_code
         _, separator, path = code.co_filename.partition(f"{os.sep}tasks{os.sep}")
