@@ -28,7 +28,10 @@ from tests.support.supervised_components import DEADLINE_S
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Open many files, so that each new descriptor is above 1,023, the maximum of select(2)."""
+    """Keep many files open during the test, so that each new file descriptor is above 1,023.
+
+    The system call select(2) does not support such descriptors.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
         pytest.skip("so many files may not be open here")
@@ -109,7 +112,7 @@ async def test_progress_is_read_at_the_interval_of_the_spec(
 def test_record_of_many_requeues_stays_small(tmp_path: Path) -> None:
     """A run that is requeued every ten minutes has 4,320 attempts in a month.
 
-    Each attempt ends with the last lines of a log, which only the last attempt keeps.
+    Each attempt ends with a long log text. The record must keep only the text of the last attempt.
     """
     path = tmp_path / "run.json"
     disk = DiskThread("disk")

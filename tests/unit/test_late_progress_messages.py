@@ -25,12 +25,12 @@ class Server:
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
-        #: Number of requests that the server still answers with 503 before it accepts a state.
+        #: Number of further requests that the server answers with status 503.
         self.remaining_refusals = 0
-        #: Type of the state that the flow run gets when the server has answered its last 503. Empty
-        #: for no change of the state.
+        #: State type that the flow run gets after the last answer with status 503. If empty, the
+        #: state does not change.
         self.state_after_refusals = ""
-        #: Event that is set when the server answers a request with 503.
+        #: Event that is set when the server answers a request with status 503.
         self.has_refused = threading.Event()
         self.set("RUNNING", "step 1")
 
@@ -55,7 +55,7 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A fake Prefect server that listens, and whose URL is in Prefect's settings."""
+    """Start a fake Prefect server, and set its URL in Prefect's settings."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):

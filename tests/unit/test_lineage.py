@@ -33,13 +33,13 @@ PREPARE = "prepare-step-20260101-000000-00000009"
 
 
 def make_training(*words: str, **keys: Any) -> dict[str, Any]:
-    """Return a run spec with a trainer whose command has these further words."""
+    """Return the spec of a training. The command of its trainer ends with `words`."""
     trainer = {"command": ["python", "train.py", *words], "checkpoints": "${run.dir}/checkpoints"}
     return {"name": "own", "workload": "sft", "components": {"trainer": trainer}, **keys}
 
 
 def list_uris(*words: str, **keys: Any) -> list[str]:
-    """Return the URIs of a training's inputs. `words` are further words of its command."""
+    """Return the URIs of a training's inputs. The command of its trainer ends with `words`."""
     spec = make_training(*words, cwd="/project", **keys)
     return [data.uri for data in list_inputs(spec, OWN)]
 
@@ -128,7 +128,7 @@ def make_record(*attempts: AttemptRecord, workload: str = "sft") -> RunJson:
 
 
 def describe(spec: dict[str, Any], record: RunJson) -> Lineage:
-    """Write the spec file of the run's last attempt, and return the lineage of the run."""
+    """Write the spec file of the last attempt, and return the inputs and outputs of the run."""
     place = RunPlace.of(OWN)
     resolved = json.loads(json.dumps(spec).replace("${run.dir}", str(place.directory)))
     attempt = place.attempt(len(record.attempts))
@@ -175,7 +175,7 @@ def make_step(*inputs: str) -> dict[str, Any]:
 
 
 def describe_step(result: object, *inputs: str, state: RunState = RunState.COMPLETED) -> Lineage:
-    """Return the lineage of a step with these inputs, which has written a result."""
+    """Return the inputs and outputs of a pipeline step that has written a result."""
     directory = RunPlace.of(OWN).attempt(1).directory
     directory.mkdir(parents=True)
     (directory / "result.json").write_text(json.dumps(result))

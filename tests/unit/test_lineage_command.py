@@ -47,7 +47,7 @@ def write_record(run_id: str, *attempts: AttemptRecord) -> RunPlace:
 
 
 def write_run(run_id: str, *inputs: LineageInput, outputs: tuple[LineageOutput, ...] = ()) -> None:
-    """Write the record and the lineage of a run."""
+    """Write the files of a run: its record, and its lineage (the inputs and outputs)."""
     place = write_record(run_id)
     write_lineage(place, Lineage(run_id=run_id, inputs=inputs, outputs=outputs).as_json())
 

@@ -13,7 +13,7 @@ from tasks.show.run_view import ObservedRun, Pace, Row, Standing
 from tasks.show.terminal import build_region
 from tasks.spec.run import RunSpec
 
-#: Time of the events, in seconds.
+#: Time of the events, in UTC epoch seconds.
 T = 1_000_000.0
 
 
@@ -25,7 +25,10 @@ def spec(**fields: Any) -> RunSpec:
 
 
 def observe_run(*events: Event, of: RunSpec | None = None) -> ObservedRun:
-    """Return the displayed state of a run after the start of its attempt and the given events."""
+    """Return the state of a run that `muster` displays after the given events.
+
+    Before these events, the first attempt of the run begins.
+    """
     seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
@@ -40,7 +43,7 @@ BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
 def rows(view: ObservedRun) -> dict[str, tuple[Standing, str]]:
-    """Return the displayed state of each component, for example ready, and the text after it."""
+    """Return the displayed state of each component, such as ready, with its additional text."""
     return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 
@@ -265,7 +268,7 @@ def test_state_of_a_component_is_shown_even_if_its_name_is_long(columns: int) ->
 def pace() -> Iterator[Callable[..., Pace]]:
     """Return a function that makes a `Pace`, which computes the training steps per second.
 
-    Its argument is a list of pairs: a time in seconds, and the step at that time.
+    The argument of the function is a list of pairs: a time in seconds, and the step at that time.
     """
 
     def make_pace(*steps: tuple[float, float], total: float | None = 100) -> Pace:
@@ -283,13 +286,13 @@ def pace() -> Iterator[Callable[..., Pace]]:
         # the rate (steps per second) is unknown after a single step
         ([(0, 5)], 1, None),
         ([(0, 5), (10, 25)], 10, 2.0),
-        # the next step is late, so the rate falls until this step is reported
+        # no step has been reported for 100 s, so the rate is low
         ([(0, 5), (10, 15)], 110, 0.1),
-        # the last step of the run is reached, so the rate does not fall any more
+        # the last step of the run is reached, so the rate stays the same afterwards
         ([(0, 80), (10, 100)], 500, 2.0),
-        # after the return to a checkpoint, only the later steps count
+        # the training returns to step 40 (a checkpoint), so only the steps after the return count
         ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),
-        # a repeated step is not progress, so the rate is unknown
+        # the same step is reported twice, which is no progress, so the rate is unknown
         ([(0, 5), (10, 5)], 10, None),
     ],
 )

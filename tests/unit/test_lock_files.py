@@ -22,9 +22,9 @@ from tasks.queue.lease import HostLock
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Return a function that prepares the replacement of a file.
+    """Return a function that takes the path of a file, and simulates a race for this file.
 
-    The file is replaced by a new file just before a program locks it for the first time.
+    Just before a program locks the file for the first time, the file is deleted and created again.
     """
 
     def arrange(path: Path) -> None:

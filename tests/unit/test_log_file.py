@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from tasks.record import tail
 from tasks.record.log_file import LogFile
 
-#: Operations on a log: the name of a method of `RotatedLog` or "read", and its arguments.
+#: List of operations on a log. Each operation is a tuple: its name, for example rename, and its
+#: arguments.
 Script = list[tuple[str, ...]]
 
 
 class RotatedLog:
-    """A log file with a program that writes to it, and with operations that rotate the file."""
+    """A log file, with methods that write to the file and methods that rotate the file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trainer.log"
@@ -50,7 +51,7 @@ class RotatedLog:
         self._writer = self._open()
 
     def write_on(self, text: str) -> None:
-        """Write to the renamed file, as a process does that still has this file open."""
+        """Write to the renamed file, like a process that opened the file before the rename."""
         assert self._renamed is not None
         os.write(self._renamed, text.encode())
 
@@ -80,7 +81,10 @@ class RotatedLog:
 
 
 def read(folder: Path, script: Script) -> list[str]:
-    """Run a script, read the log once more, and return the lines of all reads."""
+    """Execute operations on a log file, and return all lines that the log's reader returns.
+
+    After the last operation, the log is read once more.
+    """
     rotated = RotatedLog(folder)
     log = LogFile(rotated.path)
     lines: list[str] = []
@@ -103,11 +107,12 @@ READ = ("read",)
         ([("write", "a\nb\n"), READ, ("write", "c\n"), READ], ["a", "b", "c"]),
         # a line is returned only when its newline has been written
         ([("write", "a"), READ, READ, ("write", "b\nc"), READ, ("write", "d\n")], ["ab", "cd"]),
-        # the last line needs no newline; an empty line counts
+        # the last line is returned even without a newline; an empty line is returned, too
         ([("write", "a\n\nb")], ["a", "", "b"]),
         ([("write", "a\r\nb\r\n")], ["a", "b"]),
         ([READ], []),
-        # the log is renamed by a rotation, after all lines were read or while lines are unread
+        # a rotation renames the log. First case: all lines were read. Second case: some lines are
+        # unread
         ([("write", "a\n"), READ, ("rename",), ("write", "b\n")], ["a", "b"]),
         (
             [READ, ("write", "a\n"), READ, ("write", "b\n"), ("rename",), ("write", "c\n"), READ],
@@ -116,9 +121,11 @@ READ = ("read",)
         # the log is renamed before it is read for the first time
         ([("write", "a\n"), ("rename",), ("write", "b\n"), READ], ["a", "b"]),
         ([("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
-        # the reader has read the log while it was empty; then the log is copied and truncated
+        # the first read finds an empty log; then a line is written, and the log is copied and
+        # truncated
         ([READ, ("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
-        # logrotate's `copytruncate` has begun its copy of the log, and has not truncated the log
+        # logrotate (`copytruncate`) is copying the log during the first read, and then truncates
+        # the log
         (
             [("write", "a\nb\n"), ("copy_begun", "0"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
@@ -166,7 +173,7 @@ READ = ("read",)
             [("write", "a\n"), READ, ("write", "b\n"), ("copy",), ("write", "c\n"), READ],
             ["a", "b", "c"],
         ),
-        # the truncated log has already grown beyond the length that it had before
+        # after the truncation, the log has grown beyond its earlier length
         (
             [
                 ("write", "a\n"),
@@ -235,9 +242,9 @@ ACTS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(acts=ACTS)
 def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]) -> None:
-    """Apply random operations to a log file, with a read of the log before each rename.
+    """Apply random operations to a log file, and compare the lines that the reader returns.
 
-    Without this read, the reader could not know the file, and could not follow it after a rename.
+    Before each rename, the log is read. The reader cannot follow a renamed file that it never read.
     """
     folder = folders / str(len(list(folders.iterdir())))
     folder.mkdir()
@@ -279,7 +286,7 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
 
 def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
-    # At the first read, the file has only the first byte of a character that has two bytes.
+    # The first read finds only the first byte of the character `ä`, which has two bytes.
     path.write_bytes("ä".encode()[:1])
     log = LogFile(path)
     first = list(log.read_new())
@@ -355,9 +362,8 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # The first 1 MiB of the file is a hole, which the reader skips. Before the hole was punched,
-    # this MiB contained the line `first` and the long line, except the last six characters of the
-    # long line.
+    # The reader skips the hole in the first 1 MiB of the file. The hole has replaced the line
+    # `first` and all but the last six characters of the long line.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

@@ -20,13 +20,13 @@ from tasks.train.logs_command import logs
 from tests.support.documents import ROOT
 
 RUN = "trial-sft-20260102-000000-bbbbbbbb"
-#: Packages whose import takes longer than printing a log. So `muster logs` must not import them.
+#: Packages that take long to import. `muster logs` must not import them.
 SLOW_PACKAGES = ("prefect", "ray", "httpx", "fastapi", "sqlalchemy", "plotext", "yaml")
 
 
 @pytest.fixture
 def log(muster_home: Path) -> Path:
-    """Create the first attempt of a run, and return the path of its trainer's log."""
+    """Create the first attempt of a run, and return the path of the trainer's log file."""
     place = RunPlace.of(RUN).attempt(1)
     place.directory.mkdir(parents=True)
     return place.log("trainer")
@@ -60,7 +60,7 @@ class CountedReads:
         (RUN, [], (*SLOW_PACKAGES, "pydantic")),
         (RUN[:-5], ["trainer"], (*SLOW_PACKAGES, "pydantic")),
         (RUN, ["--tail", "2"], (*SLOW_PACKAGES, "pydantic")),
-        # The records of the runs name the latest run, and pydantic reads the records.
+        # To find the latest run, `muster logs` must read records, and therefore import pydantic.
         ("latest", ["trainer"], SLOW_PACKAGES),
     ],
 )
@@ -164,8 +164,7 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     blocks = [len(block) for block in LogFile(log).read_rest()]
 
     assert sum(blocks) == size + 1
-    # The first block may be twice as large as the other blocks. The reader also uses the first
-    # block to find rotated files.
+    # The first block may be larger than the others, because it is also used to find rotated files.
     assert max(blocks) <= 2 * tail.BLOCK_BYTES
 
 
@@ -174,8 +173,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # These texts are shorter than a run id with its complete time, so they may also match runs
-        # that only the server knows. The search among local runs must not return a run for them.
+        # Each of these texts may name a run that only the Prefect server knows. So the search among
+        # the runs on this machine must find nothing.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),

@@ -27,7 +27,7 @@ API = "http://127.0.0.1:9/api"
 
 
 class Server:
-    """Fake Prefect server with workers, upkeep deployments and runs of some hosts."""
+    """Fake Prefect server that knows the workers, upkeep deployments and runs of some hosts."""
 
     def __init__(self) -> None:
         self.workers: dict[str, list[tuple[str, float]]] = {}
@@ -87,7 +87,7 @@ def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
     [
         ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang last reported 12 s ago"),
         ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines last reported"),
-        # the worker's clock is ahead of the server's clock: the age of the report is shown as 0 s
+        # the worker's clock is ahead of the server's clock, so the age is negative: 0 s is shown
         ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang last reported 0 s ago"),
         (
             {"gang": [("there", 500.0)]},

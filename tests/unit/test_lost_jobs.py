@@ -25,7 +25,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
-    """A run whose flow process was killed during an attempt. A worker of this host started it."""
+    """A run that a worker of this host started, and whose flow process was killed."""
     monkeypatch.setattr(lost_run, "has_adoptable_attempt", lambda _lost: True)
     owner = Owner(
         run_id="a-run",

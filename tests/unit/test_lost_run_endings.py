@@ -42,8 +42,8 @@ def record_of(directory: Path, until: str, verdict: str = "", retried: bool = Fa
     Args:
         directory: Directory of the run.
         until: State of the run when the flow process was killed, one of HISTORY.
-        verdict: Key of VERDICTS: the result of the attempt that the record contains. Empty if the
-            attempt had no result yet.
+        verdict: Result of the attempt in the record, a key of VERDICTS. Empty for an attempt
+            without a result.
         retried: True if the run was waiting for its next attempt.
     """
     path = directory / "run.json"
@@ -168,12 +168,11 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has its final state, but the run does not: the run gets the state of the
-        # attempt
+        # only the attempt has its final state, so the run gets the state of the attempt
         ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, FlowLoss(pid=1), "cancelled", "cancelled; the flow process"),
-        # the attempt has its final state; a later cancel does not change it
+        # the attempt has its final state, so a later cancellation does not change it
         ("completed", False, FlowLoss(pid=1, is_cancelled=True), "completed", "completed;"),
         ("failed", False, FlowLoss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
         # the attempt has no final state, and the run is being cancelled
@@ -215,8 +214,8 @@ def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
 def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", state.value)
     content = content_of(path)
-    # Muster writes JSON with another indentation. So the test notices if Muster writes the file
-    # again.
+    # Write the file with another indentation than Muster uses. If Muster writes the file again, its
+    # content changes, and the test fails.
     path.write_text(json.dumps({**content, "state": state.value}))
     content_before = path.read_bytes()
 

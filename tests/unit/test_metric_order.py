@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.show.lines import _summarize_metrics
 from tasks.show.metric_order import sort_by_meaning
 
-#: Metrics in a line of a GRPO training with TRL, in TRL's order.
+#: Names of the metrics that TRL writes in each step of a GRPO training, in TRL's order.
 GRPO = (
     "loss",
     "grad_norm",

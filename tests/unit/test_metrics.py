@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunPlace:
 
 
 def write_record(place: RunPlace, *attempts: int) -> None:
-    """Write the record of a running run with these attempts."""
+    """Write the record of an active run. `attempts` are the numbers of its attempts."""
     record = {"run_id": "a", "state": "running", "started_at": 1.0}
     record["attempts"] = [{"number": number, "state": "running"} for number in attempts]
     place.record.write_text(json.dumps(record))

@@ -25,7 +25,7 @@ def metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load_hook() -> Any:
-    """Return the module `muster_metrics`, which Muster offers for training scripts to import."""
+    """Import and return the module `muster_metrics`, which training scripts may use."""
     module = ModuleType("muster_metrics")
     exec(compile(read_hook(), "muster_metrics.py", "exec"), vars(module))
     return module

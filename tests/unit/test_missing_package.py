@@ -13,7 +13,7 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.train.running_attempt import name_interpreter
 
-#: Last line of a component that imports a package which its Python environment does not have.
+#: Last log line of a component that imports a package missing in its Python environment.
 MISSING = "ModuleNotFoundError: No module named 'torch'"
 
 

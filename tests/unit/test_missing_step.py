@@ -14,7 +14,7 @@ from tasks.processes.progress import HttpProgress, JsonlProgress, MissingStep
 
 
 def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
-    """Return Muster's explanation why no training step was found in a metrics file."""
+    """Return Muster's message that says why a metrics file contains no training step."""
     missing = find_missing_step(path, is_over=is_over, key=key)
     return missing.problem if missing is not None else ""
 
@@ -22,9 +22,9 @@ def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> st
 def find_missing_step(
     path: Path, *, is_over: bool = True, key: str = "global_step"
 ) -> MissingStep | None:
-    """Return the reason why no training step was found in a metrics file, with the remedy.
+    """Return the reason why a metrics file contains no training step, and the remedy.
 
-    The file is removed and written again, so that Muster reads all its lines.
+    The file is first deleted and written again, so that Muster reads all its lines.
 
     Args:
         path: Path of the metrics file.

@@ -15,8 +15,8 @@ from tasks.train.mlflow_parents import find_mlflow_parents
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
 PARENT = "0123456789abcdef0123456789abcdef"
-#: Fake package `mlflow`, with one run of an earlier attempt. Its functions append their calls to
-#: the file that the environment variable CALLS names.
+#: Source of a fake package `mlflow`, with one run of an earlier attempt. Its functions append their
+#: calls to a file, whose path is in the environment variable CALLS.
 FAKE_MLFLOW = f"""
 import os
 from types import SimpleNamespace as Namespace
@@ -51,7 +51,7 @@ class MlflowClient:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a fake `mlflow` for components, and return the file in which it records its calls."""
+    """Install a fake `mlflow` for components, and return the file with all calls of the fake."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT"):
         monkeypatch.delenv(name, raising=False)
     write_fake(tmp_path, FAKE_MLFLOW)

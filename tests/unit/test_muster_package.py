@@ -15,7 +15,7 @@ from tests.support.house import ROOT
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: A program of the project, which imports `muster` between its own packages.
+#: Program of the project. The program imports packages of the project, and also `muster`.
 PROGRAM = """
 import json, pickle, sys
 import tasks
@@ -42,7 +42,7 @@ print(json.dumps(facts))
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with packages that have the names of Muster's packages."""
+    """A project with packages of the same names as Muster's packages, for example `tasks`."""
     root = tmp_path / "project"
     for module in ("tasks/__init__", "tasks/data", "flows/__init__", "deployments/__init__"):
         path = root / f"{module}.py"
@@ -61,8 +61,8 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-#: Functions of the client's modules that import a module of Muster only when they are called. The
-#: client calls all of them while it loads, except `wait_for_stack`, which only the command needs.
+#: Functions that contain an import of a Muster module, as pairs: module and function. The client
+#: calls all of them while it loads, except `wait_for_stack`.
 LATE_IMPORTS = {
     ("tasks.command", "find_server"),
     ("tasks.command", "wait_for_stack"),
@@ -70,7 +70,8 @@ LATE_IMPORTS = {
     ("tasks.train.server_imports", "import_server_runs"),
 }
 
-#: Program that prints the functions that import a module of Muster, as JSON: `[module, function]`.
+#: Program that prints the functions with an import of a Muster module as a JSON list of `[module,
+#: function]`.
 FIND_LATE_IMPORTS = """
 import ast, json, sys
 import tasks.client

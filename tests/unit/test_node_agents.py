@@ -98,7 +98,7 @@ def address(cluster: Cluster, key: AgentKey) -> str:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A leftover process of the run."""
+    """Yield a process that is left over from the run."""
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **WANTED}) as process:
         yield process
         process.kill()
@@ -269,7 +269,7 @@ def test_node_without_remaining_time_counts_as_unreached(
 
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN, within_s=0.0))
 
-    # The report may also contain the first node, which may answer too late on a busy machine.
+    # On a busy machine, the first node may also answer too late. So check only the other node.
     assert (OTHER, "no answer within 0 s") in [
         (node.node_id, node.why) for node in report.unreached
     ]
@@ -303,7 +303,10 @@ def test_node_lost_during_a_sweep_is_reported(
 def test_many_sweeps_at_once_start_the_missing_agent_only_once(
     cluster: Cluster, key: AgentKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many runs on a node without an agent end at the same moment."""
+    """Many runs end at the same moment on a node without an agent.
+
+    Each end starts a sweep, which is a search for leftover processes of the run.
+    """
     starts: list[str] = []
 
     async def start_agent(_: NodeClient, what: str, each: Any, deadline: float) -> NodeAnswers:

@@ -42,7 +42,8 @@ class Cluster:
         self.lost: list[tuple[str, float]] = []
         self.is_away = False
         self.report = SweepReport()
-        #: Ids of the nodes in each search for leftover processes. An empty set means all nodes.
+        #: Node ids of each search for leftover processes. An empty set means that all nodes are
+        #: searched.
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
@@ -103,7 +104,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., JobEnd]:
     """Return a function that ends a job.
 
-    Its arguments are the nodes that the search for leftover processes cannot reach.
+    The arguments of the function are the nodes that a search for leftover processes cannot reach.
     """
     content = SubmissionJson(
         address=ADDRESS,
@@ -133,10 +134,9 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
 
 
 def read_noted_nodes() -> dict[str, dict[str, str]]:
-    """Return the nodes that must still be checked, as recorded in files on this host.
+    """Return the nodes that must still be checked for leftover processes, from files on this host.
 
-    The result maps the submission id of each Ray job to the job's unchecked nodes: the name of a
-    node by its node id.
+    The result is `{submission_id: {node_id: node_name}}`, with the submission id of a Ray job.
     """
     return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 
@@ -210,7 +210,8 @@ def test_only_the_first_of_many_nodes_are_named(
     ("report", "results"),
     [
         (SweepReport(), ("checked node 10.0.0.5",)),
-        # the command line is omitted, because it may contain a secret
+        # the command line of the process may contain a secret, so the text does not contain the
+        # command line
         (
             SweepReport(killed=(FOUND,)),
             ("checked node 10.0.0.5", "ended node 10.0.0.5: pid 812"),

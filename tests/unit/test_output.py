@@ -27,7 +27,7 @@ from tasks.show.output import (
 from tests.support.emulator import Emulator
 from tests.support.house import ROOT, files
 
-#: Texts that Rich could take for markup, an emoji or a link.
+#: Texts that the library Rich could interpret as markup, as an emoji or as a link.
 HOSTILE = {
     "closing markup": "[/__w/x/unbound_buffer.cc:78] Timed out",
     "opening markup": "[enforce fail at alloc_cpu.cpp:127] [red]posix_memalign[/red]",
@@ -35,8 +35,8 @@ HOSTILE = {
     "emoji code": ":smile: :warning:",
     "link markup": "[link=http://evil]here[/link]",
 }
-#: Texts with control characters that terminals execute. Each text has the text that must be shown
-#: instead.
+#: Mapping from a description to a pair: a text with control characters that terminals execute, and
+#: the harmless text that must be shown instead.
 OBEYED = {
     "clear the screen": ("a\x1b[2Jb", "ab"),
     "colours": ("a\x1b[31mb\x1b[0m", "ab"),
@@ -235,10 +235,9 @@ def test_run_takes_more_lines_on_a_narrower_terminal(width: int, lines: int) -> 
 
 
 def risky_calls(source: str) -> list[str]:
-    """Return the calls and imports in a Python source that can print a text in an unsafe way.
+    """Return the calls and imports in a Python source that could print a text in an unsafe way.
 
-    Muster's own console prints text literally. Other functions can interpret the text as markup, or
-    print it with its control characters.
+    Unsafe functions interpret the text as markup, or print its control characters.
     """
     risks = []
     for node in ast.walk(ast.parse(source)):
@@ -259,8 +258,8 @@ def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
     }
 
     risky = {path: calls for path, calls in calls_by_path.items() if calls}
-    # Two other modules also make a console. In these modules, it is Muster's safe console, which
-    # writes into memory.
+    # Two other modules also create a console, but only the safe console of Muster, which writes
+    # into memory.
     in_memory = {"tasks/show/markdown_output.py", "tasks/show/screen.py"}
     assert set(risky) == {"tasks/show/output.py", *in_memory}
     for path in in_memory:

@@ -167,7 +167,7 @@ def test_unknown_variable_is_reported_with_the_most_similar_setting(
 
 
 def test_variables_that_muster_sets_are_not_reported() -> None:
-    """Muster sets these variables for components. A component that runs Muster gets no warning."""
+    """Muster itself sets these variables for components, so `muster` must not warn about them."""
     variables = dict.fromkeys((*COMPONENT_VARIABLES, *INTERNAL_VARIABLES), "x")
 
     assert find_unknown_variables(variables) == ()

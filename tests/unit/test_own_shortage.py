@@ -105,7 +105,7 @@ def played(story: Callable[[FleetHarness], object], **settings: object) -> Fleet
     """Run a fleet of two engines in virtual time, and return the simulated environment.
 
     Args:
-        story: Function that causes the events of the test, in the environment.
+        story: Function that causes the events of the test. Its argument is the environment.
         settings: Settings of the environment.
     """
     stages: list[FleetHarness] = []
@@ -153,9 +153,8 @@ def test_recovery_without_free_files_waits() -> None:
 
     harness = played(story, budget=1)
 
-    # The first 30 starts failed, because Muster had no free file descriptor. Failed starts for this
-    # reason do not count as tries to recover the engine. The next start succeeded, so there was one
-    # recovery.
+    # The first 30 starts failed, because Muster had no free file descriptor. Such failures do not
+    # count as recoveries of the engine. Only the next start counts, which succeeded.
     assert harness.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
         fields["outcome"]

@@ -77,7 +77,7 @@ class Server:
 
 
 def artifacts(secret: str = "hunter2") -> Artifacts:
-    """Return the artifacts of a flow run, in which `secret` is masked."""
+    """Return the artifacts of a flow run. Their texts contain a mask instead of `secret`."""
     return Artifacts(FLOW_RUN, ["summary"], lambda text: text.replace(secret, "***"))
 
 
@@ -149,7 +149,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture
 def run(tmp_path: Path) -> SimpleNamespace:
-    """A run with a record on disk and without an attempt."""
+    """A run that has a record on disk, but no attempt yet."""
     spec = RunSpec.model_validate(
         {
             "name": "x",
@@ -205,8 +205,8 @@ def test_events_at_the_start_of_an_attempt_are_sent_together(
     page.send()
 
     assert 0 < due_in_s <= 1
-    # There is one request per artifact. The first process of a run does not search for existing
-    # artifacts.
+    # Each artifact is created with one request. The run's first process does not search for
+    # existing artifacts.
     assert [request.partition(" ")[0] for request in server.requests] == ["POST"] * 5
     assert sorted(artifact["key"] for artifact in server.stored.values()) == [
         "attempts",

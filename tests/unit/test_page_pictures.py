@@ -63,7 +63,7 @@ def attempt(number: int = 1, **fields: Any) -> dict[str, Any]:
 
 
 def component(started: float, ready: float | None, ended: float | None = None) -> Any:
-    """Return the record of a component with its times, in seconds."""
+    """Return the record of a component. The arguments are times in seconds."""
     times = {"started_at": started, "ready_at": ready, "ended_at": ended}
     return {"pid": 1, **times, "exit_code": None, "signal": None}
 
@@ -218,14 +218,15 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        # metrics of the quickstart's trainer: the reward is drawn, not the loss
+        # the metrics have a reward and a loss: the reward is drawn
         ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
         # metrics that verl's file logger writes, below the key `data`
         (
             {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
             "critic/rewards/mean",
         ),
-        # supervised fine-tuning has no reward, so the loss is used; without both, the name is empty
+        # the metrics have no reward, so the loss is drawn; without both, no metric is drawn (empty
+        # name)
         ({"step": 1, "data": {"train/loss": 0.5}}, "train/loss"),
         ({"step": 1, "lr": 0.5}, ""),
         ({"step": 1, "reward": "high"}, ""),

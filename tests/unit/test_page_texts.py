@@ -55,7 +55,7 @@ FAILURE = {
 def component(
     started: float, ready: float | None = None, ended: float | None = None, **fields: Any
 ):
-    """Return the record of a component with its times, in seconds."""
+    """Return the record of a component. The first three arguments are times in seconds."""
     return {
         "pid": 8,
         "started_at": started,
@@ -114,7 +114,8 @@ def view(
     """Return the state of a run, from which Muster makes the run's page in the Prefect UI.
 
     Args:
-        unready: Reason of the trainer's failed readiness probe, or an empty string if none failed.
+        unready: Reason of the trainer's failed readiness probe, or an empty string if no probe
+            failed.
         servers: Events of the run, for example of its rollout servers.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})

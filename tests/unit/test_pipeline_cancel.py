@@ -24,8 +24,8 @@ from tasks.spec.pipeline import parse_pipeline
 class FakeServer:
     """Fake Prefect server with one run.
 
-    The run ends after its state was read a number of times, or if it is cancelled without a grace
-    period.
+    The run ends in one of two cases: its state has been read a number of times, or the run was
+    cancelled without a grace period.
     """
 
     def __init__(self, reads: int) -> None:
@@ -60,13 +60,13 @@ def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
 def cancel_stage(
     session: PipelineSession, reads: int, monkeypatch: pytest.MonkeyPatch, *requests: str
 ) -> list[str | None]:
-    """Interrupt a pipeline, and return the states that it set for the run of its stage.
+    """Interrupt a pipeline, and return the states that the pipeline sets for its stage's run.
 
     Args:
         session: The pipeline.
-        reads: Number of reads of the run's state until the run has ended.
+        reads: The run ends after its state has been read this number of times.
         monkeypatch: Replaces the Prefect server.
-        requests: Reasons to interrupt the pipeline, or "hurry" to skip the grace periods.
+        requests: Reasons to interrupt the pipeline. "hurry" skips the grace periods.
     """
     server = FakeServer(reads)
 

@@ -66,21 +66,21 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     ("runs", "requested_at", "step"),
     [
         ([], 0, Begin(stage="a", number=1)),
-        # the run of stage a is waiting or running, so it stays
+        # the run of stage a is waiting or running, so the pipeline continues to wait for this run
         ([A_OPEN], 0, A_OPEN),
-        # the run of stage a is waiting or running, and a user has started the pipeline again: the
-        # run stays
+        # a user has started the pipeline again while the run of stage a is waiting or running: the
+        # pipeline continues to wait for this run
         ([A_OPEN], 99, A_OPEN),
-        # a complete stage is never repeated
+        # a complete stage is not repeated: the next stage begins, or the pipeline ends
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
         ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # a stage that fails after the last start of the pipeline ends the pipeline
+        # the stage failed after the last start of the pipeline, so the pipeline ends
         ([A_FAILED], 0, A_FAILED),
         ([A_DONE, B_FAILED], 19.9, B_FAILED),
         ([A_DONE, B_FAILED], 20, B_FAILED),
         ([A_DONE, B_CANCELLED], 0, B_CANCELLED),
-        # a stage that failed before the last start of the pipeline is run again
+        # the stage failed before the last start of the pipeline, so the stage is run again
         ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
         ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
         ([A_DONE, B_FAILED, run("b", 2, FAILED, 30)], 31, Begin(stage="b", number=3)),
@@ -89,8 +89,8 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # A user has retried the flow run of the first try of stage b. So this run counts, and the
-        # second try is ignored
+        # a user has retried the first run of stage b, so this run counts, and the second run of
+        # stage b is ignored
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
         # the order of the runs does not matter
@@ -131,9 +131,10 @@ def test_run_that_fails_while_it_is_stopped_early_is_a_failure() -> None:
 
 
 def only_step(decision: PipelineDecision) -> Begin | StageRun | None:
-    """Return the run that a decision begins, keeps active or names as failed, or else None.
+    """Return the run that a decision contains: a run to begin, an active run or a failed run.
 
-    A decision may have at most one of these runs.
+    Returns:
+        The run, or None if the decision contains no run. The test fails if there are several runs.
     """
     steps = [*decision.begins, *decision.active]
     if decision.ended_by is not None:
@@ -143,7 +144,7 @@ def only_step(decision: PipelineDecision) -> Begin | StageRun | None:
 
 
 def plan(name: str, *needs: str, points: int = 0, **further: Any) -> StagePlan:
-    """Return the plan of a stage, which has a matrix of `points` points unless `points` is 0."""
+    """Return the plan of a stage. If `points` is not 0, the stage has a matrix of this size."""
     units = tuple(f"{name}.{number + 1}" for number in range(points)) or (name,)
     return StagePlan(name=name, needs=needs, units=units, **further)
 
@@ -243,20 +244,19 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
 @pytest.mark.parametrize(
     ("states", "requested_at"),
     [
-        # each pair has the time of a state, and True if the state is final. Here the run was
-        # submitted at 0 s, became pending at 1 s, and ran from 2 s
+        # each pair describes a state: its time in seconds, and True if the state is final. First
+        # case: the run was submitted at 0 s, became pending at 1 s, and ran from 2 s
         ([(0, False), (1, False), (2, False)], 0),
         # the pipeline failed at 9 s, and a user retried it at 20 s
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # the pipeline failed twice, and a user retried it each time: the last retry counts
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` has scheduled the lost pipeline again. A schedule by `reconcile` is no
-        # request by a user, so the first request still counts
+        # `muster reconcile` scheduled the lost pipeline again at 30 s. Only a user's request
+        # counts, so the result is the time of the first request
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),
-        # the last state is final, so no state follows that a user could have requested: the time of
-        # the final state is returned
+        # the last state is final, and no state follows: the result is the time of the final state
         ([(0, False), (9, True)], 9),
     ],
 )

@@ -44,22 +44,23 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 class FakeRuns:
     """The runs of a pipeline on a fake Prefect server.
 
-    The runs stay when a test replaces the process of the pipeline by a new `PipelineSession`.
+    The runs still exist when a test continues the pipeline with a new `PipelineSession`.
     """
 
     runs: list[StageRun] = field(default_factory=list)
-    #: Run spec of each created run, by the name of its stage or matrix point. A matrix point is one
-    #: combination of the values in a matrix.
+    #: Mapping from the name of a stage or matrix point to the spec of its run. A matrix point is
+    #: one combination of the values in a matrix.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Tags of each created run, by the name of its stage or matrix point.
+    #: Mapping from the name of a stage or matrix point to the tags of its run.
     tags: dict[str, list[str]] = field(default_factory=dict)
-    #: Earlier runs with the same inputs. Their results are reused instead of new runs.
+    #: Earlier runs whose results the pipeline reuses, because their inputs are the same.
     cached: list[StageRun] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, Any] = field(default_factory=dict)
-    #: Completed flow runs by the tag that marks steps with the same inputs.
+    #: Mapping from a tag to the completed flow run with this tag. Steps with the same inputs have
+    #: the same tag.
     cache: dict[str, FlowRun] = field(default_factory=dict)
-    #: State type of each flow run of an evaluation, by the id of the flow run.
+    #: Mapping from the id of an evaluation's flow run to the type of its state.
     evaluations: dict[UUID, StateType] = field(default_factory=dict)
 
     def create(
@@ -105,7 +106,7 @@ class FakeRuns:
         )
 
     def report(self, unit: str, values: Mapping[int, float]) -> None:
-        """Append one metric value for each step to the metrics file of a run."""
+        """Append lines to the metrics file of a run. `values` maps a step to a metric value."""
         run = next(run for run in self.runs if run.stage == unit)
         place = RunPlace.of(run.name)
         attempt = place.attempt(1).directory
@@ -123,8 +124,8 @@ class FakeRuns:
     def evaluate(self, unit: str, name: str, accuracies: Mapping[int, float | None]) -> None:
         """Write the records of evaluations, one for each checkpoint of a run.
 
-        `accuracies[step]` is the result of the completed evaluation of the checkpoint at this step.
-        If it is None, the evaluation is still running.
+        `accuracies` maps the step of each checkpoint to the result of its evaluation. The result is
+        None while the evaluation is running.
         """
         run = next(run for run in self.runs if run.stage == unit)
         place = RunPlace.of(run.name)
@@ -232,7 +233,7 @@ def step(name: str, **more: Any) -> dict[str, Any]:
 
 
 def start(*stages: dict[str, Any]) -> PipelineSession:
-    """Return the session that a new process creates for a pipeline with these stages."""
+    """Return a new `PipelineSession` for a pipeline with these stages."""
     spec = parse_pipeline({"name": "steps", "stages": list(stages)})
     return PipelineSession(spec, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
 
@@ -428,7 +429,7 @@ def test_process_hands_over_a_pipeline_with_active_runs(
 
 
 def reward_grid(**more: Any) -> dict[str, Any]:
-    """Return a stage with five runs. Runs with a low reward are stopped early."""
+    """Return a stage with a matrix of five runs. Runs with a low reward are stopped early."""
     trainer = {"command": ["true"], "checkpoints": "${run.dir}/checkpoints"}
     spec = {
         "name": "a",

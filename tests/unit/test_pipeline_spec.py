@@ -113,7 +113,7 @@ A = {"name": "a", "spec": spec()}
                 "`${stage.aa.checkpoint}` (did you mean `${stage.a.checkpoint}`?)"
             ],
         ),
-        # a placeholder cannot name the stage itself or a later stage
+        # a placeholder names the stage itself or a later stage, which is not allowed
         *(
             (
                 pipeline(
@@ -158,7 +158,7 @@ A = {"name": "a", "spec": spec()}
                 "attempt.number, attempt.dir)"
             ],
         ),
-        # the key `set` of a stage, which changes values of the run spec
+        # the key `set` of a stage, which changes values of the run spec, names a missing list item
         (
             pipeline({**A, "set": {"components.trainer.command.7": "x"}}),
             [
@@ -167,7 +167,8 @@ A = {"name": "a", "spec": spec()}
                 "item has the index 0)"
             ],
         ),
-        # a stage may name a spec file only if the pipeline spec itself is read from a file
+        # a stage names a spec file, which is allowed only if the pipeline spec itself is read from
+        # a file
         (
             pipeline({"name": "a", "spec": "mine.yaml"}),
             [
@@ -315,9 +316,9 @@ def test_inserted_value_is_literal() -> None:
 @pytest.mark.parametrize(
     ("stage_keys", "trainer_keys", "path"),
     [
-        # The key `keep` may remove the best checkpoint, and `keep_best` does not protect it.
+        # Without the key `keep_best`, the key `keep` could remove the best checkpoint.
         ({}, {"keep": 2}, "stages.0.best"),
-        # `stop_early` compares training metrics of the points. It cannot compare the result of an
+        # `stop_early` can compare only training metrics of the points, not the results of an
         # evaluation.
         ({"stop_early": {"by": "math.accuracy", "after_step": 5}}, {}, "stages.0.stop_early.by"),
     ],
@@ -343,7 +344,7 @@ def test_matrix_may_compare_an_evaluation_whose_best_checkpoint_is_kept() -> Non
 
 
 def make_evaluated_stage(trainer_keys: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage with a matrix whose best point an evaluation chooses."""
+    """Return a stage with a matrix. The best point of the matrix is chosen by an evaluation."""
     trainer = {"command": ["true"], "checkpoints": "saved", **trainer_keys}
     spec = {
         "name": "a",

@@ -40,7 +40,7 @@ def not_json(): return {1, 2}
 """
 
 
-#: A matrix with enough points for `stop_early`.
+#: A matrix with four points, which are enough for the key `stop_early`.
 FOUR_POINTS = {"env.A": ["1", "2", "3", "4"]}
 
 
@@ -208,7 +208,7 @@ def test_pipeline_with_steps_survives_a_round_trip(project: Path) -> None:
     loaded = load_pipeline(project / "pipeline.yaml")
 
     assert parse_pipeline(json.loads(json.dumps(loaded.written()))) == loaded
-    # The Prefect server stores the parameters with all default values of the spec.
+    # Simulate the Prefect server, which stores the spec with the default values of all keys.
     stored = PipelineSpec.model_validate(loaded.model_dump(mode="json"))
     assert parse_pipeline(stored).stage_names == ("a", "b")
 
@@ -353,9 +353,10 @@ def test_result_that_is_no_json_fails_the_step(project: Path) -> None:
 
 
 def write_result(tmp_path: Path, text: str | None, attempt: int = 2) -> RunPlace:
-    """Create the directory of a run. The program of its last attempt has written `result.json`.
+    """Create the directory of a run whose last attempt has written the file `result.json`.
 
     Args:
+        tmp_path: Folder of the test.
         text: Content of the file. None if the last attempt wrote no file.
         attempt: Number of attempts.
     """

@@ -36,8 +36,8 @@ _EXAMPLES = {"tests/support/dialect.py", "tests/unit/test_plain_english.py"}
 def _places_of_code() -> list[str]:
     """Return the folders and files whose code is checked, relative to the root of the project.
 
-    They are the folders and files directly in `tasks/` and `tests/`, and the folders `flows` and
-    `deployments`.
+    These are `flows`, `deployments`, and the folders and files with Python code directly in
+    `tasks/` and `tests/`.
     """
     places = [
         path
@@ -62,9 +62,9 @@ def _passages(place: str) -> list[Passage]:
 
 
 def _check(place: str, kind: Kind, not_rewritten: set[str]) -> None:
-    """Fail if the texts of a folder or file are not in plain English, unless its path is listed.
+    """Check that the texts of a folder or file are in plain English.
 
-    Also fail if the texts are in plain English, and `not_rewritten` still lists the path.
+    If `not_rewritten` contains the path, the check fails if the texts are in plain English.
 
     Args:
         place: Path of the folder or file, relative to the root of the project.

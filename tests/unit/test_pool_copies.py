@@ -28,7 +28,7 @@ SETTINGS = PoolSettings(
 
 
 class Server:
-    """A fake of Prefect's client with one work pool and with variables."""
+    """A fake Prefect client. Its server has one work pool, and Prefect variables."""
 
     def __init__(self) -> None:
         self.pool = WorkPool(
@@ -44,7 +44,7 @@ class Server:
         self.requests = 0
 
     def create_again(self, template: dict[str, Any] = TEMPLATE) -> None:
-        """Delete the work pool, and create an empty pool with the same name, as a worker does."""
+        """Replace the work pool by a pool of the same name without settings, as a worker may do."""
         self.pool = WorkPool(id=uuid4(), name="gang", type="gang", base_job_template=template)
 
     async def read_work_pool(self, name: str) -> WorkPool:
@@ -77,7 +77,7 @@ def server() -> Server:
 
 
 def update(server: Server, copies: PoolCopies | None = None) -> None:
-    """Pass the present work pool to PoolCopies, as the leader does after a scheduling pass."""
+    """Pass the current work pool to `PoolCopies`, as the leading scheduler does after each pass."""
     copies = copies or PoolCopies(server)  # type: ignore[arg-type]
     asyncio.run(copies.update([server.pool]))
 

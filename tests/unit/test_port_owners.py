@@ -22,10 +22,10 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 def is_foreign(*, user: int) -> bool:
-    """Return True if Muster says that a process does not belong to a component.
+    """Return True if Muster decides that a process does not belong to a component.
 
-    The process listens on the component's port, and has the run's id in its environment. But it is
-    outside the component's process tree.
+    The process listens on the component's port, and has the run's id in its environment. But the
+    process is outside of the component's process tree.
 
     Args:
         user: User id of the process.

@@ -74,11 +74,11 @@ def test_healthy_node_has_no_finding() -> None:
         (node(skew_s=2.2, skew_error_s=0.1), "clock"),
         (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
         (node(carriers=[carrier("ended")]), "leftovers"),
-        # Ray has eight GPUs, but the driver finds only seven, which is reported
+        # Ray reports eight GPUs, but the GPU driver finds only seven: this is a finding
         (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
-        # the GPU driver does not answer, which is reported
+        # the GPU driver does not answer: this is a finding
         (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
-        # a process that has ended still holds GPU memory, which is reported
+        # a process that has ended still holds GPU memory: this is a finding
         (
             node(facts=node().facts | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}),
             "gpus",
@@ -96,11 +96,12 @@ def test_faulty_node_is_reported_with_the_failed_check(
     [
         # the free disk space is exactly as large as required
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
-        # the clock skew was measured with a large error, so the clock may be correct
+        # the measured clock skew is 4 s, but the measurement error is large, so the clock may be
+        # correct
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
-        # a living process holds the GPU memory, or the holder of the memory is unknown, so the GPU
-        # may be healthy
+        # the GPU memory is held by a living process, or the holder is unknown, so the GPU may be
+        # healthy
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
         # the GPU driver itself may use this amount of memory, without a process

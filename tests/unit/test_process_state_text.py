@@ -22,7 +22,7 @@ def plant(proc: Path, pid: int, files: dict[str, str]) -> None:
     Args:
         proc: Folder that replaces /proc.
         pid: Process id.
-        files: Content of each file, by its path below /proc/PID.
+        files: Mapping from the path of each file, relative to /proc/PID, to its content.
     """
     at = proc / str(pid)
     for name, text in files.items():
@@ -113,10 +113,10 @@ def test_connection_is_shown_with_both_ends(address: str) -> None:
         ("0000000000000020", signal.SIGABRT, True),
         ("0000000000000020", signal.SIGTERM, False),
         ("0000000000004000", signal.SIGTERM, True),
-        # the lowest and the highest signal number have the lowest and the highest bit
+        # signal 1 has the lowest bit of the mask, and signal 64 has the highest bit
         ("0000000000000001", 1, True),
         ("8000000000000000", 64, True),
-        # the process has ended, so /proc has no file about it: it catches no signal
+        # the process has ended and has no files in /proc, so the result is False
         (None, signal.SIGABRT, False),
     ],
 )

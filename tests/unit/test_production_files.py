@@ -49,7 +49,7 @@ def prefect_settings(model: type[BaseModel] = Settings) -> Iterator[str]:
 
 
 def read_unit(path: Path) -> dict[str, list[str]]:
-    """Return the values of each key in a systemd unit. All sections are read together."""
+    """Return a mapping from each key of a systemd unit to its values, without the section names."""
     values: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         key, separator, value = line.partition("=")
