@@ -95,7 +95,7 @@ def test_run_without_progress_and_limit_is_never_checked(
     ("limit_s", "at_most"),
     [
         (1.0, 4),
-        (100.0, 52),  # fifty checks within the limit
+        (100.0, 52),  # about 50 checks in 100 s
         (HOUR_S, HOUR_S / 10 + 2),  # a check every ten seconds
     ],
 )
@@ -169,7 +169,7 @@ def test_time_after_the_last_step_is_no_slow_step() -> None:
 def test_step_of_ten_times_the_median_is_reported_once() -> None:
     slow = "no step for {} since step {}; a step usually takes 10 s"
 
-    # The step of 99 s is not reported: it is shorter than ten times the median of 10 s.
+    # The step of 99 s is not reported, because it is shorter than ten times the median step (10 s).
     messages = slow_messages(*[10.0] * 12, 99.0, 10.0, 150.0, 10.0, 400.0, 10.0)
 
     began = 120 + 99 + 10
@@ -201,8 +201,8 @@ def test_log_that_has_not_grown_is_not_opened(
     assert opened == [log]
 
 
-#: Events of a training by their time in seconds: a step, or the path of a file of a checkpoint that
-#: is written at this time.
+#: Mapping from a time in seconds to an event of the training at this time. The event is the number
+#: of a step, or the path of a checkpoint file that is written.
 History = Mapping[float, int | str]
 
 
@@ -215,13 +215,14 @@ def watch_history(
     """Watch a training that makes steps and writes checkpoints, until the watch ends.
 
     Args:
-        checkpoints: Folder of the checkpoints. Its files get the times of the history.
+        checkpoints: Folder of the checkpoints.
         history: Events of the training. After the last event, the training hangs.
         resumed_step: Step of the checkpoint from which the training resumes, or None.
         settings: Further fields of the `AttemptPlan`.
 
     Returns:
-        The reason and the description of the end, and its time on the clock of the history.
+        The reason for the end of the watch, its description, and its time in seconds since the
+        start.
     """
 
     async def watch() -> tuple[ProgressEnd, str, float]:
@@ -280,9 +281,9 @@ def write_file_at(path: Path, at: float) -> None:
 @pytest.mark.parametrize(
     ("limit_s", "history", "last_work_s"),
     [
-        # a checkpoint of an unknown layout is saved in one piece before the last step
+        # the training writes a checkpoint file after step 5, makes step 6, and then hangs
         (25.0, {10: 5, 10.5: "step_5/state.pt", 11: 6}, 11.0),
-        # the same save, after the last step
+        # the training writes a checkpoint file after step 5, and then hangs
         (25.0, {10: 5, 10.5: "step_5/state.pt"}, 10.5),
         # A long save exceeds the limit, and the training continues. Hours later, the training hangs
         # after another save.
@@ -293,7 +294,7 @@ def write_file_at(path: Path, at: float) -> None:
             | {6960: "step_9/state.pt", 7000: 7},
             7000.0,
         ),
-        # the training hangs in the middle of a save
+        # the training hangs while it saves a checkpoint
         (100.0, {0: 5, **{at: "step_5/state.pt" for at in range(10, 300, 10)}}, 290.0),
     ],
 )
@@ -341,7 +342,7 @@ def test_time_after_the_last_step_counts_from_the_last_growth_of_a_checkpoint(
     ("history", "resumed_step", "expected"),
     [
         ({}, None, "no first step within 26 s of the start"),
-        # a server that reports step 0 before the first step
+        # the server reports step 0, which does not count as the first step
         ({1: 0}, None, "no first step within 26 s of the start"),
         # the trainer repeats the step of the checkpoint from which it resumes
         ({1: 20}, 20.0, "no step after step 20 within 26 s of the start"),

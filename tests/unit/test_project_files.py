@@ -21,7 +21,8 @@ from tests.support.command_checks import make_targets
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = ROOT / "tests" / "conftest.py"
 
-#: Hosts of public package registries, in parts so that this file does not name one.
+#: Hosts of public package registries. The names are written in parts, so that this file does not
+#: contain the name of a registry.
 REGISTRIES = tuple(
     ".".join(parts)
     for parts in (
@@ -53,7 +54,7 @@ def constraint_lines() -> list[str]:
 
 
 def project_files() -> list[Path]:
-    """Return the files of the checkout that git tracks or would add, without links."""
+    """Return the files of the checkout that git tracks or does not ignore. Links are left out."""
     listing = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
         cwd=ROOT,
@@ -81,8 +82,8 @@ def configured_registries() -> list[str]:
 def forbidden(root: Path) -> re.Pattern[str]:
     """Return a pattern that matches the hosts of registries and the path `root` of the checkout.
 
-    If the path is directly under `/`, such as `/src`, the path is left out of the pattern. Such a
-    path may also be a common word in a text.
+    A path directly under `/`, such as `/src`, may also be a common word. The pattern does not
+    contain such a path.
     """
     names = {*REGISTRIES, *configured_registries()}
     if len(root.parts) > 2:
@@ -134,7 +135,8 @@ def test_constraints_satisfy_every_requirement() -> None:
 #: Programs that Muster runs with the Python interpreter of a component. These programs may import
 #: packages that only the training needs.
 PROGRAMS_OF_COMPONENTS = {"tasks/train/group_mlflow_runs.py"}
-#: Extras whose packages Muster imports only after it has checked that they are installed.
+#: Extras of the project whose packages Muster imports only after a check that the packages are
+#: installed.
 CHECKED_EXTRAS = ("sweeps",)
 
 
@@ -145,7 +147,7 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]
     }
     owners = packages_distributions()
-    # The guardian program imports modules of its folder by their names, without `tasks.processes`.
+    # The guardian program imports modules in its folder without the prefix `tasks.processes`.
     guardian_modules = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
     own_packages = {"deployments", "flows", "tasks", *guardian_modules}
 

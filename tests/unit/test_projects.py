@@ -28,7 +28,7 @@ from tasks.spec.run import RunSpec
         (["outer/.git/", "outer/inner/pyproject.toml"], "outer/inner"),
         (["outer/pyproject.toml", "outer/inner/.git/"], "outer/inner"),
         (["outer/.git/", "outer/inner/runs/pyproject.toml"], "outer/inner/runs"),
-        # files that mark a root do not count in subfolders and sibling folders
+        # a subfolder or a sibling folder has a file that marks a root: this file does not count
         (["outer/.git/", "outer/inner/runs/deeper/pyproject.toml"], "outer"),
         (["outer/.git/", "outer/other/pyproject.toml"], "outer"),
     ],
@@ -47,7 +47,7 @@ def test_root_is_the_nearest_folder_with_a_marker_or_the_folder_of_the_spec(
             path.touch()
     monkeypatch.chdir(folder)
 
-    # The spec file does not have to exist, and its path may be relative.
+    # The spec file does not have to exist. The path may be absolute or relative.
     roots = [find_project_root(folder / "spec.yaml"), find_project_root(Path("spec.yaml"))]
 
     assert roots == [tmp_path / root] * 2
@@ -157,7 +157,8 @@ def test_run_uses_the_environment_that_is_activated_in_the_shell(
 @pytest.mark.parametrize(
     ("cwd", "own", "of_run", "of_component"),
     [
-        # default of the run: the root of the project; default of a component: the run's directory
+        # without `cwd` in the spec, a run uses the root of the project, and a component uses the
+        # directory of the run
         (None, None, "/project", None),
         (".", None, "/project", None),
         ("sub", None, "/project/sub", None),
@@ -165,7 +166,7 @@ def test_run_uses_the_environment_that_is_activated_in_the_shell(
         ("sub", "other", "/project/sub", "/project/other"),
         (None, ".", "/project", "/project"),
         ("/else", "/where", "/else", "/where"),
-        # placeholders are filled in
+        # placeholders in a directory are replaced by their values
         ("${run.dir}", "${run.dir}/x", "/runs/a", "/runs/a/x"),
         ("of-${run.id}", "of-${run.id}", "/project/of-a", "/project/of-a"),
     ],

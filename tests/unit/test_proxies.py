@@ -22,11 +22,11 @@ from tasks.server.server import NoServer, prefect_server
 from tasks.show.arguments import run
 from tests.support.web import serving
 
-#: A server that no test reaches, because the proxy of each test does not pass on requests.
+#: URL of a server on another machine. No request of a test reaches this server.
 REMOTE = "http://prefect.example:4200/api"
-#: A port of this machine on which no program listens.
+#: URL with a port of this machine on which no program listens.
 DEAD = "http://127.0.0.1:9"
-#: Proxies that cannot be used, or that do not answer.
+#: Environment variables that name a proxy which is invalid or does not answer.
 BROKEN = (
     {"http_proxy": DEAD, "https_proxy": DEAD},
     {"HTTP_PROXY": DEAD, "HTTPS_PROXY": DEAD},
@@ -38,7 +38,7 @@ BROKEN = (
 
 
 def set_proxies(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
-    """Replace all proxy variables of this process."""
+    """Remove all proxy variables of this process, and then set the given variables."""
     for scheme in ("http", "https", "all", "no"):
         monkeypatch.delenv(f"{scheme}_proxy", raising=False)
         monkeypatch.delenv(f"{scheme}_PROXY".upper(), raising=False)

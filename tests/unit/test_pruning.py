@@ -230,7 +230,7 @@ PIPELINE = "6b1f4a1e-2f0e-4c55-9d1c-0d6f1c6d3a10"
 
 
 def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) -> Path:
-    """Create the folder of a pipeline with a large value."""
+    """Create the folder of a pipeline, which contains the result of a step."""
     folder = home / "pipelines" / name
     folder.mkdir(parents=True)
     changed_at = time.time() - days_ago * DAY_S
@@ -242,7 +242,7 @@ def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) 
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
-    """Let the Prefect server list open flow runs and deployments that contain this text."""
+    """Replace the Prefect server's list of unfinished flow runs and deployments by this text."""
 
     def ask_server(ask: object) -> str | None:
         return server_text if ask is pruning._describe_open_work else None

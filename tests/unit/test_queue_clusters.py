@@ -46,7 +46,7 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the scheduling lease, so that the test's scheduler always has it.
+    """Replace the scheduling lease by a fake, so that the test's scheduler always holds the lease.
 
     The scheduler also finds no processes of runs on this machine.
     """
@@ -68,7 +68,7 @@ class OneNode:
 
 
 def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
-    """Run some scheduling passes of one scheduler, and return the runs that they start."""
+    """Run a number of scheduling passes, and return the runs that the scheduler starts."""
 
     async def run_passes() -> list[QueueEntry]:
         client: Any = server
@@ -170,7 +170,7 @@ def test_invalid_settings_refuse_no_run() -> None:
 
 
 class Autoscaled:
-    """A fake cluster that can get more nodes and records the demands for its autoscaler."""
+    """A fake cluster with an autoscaler, which records the nodes that the scheduler requests."""
 
     def __init__(self, *nodes: str) -> None:
         self.nodes = [*nodes]
@@ -214,7 +214,7 @@ def test_autoscaler_gets_the_demand_until_no_run_waits() -> None:
     )
     assert name.startswith("trial-grpo-")
     # The demand is the list of nodes that the scheduler requests from the autoscaler. A node stays
-    # in it until the run on the node has ended.
+    # in the list until the run on this node has ended.
     assert cluster.demands == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
 
 

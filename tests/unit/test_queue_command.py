@@ -84,7 +84,7 @@ class Server:
         )
         self.flow_runs: dict[UUID, FlowRun] = {}
         self.view = VIEW
-        #: `(event, node, pool, user)` of each event.
+        #: Each event as a tuple: the name of the event, the node, the pool and the user.
         self.events: list[tuple[str, str, str, str]] = []
         self.takes_events = True
 
@@ -222,7 +222,7 @@ def test_why_explains_a_waiting_run(command: Command, server: Server) -> None:
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
             "running-run is scheduled to start at 2026-01-02 15:05 UTC.",
         ),
-        # no scheduler has read the run yet, so no reason for waiting is known
+        # no scheduler has read the run yet, so the reason for waiting is not known
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},
@@ -340,14 +340,14 @@ def test_unknown_node_is_refused_with_the_known_names(
         (("set", "policy=backfill"), {"policy": "backfill"}),
         (("set", "limit.team-b=16"), {"limits": {"team-a": 8, "team-b": 16}}),
         (("set", "limit.team-a=0", "policy=fifo"), {"limits": {"team-a": 0}}),
-        # a tag may contain dots and signs
+        # the name of a tag may contain dots and equals signs
         (("set", "limit.a.b=c=4"), {"limits": {"team-a": 8, "a.b=c": 4}}),
         (("unset", "limit.team-a", "policy"), {"limits": {}}),
         (("set", "node.gpu-1=4"), {"nodes": (TableNode(name="gpu-1", gpus=4),)}),
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
         (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
-        # only the largest number of nodes of this cluster changes; its HTTP headers stay the same
+        # only the maximum number of nodes changes; the other settings of this cluster stay the same
         (
             ("set", "cluster.http://known:8265=4"),
             {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},

@@ -235,12 +235,12 @@ ONE_AT_A_TIME = DeploymentLimit(limit=1, skips=True)
 
 
 def of_deployment(number: int, **more: Any) -> QueueEntry:
-    """Return the queue's entry of a waiting run of the deployment."""
+    """Return the queue's entry of a waiting run that was created from the deployment."""
     return entry(flow_run(1, number=number, deployment_id=DEPLOYMENT, **more))
 
 
 def skipped(scheduling_pass: SchedulingPass) -> dict[str, str]:
-    """Return the reason of each skipped run, by the name of the flow run."""
+    """Return a mapping from the name of each skipped flow run to the reason."""
     return {run.entry.flow_run.name: run.message for run in scheduling_pass.skipped}
 
 
@@ -287,9 +287,9 @@ def test_deployment_without_an_active_run_skips_nothing() -> None:
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
-    """The pool's concurrency limit counts a run that waits in its own process.
+    """A waiting run that already has a process counts towards the pool's concurrency limit.
 
-    So this run must not wait until the pool is below its limit.
+    So this run may start although the number of counted runs has reached the limit.
     """
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
@@ -479,8 +479,8 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
-    # The running run entered its state an hour ago. Its expected end counts from its grant, which
-    # is newer.
+    # The expected end of the run is counted from the time at which the run received its GPUs, not
+    # from the earlier time of its state.
     assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
     assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
     assert first_start(NOW - 3 * 3600, **hour) == NOW
@@ -516,7 +516,7 @@ def test_drained_node_gets_no_new_runs_and_keeps_running_runs() -> None:
 
 
 def held_on_missing_nodes(scheduling_pass: SchedulingPass) -> dict[str, dict[str, int]]:
-    """Return the numbers of GPUs that runs hold on each missing node, by node name and run name."""
+    """Return the GPUs that runs hold on missing nodes: `{node_name: {run_name: gpus}}`."""
     return {
         node.name: {run_id.split("-")[0]: gpus for run_id, gpus in node.held.items()}
         for node in scheduling_pass.list_missing_nodes()
@@ -617,7 +617,8 @@ def test_running_jobs_hold_their_gang_without_a_process() -> None:
     run.run_count = 2
 
     assert before == (True, granted)
-    # The flow run was retried and has had another process since, so the earlier grant is not valid.
+    # The flow run was retried and got another process after the grant, so the grant is no longer
+    # valid.
     assert (is_handed_over(run), grant_of(run)) == (False, None)
 
 
@@ -692,13 +693,18 @@ def test_duration_is_assumed_if_the_spec_names_none(
     assert parse_request(run).is_estimate_assumed is is_assumed
 
 
-#: The run on the GPUs was granted them at NOW. It reports its expected end one minute later.
+#: Time at which the run reports its expected end: one minute after the run received its GPUs.
 REPORTED_AT = NOW + 60.0
 HOUR_S = 3600.0
 
 
 def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEntry:
-    """Return the entry of a run that holds all GPUs of node n1, with labels and keys of `gang`."""
+    """Return the queue's entry of a run that holds all GPUs of node n1.
+
+    Args:
+        gang: Further keys of the section `gang` of the run's spec.
+        labels: Further labels of the flow run.
+    """
     granted = Grant(nodes={"n1": 8}, state_id="", at=NOW, by=None).label()
     spec = {"gang": {"nodes": 1, "gpus_per_node": 8, **gang}}
     running = flow_run(
@@ -710,13 +716,14 @@ def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEnt
 @pytest.mark.parametrize(
     ("gang", "ends_after_h", "expected_h", "is_assumed"),
     [
-        # without a report of the run, the default of 24 hours or the key `hours` counts
+        # the run has not reported its expected end, so `hours` of the spec counts, by default 24
+        # hours
         ({}, None, 24.0, True),
         ({"hours": 4}, None, 4.0, False),
-        # the time computed from the progress replaces the default, whether shorter or longer
+        # the run has reported an expected end, which replaces the default of 24 hours
         ({}, 2.0, 2.0, False),
         ({}, 30.0, 30.0, False),
-        # the time computed from the progress is at most `hours` or `max_hours`
+        # the reported end is used only up to the limit `hours` or `max_hours`
         ({"hours": 4}, 2.0, 2.0, False),
         ({"hours": 4}, 30.0, 4.0, False),
         ({"max_hours": 4}, 30.0, 4.0, False),

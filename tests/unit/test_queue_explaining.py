@@ -27,7 +27,7 @@ SILENT = (
 class Server:
     """Fake Prefect server with a flow run and the workers of its pool.
 
-    Each worker has its name and the seconds since its last heartbeat, or None if they are unknown.
+    Each worker is a pair: its name, and the seconds since its last heartbeat (None if unknown).
     """
 
     def __init__(self, state: Any, workers: list[tuple[str, float | None]]) -> None:
@@ -63,10 +63,10 @@ async def read_view(pool: str) -> QueueView:
         (Running(), [("there", 840.0)], True),
         (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
         (Running(), [("there", 119.0)], False),
-        # the server lists an earlier worker of the same name, but a new worker sends heartbeats, so
-        # there is no warning
+        # of two workers with the same name, the newer worker sends heartbeats, so there is no
+        # warning
         (Running(), [("there", 840.0), ("there", 3.0)], False),
-        # the last heartbeat of the run's worker is unknown, so there is no warning
+        # the time of the last heartbeat of the run's worker is unknown, so there is no warning
         (Running(), [("there", None)], False),
         (Running(), [("other", 840.0)], False),
         # the run has no process, so there is no warning about a silent host

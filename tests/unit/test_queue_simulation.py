@@ -94,20 +94,20 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
     ("rows", "options", "started"),
     [
         # At 60 s, `whole` ends, and `pair` and `short` are submitted. The scheduling pass at 60 s
-        # takes all three events into account, so `pair` gets all GPUs and `short` waits
+        # considers all three events, so `pair` gets all GPUs and `short` waits
         (
             ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # The policy `backfill` rounds the 3000 s of `half` up to its duration class of 3600 s. So
-        # it expects `head` to start after 3600 s, and `fits` may start before it
+        # The policy `backfill` rounds the 3000 s of `half` up to 3600 s. So the policy expects that
+        # `head` starts after 3600 s, and allows `fits` to start before `head`
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),
             {"half": 0, "fits": 2, "head": 3000, "long": 3100},
         ),
-        # `--compress` divides the times of submission, but not the durations
+        # `--compress 4` divides each submission time by 4, but not the durations
         (
             ("a,0,100,8", "b,400,100,8", "c,1000,100,8"),
             ("--compress", "4"),
@@ -145,7 +145,7 @@ def test_infeasible_jobs_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # a job without `nodes` uses as few nodes as possible, with equal numbers of GPUs
+        # without a number of nodes, a job gets as few nodes as possible, with equal numbers of GPUs
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),

@@ -84,17 +84,18 @@ def test_truncated_checkpoint_is_rejected(tmp_path: Path, kept_fraction: float) 
 @pytest.mark.parametrize(
     ("resumed_step", "last_text", "kept_steps"),
     [
-        # A new training starts in a used folder, and removes all lines of the metrics file.
+        # A new training (step 0) removes all lines from the metrics file of an earlier training.
         (0, "", []),
         # Steps after the checkpoint are trained again, so their lines in the metrics file are
         # removed.
         (2, "", [1, 2]),
         # The checkpoint contains all trained steps, so no line is removed.
         (4, "", [1, 2, 3, 4]),
-        # A crash of the machine can cut the last line, which is then removed.
+        # After a crash of the machine, the last line may be incomplete. An incomplete line is
+        # removed.
         (4, '{"step": 5, "at"', [1, 2, 3, 4]),
-        # The last line has no newline and is also removed. Otherwise the next line would be
-        # appended to it.
+        # A last line without a newline is removed, because the next line would be appended to this
+        # line.
         (5, '{"step": 5}', [1, 2, 3, 4]),
     ],
 )

@@ -26,7 +26,9 @@ def make_policy(seed: int = 0) -> Policy:
 
 
 def make_batch(policy: Policy, *, seed: int = 0, rows: int = 40, drift: float = 0.4) -> Batch:
-    """Return random tokens whose old log-probabilities differ from the policy's.
+    """Return a batch of random tokens.
+
+    The old log-probabilities of the tokens differ from their log-probabilities under the policy.
 
     Args:
         policy: The policy.

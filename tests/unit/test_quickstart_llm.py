@@ -34,8 +34,8 @@ class Gateway(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        #: `responses[method, path]`: status and JSON body of each prepared response. When all have
-        #: been sent, the last response is repeated.
+        #: `responses[method, path]`: status and JSON body of each prepared response. The last
+        #: response is repeated for all further requests.
         self.responses: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
         #: Method, path and JSON body of each request.
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
@@ -49,7 +49,8 @@ class Gateway(ThreadingHTTPServer):
         """Prepare the responses to broadcasts.
 
         Args:
-            statuses: HTTP statuses of the engines 0 and 1 for each broadcast, None for no answer.
+            statuses: A pair of HTTP statuses for each broadcast: from engine 0 and from engine 1.
+                None means that the engine does not answer.
         """
         bodies = [
             {
@@ -178,8 +179,8 @@ def test_request_is_not_sent_again_after_a_client_error(
         ((200, 200), (200, 200), {"0": 1, "1": 4}, {}),
         ((200, 500), (200, 200), {"0": 1}, {1: "/collective_rpc: 500 so"}),
         ((200, None), (200, None), {"0": 1}, {1: "/collective_rpc: None so"}),
-        # Engine 1 has the new weights, but fails to reset its prefix cache, which was computed with
-        # the old weights.
+        # Engine 1 has the new weights, but still has a prefix cache that was computed with the old
+        # weights, because the reset failed.
         ((200, 200), (200, 500), {"0": 1}, {1: "/reset_prefix_cache: 500 so"}),
     ],
 )
@@ -222,10 +223,11 @@ def test_sync_is_aborted_if_no_engine_loaded_the_weights(
 @pytest.mark.parametrize(
     ("begin", "broadcast"),
     [
-        # The gateway refuses to begin the sync: running requests did not end in time.
+        # The gateway refuses to begin the weight update, because running requests did not end in
+        # time.
         (409, 200),
-        # The gateway has begun the sync, but refuses the broadcast: the deadline of the sync has
-        # passed.
+        # The gateway has begun the weight update, but refuses the broadcast, because the deadline
+        # has passed.
         (200, 404),
     ],
 )

@@ -48,10 +48,10 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
     [
         # The API was restarted and knows no trainer.
         {"status": "error", "message": "Trainer not registered.", "batch": []},
-        # The batch is empty. The trainer must not use it, because the training step would look like
-        # progress.
+        # The batch is empty. The trainer must wait instead of using an empty batch for a training
+        # step.
         {"batch": []},
-        # The response has another form than the responses of the Atropos API.
+        # The response does not have the form of the Atropos API's responses.
         {},
         [],
     ],
@@ -69,7 +69,7 @@ def test_response_without_a_batch_raises_an_error(answer: object) -> None:
         ([7, 0, 4, 2, EOS, 7], 1.0),
         # The answer ends too early, so missing tokens lower the reward.
         ([7, 0, EOS], 0.4),
-        # The answer has a wrong token in place of the end token EOS, so one of five is wrong.
+        # The last of five tokens is wrong: the end token EOS is missing.
         ([7, 0, 4, 2, 2], 0.8),
         # No token is at its right position, so the reward is 0.
         ([0, 4, 2, EOS], 0.0),

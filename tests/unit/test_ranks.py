@@ -11,11 +11,11 @@ from tasks.processes.descendant_watch import DeathEvidence
 from tasks.record.outcome import Exit, Failure
 from tasks.record.ranks import RankFailure, find_first_rank
 
-#: Real logs of launchers. Only the paths of the machine were shortened.
+#: Folder with real logs of launchers. Only the paths of files were shortened.
 RECORDED = Path(__file__).parents[1] / "data" / "ranks"
 
 STEPS = "step 0\nstep 0\nstep 1\nstep 1\n"
-#: Traceback of a rank that lost its connection to the other rank. From torchrun 2.13 with gloo.
+#: Traceback of a rank that lost its connection to the other rank, from torchrun 2.13 with gloo.
 LOST_PEER = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "/t.py", line 14, in <module>
@@ -101,7 +101,7 @@ def fail(
     error_file: str = "",
     code: int = 1,
 ) -> Failure:
-    """Return the failure of a component whose launcher has printed the text and exited with 1.
+    """Return the failure of a component whose launcher has failed.
 
     Args:
         text: The log of the launcher and its ranks.
@@ -218,7 +218,7 @@ def test_only_the_last_table_of_restarted_ranks_counts() -> None:
     assert (failure.name, failure.pid) == ("rank 1", 7)
 
 
-#: Error of rank 0 in the forms in which gloo, NCCL and PyTorch report a rank that has died.
+#: Errors with which gloo, NCCL and PyTorch report on rank 0 that another rank has died.
 LOST_RANK = [
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:116",
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:116",
@@ -254,7 +254,7 @@ def death(code: int, rank: int | None = 1, *, others_failed: bool = True) -> Ran
 
 
 def assert_blames_only_first_rank(failure: Failure, kind: str, end: str) -> None:
-    """Assert that the errors of ranks that died later decide neither kind, log line nor advice.
+    """Assert that the rank that died first decides the kind, the log line and the advice.
 
     Args:
         failure: Failure of the component.
@@ -297,8 +297,8 @@ def test_error_of_a_later_rank_is_the_cause_if_it_did_not_lose_the_rank_that_end
 
 
 def test_exit_code_of_first_rank_is_not_a_time_out_of_the_other_rank() -> None:
-    # The other rank has the decorator `record`. So torchrun takes this rank for the root cause, and
-    # its error file has the error of this rank.
+    # Rank 0, which failed later, uses torchrun's decorator `record`. So torchrun reports rank 0 as
+    # the root cause, and writes the error of rank 0 into the error file.
     text = (RECORDED / "torchrun-record-exit-3.txt").read_text()
     error = traceback_of(LOST_RANK[0])
 
@@ -330,7 +330,7 @@ def test_lost_connection_of_a_later_rank_decides_nothing(
     cases = [
         fail(lost + table(entry(1, code, 7), entry(0, 1, 6))),
         fail(lost + deepspeed, first_death=death(code), code=abs(code)),
-        # `multiprocessing` prints a line with the name of the process before its traceback.
+        # In this log, `multiprocessing` prints a line with the process name before the traceback.
         fail(STEPS + "Process Process-1:\n" + lost, first_death=death(code, None)),
         fail(lost, first_death=death(code, None)),
     ]

@@ -12,12 +12,12 @@ from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, job_exit
     ("status", "driver_exit_code", "exit_code", "signal"),
     [
         ("SUCCEEDED", 0, 0, None),
-        # an older Ray release reports no exit code for a success
+        # older Ray releases report no exit code for a successful job
         ("SUCCEEDED", None, 0, None),
         ("FAILED", 3, 3, None),
         ("FAILED", -9, None, 9),
-        # the program itself has exited with 128+n, so the code does not mean that a signal killed
-        # it
+        # the program itself exited with code 137. This is no signal, although 128 + 9 often means
+        # SIGKILL
         ("FAILED", 137, 137, None),
         ("FAILED", None, None, None),
         ("STOPPED", None, None, None),
@@ -69,19 +69,19 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # Ray reports that the job ended two seconds ago. Ray and Muster's wrapper notice an end
-        # late, so the job may have ended earlier by their maximum delays
+        # Ray and Muster's wrapper notice the end of a job late. So their maximum delays are
+        # subtracted from the end time that Ray reports
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is slow: Ray reports an end before a request that still found the job
-        # running, so the time of this request counts
+        # the end time from Ray is too early, because a later request still found the job running.
+        # So the time of this request is used
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is fast, so Ray reports an end in the future: the result is the current
-        # time
+        # the end time from Ray is in the future, because the node's clock is fast. So the current
+        # time is used
         (2000.0, 99.0, 100.0),
-        # no request has found the job running, so the result depends only on the end time that Ray
-        # reports
+        # no request has found the job running, so only the end time from Ray is used
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # Ray reports no end time: the job ended after the last request that found it running
+        # Ray reports no end time, so the time of the last request that found the job running is
+        # used
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         (None, None, 100.0),
     ],

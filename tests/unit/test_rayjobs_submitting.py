@@ -56,12 +56,12 @@ HEAD = node("head", is_head=True, CPU=4)
 @pytest.mark.parametrize(
     ("nodes", "resources", "labels"),
     [
-        # a worker node has the custom resource `worker_node`, so the job requests 0.001 of it
+        # a worker node has the custom resource `worker_node`, so the job requests 0.001 of this
+        # resource
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
-        # no node has this custom resource, so the job requests a node that is not the head
+        # no node has the resource `worker_node`, so the job requests a node that is not the head
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # the cluster has only a head node, so the job runs on the head, even if the head has the
-        # resource `worker_node`
+        # the cluster has only a head node, so the job makes no request and runs on the head
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],
@@ -95,7 +95,8 @@ def test_job_that_another_host_may_have_submitted_is_not_new(plan: JobPlan) -> N
 
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None and file.content.submit_began_at == 7.0
-    # The submission got no answer, so only the cluster knows whether it has the job.
+    # There was no answer to the submission, so Muster does not know whether the cluster has the
+    # job.
     assert file.content.submitted_at is None
 
 

@@ -29,7 +29,7 @@ WAITING = RunReport(
     ("run", "has_changes"),
     [
         (LOST, True),
-        # nothing was changed, so no event is emitted; otherwise there would be an event each minute
+        # `reconcile` changed nothing for this run, so no event is emitted
         (WAITING, False),
         # a change in any field of the report causes an event
         (RunReport(name="a", found="x", killed=(1,)), True),

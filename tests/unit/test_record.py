@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def make_record(path: Path, **options: Any) -> RunRecord:
     """Open the record of a run, as each flow process of the run does.
 
-    The record's clock shows 1, 2, 3 and so on.
+    The clock of the record returns 1, 2, 3 and so on.
     """
     ticks = itertools.count(1)
     clock = options.pop("clock", lambda: float(next(ticks)))
@@ -241,7 +241,8 @@ def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
     ("decision", "expected"),
     [
         ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
-        # the flow process was killed before it wrote a decision, so the next attempt adds one
+        # the flow process was killed before it wrote a decision. So the next process only writes
+        # that the run was begun again
         (None, "begun again"),
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],
@@ -349,11 +350,12 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # the attempt has no final state yet, so the next flow process can adopt the job
+        # the attempt has no final state yet, so the next flow process can adopt the attempt's job
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),
-        # the teardown has begun, but Muster has not requested the stop of the job
+        # the teardown has begun, but Muster has not requested the stop of the job, so the job can
+        # be adopted
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
         # Muster has already requested the stop of the job, so the job cannot be adopted
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
@@ -387,7 +389,11 @@ def test_ended_attempt_cannot_be_adopted(path: Path) -> None:
 
 
 def record_of_another_host(tmp_path: Path, *, ended: bool) -> RunJson:
-    """Return the record of another host with one attempt, which has ended or not."""
+    """Return the record of a run with one attempt that was started on another host.
+
+    Args:
+        ended: True if the attempt has ended.
+    """
     path = tmp_path / "elsewhere.json"
     record = make_record(path)
     record.begin_attempt(1, host="node-7")
@@ -412,8 +418,8 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
         (1, "node-7"),
         (2, "node-8"),
     ]
-    # The call must not raise an error, because the state in the other host's record allows the
-    # transition.
+    # This call must be allowed, because the run continues from the state in the other host's
+    # record.
     record.move(RunState.ADMITTED)
 
 

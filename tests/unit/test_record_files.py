@@ -109,7 +109,7 @@ def jobs_of_ray(path: Path) -> None:
 
 
 def killed_run(path: Path) -> None:
-    """Write the record of a run whose flow process is killed; `reconcile` closes the record."""
+    """Write the record of a run whose flow process is killed; `reconcile` then ends the run."""
     record = record_at(path)
     record.begin_attempt(1, CONTAINMENT, host="h")
     record.move(RunState.ADMITTED)
@@ -129,22 +129,22 @@ def cancelled_run(path: Path) -> None:
 
 
 def opened_again(path: Path) -> None:
-    """Continue the record as the run's next flow process does: begin the second attempt."""
+    """Begin the second attempt in the record, as the run's next flow process does."""
     record = record_at(path)
     record.begin_attempt(2, host="h")
     play(record, ("component.spawned", "api", {"pid": 11}))
 
 
 def older(path: Path) -> None:
-    """Copy a record of an older Muster, which has fewer keys, and begin the next attempt in it."""
+    """Copy a record of an older version of Muster, and begin the next attempt in the copy."""
     shutil.copyfile(DATA / "older.json", path)
     opened_again(path)
 
 
 def newer(path: Path) -> None:
-    """Copy a record of a newer Muster, which has more keys, and continue this record.
+    """Copy a record that a newer version of Muster wrote, with unknown keys.
 
-    The attempt in the record fails, and the next attempt begins.
+    In the copy, the attempt fails, and the next attempt begins.
     """
     shutil.copyfile(DATA / "newer.json", path)
     record = record_at(path)
@@ -154,9 +154,9 @@ def newer(path: Path) -> None:
 
 
 def newer_lost(path: Path) -> None:
-    """Copy a record of a newer Muster, which has more keys, and continue this record.
+    """Copy a record that a newer version of Muster wrote, with unknown keys.
 
-    The flow process of the run is killed, and the run is scheduled again.
+    In the copy, the flow process of the run is killed, and the run is scheduled again.
     """
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()
@@ -164,12 +164,12 @@ def newer_lost(path: Path) -> None:
 
 
 def lost_with_its_host(path: Path) -> None:
-    """Write the record of a run from another host, whose Ray jobs this host does not adopt."""
+    """Write the record of a run from another host. This host does not adopt the run's Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
-    """Write the record of a run that another host started, and whose Ray jobs this host adopts."""
+    """Write the record of a run from another host. This host adopts the run's Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 

@@ -48,7 +48,7 @@ def home(muster_home: Path) -> Path:
 
 @pytest.fixture
 def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start another process that owns the run `a-run`: it has registered the run."""
+    """Start another process that registers the run `a-run`, and so becomes the owner of the run."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -113,10 +113,10 @@ def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], ho
 def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
     owner: subprocess.Popen[str], home: Path
 ) -> None:
-    """The owner, which is the run's flow process, locks the registry of the run.
+    """The owner of a run is its flow process, which locks the run's registry entry.
 
-    Its recorded identity seems dead if the pid is from another PID namespace, or if the clock was
-    changed. The lock shows that the owner is alive.
+    The lock shows that the owner is alive. The recorded process id alone would be misleading if it
+    is from another PID namespace, or if the clock was changed.
     """
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())
@@ -241,7 +241,7 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
         assert owner is not None
         return list(owner.leftovers)
 
-    subprocess.run(["touch", others], check=True)  # a process that is no process of the run
+    subprocess.run(["touch", others], check=True)  # not a process of the run
     with mine.open("w"), removed.open("w"):
         wait_until(lambda: {mine, removed} <= set(registered()), "both are noted")
         removed.unlink()
@@ -307,9 +307,9 @@ def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
     for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
         enter(directory, entry(component=component, grace_s=grace_s))
 
-    # The grace period of each component counts twice, because the component may save a checkpoint
-    # before it is stopped. The inference server `rollout.0` ends together with the component
-    # `rollout`, so its grace period is not added.
+    # The grace period of each component counts twice: once for a checkpoint, and once for the stop.
+    # The inference server `rollout.0` ends together with the component `rollout`, so the server's
+    # grace period is not added.
     assert before == 0.0
     assert teardown_s() == 130.0
     assert teardown_s(os.getpid()) == 130.0

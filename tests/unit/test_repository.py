@@ -40,7 +40,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def proof(shared: Path) -> Path:
-    """Path of a file. Each program of the attacker writes to this file when it runs."""
+    """Return the path of a file to which each program of the attacker writes at its start."""
     return shared / "proof"
 
 
@@ -62,7 +62,7 @@ def own_project(place: Path) -> Path:
 
 
 def planted_repository(at: Path, program: Path) -> None:
-    """Create a repository of the attacker whose settings name a program in many places."""
+    """Create a git repository of the attacker. Many of its settings name the attacker's program."""
     attack("git", "init", "-q", at)
     for setting in (
         "filter.evil.clean",
@@ -84,7 +84,7 @@ def planted_repository(at: Path, program: Path) -> None:
 def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
     shared: Path, proof: Path, caplog: pytest.LogCaptureFixture, is_file: bool
 ) -> None:
-    """An attacker creates `.git` in a folder above the project, as in CVE-2022-24765."""
+    """An attacker creates `.git` in a folder that contains the project (CVE-2022-24765)."""
     project = own_project(shared)
     program = shared / "evil.sh"
     attack("sh", "-c", f"printf '#!/bin/sh\\nid -u >> {proof}\\ncat\\n' > {program}")
@@ -101,8 +101,8 @@ def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
         for setting in ("filter.evil.clean", "core.fsmonitor", "diff.external"):
             attack("git", "config", "--file", shared / ".git" / "config", setting, str(program))
         attack("sh", "-c", f"echo '* filter=evil' > {shared}/.gitattributes")
-    # git tracks the file `victim`, and the file has changed. So git must compare its content, and
-    # would run the attacker's filter.
+    # git tracks the file `victim`, which has changed. To compare the file, git would run the
+    # attacker's filter program.
     environment = {
         "GIT_DIR": str(shared / ".git"),
         "GIT_WORK_TREE": str(shared),
@@ -139,7 +139,7 @@ def test_search_for_a_root_ends_at_a_folder_of_another_user(
     attack("touch", outer / mark)
     project = outer / "mine"
     project.mkdir()
-    # The attacker owns the folder, or every user may write to the folder.
+    # Cases: the attacker owns the folder, or root owns the folder and every user may write there.
     outer.chmod(mode)
     if mode != 0o755:
         os.chown(outer, 0, 0)

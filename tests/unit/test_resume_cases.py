@@ -31,7 +31,7 @@ RunCase = Callable[..., RunJson]
 
 @pytest.fixture
 def run_case(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> RunCase:
-    """Return a function that runs a case to its end and returns the record."""
+    """Return a function that executes a run to its end, and returns the record of the run."""
 
     def refuse(address: str) -> NoReturn:
         raise ServerAway("there is no Prefect server in this test")
@@ -263,7 +263,7 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
 
 
 def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
-    """Return keys of a spec: each attempt is stopped at a time limit, and the run is then retried.
+    """Return spec keys: each attempt is stopped at a time limit, and then the run is retried.
 
     Args:
         program: Training program, a file in `tests/data/resume`.

@@ -22,7 +22,7 @@ def resume(passed: str | None, *refused: str, expected: str | None = None) -> Re
     ("record", "first", "last", "warning"),
     [
         (resume("/c/step_20"), 21, 21, ""),
-        (resume("/c/step_20"), 20, 20, ""),  # an evaluation before the training
+        (resume("/c/step_20"), 20, 20, ""),  # the trainer first evaluates
         (resume("/c/step_20"), 30, 30, ""),  # the trainer logs every tenth step
         (resume("/c/step_20"), 1, 20, ""),  # the metrics file has the earlier steps, too
         (resume("/c/step_20"), 1, 3, "from the beginning"),

@@ -32,8 +32,8 @@ from tasks.spec.run import RunSpec
 from tests.support import checkpoint_files as files
 from tests.support.checkpoint_files import Write
 
-#: Layouts of checkpoints. In each of them, the files of a checkpoint alone show whether it is
-#: complete.
+#: Functions that write a checkpoint, one for each layout. The files of such a checkpoint alone show
+#: whether the checkpoint is complete.
 LAYOUTS: tuple[Write, ...] = (
     files.distributed,
     files.hugging_face,
@@ -59,7 +59,7 @@ def report_step(place: RunPlace, attempt: int, step: int) -> None:
 
 @dataclass
 class History:
-    """A folder of checkpoints, the run that writes to it, and a list of correct checkpoints."""
+    """A folder of checkpoints, the run that writes them, and the checkpoints that are correct."""
 
     folder: Path
     write: Write

@@ -24,13 +24,12 @@ class Clock:
 @pytest.mark.parametrize(
     ("steps", "silent_s"),
     [
-        # the trainer repeats step 20 of its checkpoint, for example during an evaluation
+        # the trainer repeats step 20 of its checkpoint, which is no progress until the next step
         ([20, 20, 20], 30.0),
         ([None, 20, 20], 30.0),
         ([20, 21, 21], 10.0),
         ([20, 21, 22], 0.0),
-        # the steps differ from the step 20 of the checkpoint, for example because the trainer
-        # counts from 1 again, so each new step is progress
+        # the steps differ from step 20 of the checkpoint, so each new step is progress
         ([1, 2, 3], 0.0),
         ([30, 31, 32], 0.0),
     ],

@@ -28,7 +28,7 @@ CHECKPOINTS = App(name="checkpoints", default_command=checkpoints)
 
 
 class Recorded:
-    """A run of `muster train` that has ended, with its files, and the specs of its retries."""
+    """The files of an ended run of `muster train`, and the specs with which the run is retried."""
 
     def __init__(self, folder: Path) -> None:
         self.place = RunPlace.of(RUN)

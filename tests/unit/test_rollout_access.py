@@ -108,27 +108,26 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "127.0.0.1:8000"}, True),
         ({"Host": "localhost:8000"}, True),
         ({"Host": "[::1]:8000"}, True),
-        ({}, True),  # an HTTP/1.0 request may lack the header
-        ({"Host": "evil.example:8000"}, False),  # a web page after DNS rebinding
+        ({}, True),  # in HTTP/1.0, Host may be missing
+        ({"Host": "evil.example:8000"}, False),  # an attack by DNS rebinding
         ({"Host": "127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:9000"}, False),  # another program's port
-        ({"Host": "0.0.0.0:8000"}, False),  # browsers also reach loopback with it
+        ({"Host": "0.0.0.0:8000"}, False),  # also reaches loopback
         ({"Host": "evil@127.0.0.1:8000"}, False),
         ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # malformed
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
-        # the request comes from a web page of another server on this machine, maybe of another
-        # user, so it is refused
+        # a web page of another server on this machine sent the request, so the request is refused
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
-        # the request comes from a page of another website, so it is refused
+        # a page of another website sent the request, so the request is refused
         (
             {"Host": "127.0.0.1:8000", "Origin": "https://evil.example"},
             False,
         ),
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
-        # a page of another site contains, for example, a picture with this URL. The browser then
-        # sends no Origin header, so the request is refused by its Sec-Fetch-Site header
+        # a page of another site loads this URL, for example as a picture. The request has no Origin
+        # header, but is refused because of its Sec-Fetch-Site header
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
         # a browser sends this header if a person has typed the URL, so the request is accepted

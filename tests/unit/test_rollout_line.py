@@ -29,7 +29,8 @@ class Waiting:
     """
 
     def __init__(self, router: Router) -> None:
-        #: Name of each request that got an entrypoint, and the rank of this entrypoint, in order.
+        #: Pairs in the order in which requests got an entrypoint: the name of the request, and the
+        #: rank of the entrypoint.
         self.turns: list[tuple[str, int]] = []
         self._router = router
 

@@ -186,7 +186,7 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
     plan = plan_of(backend="command", command=command, engines=2, env=env, args=["${run.dir}"])
 
     second = server_of(plan, 1)
-    # Only `${server.NAME}` is replaced. `$${` stands for a literal `${`.
+    # Only placeholders `${server.NAME}` are replaced. `$${` stands for a literal `${`.
     assert second.argv == ("serve", "--at", "n1:30001", "--me", "1", "${run.dir}")
     assert second.env == {"GROUP": "1", "NODE": "1", "HOME": "${HOME}"}
     assert second.bundles == ()
@@ -448,7 +448,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
             "engine 0: none of its servers (0, 1) is an entrypoint, which accepts requests",
         ),
-        # wrong `weight_ranks`: the ranks whose weights a server receives in a weight update
+        # Wrong `weight_ranks` are rejected: these are the ranks whose weights a server updates.
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
             "engine 0, server 0: this server would update the weights of ranks of another engine: "

@@ -23,9 +23,11 @@ class FakeEvents:
     """Event streams of a fake Prefect server. Each stream yields its events and then waits."""
 
     def __init__(self, *streams: list[str] | Exception) -> None:
-        """
+        """Create the fake with one event stream for each connection.
+
         Args:
-            streams: Ids of the ended flow runs for each connection, or the error of the connection.
+            streams: For each connection, the ids of the flow runs that end, or the connection's
+                error.
         """
         self._streams = [*streams]
         self.connections = 0
@@ -47,7 +49,7 @@ class FakeEvents:
 
 @contextmanager
 def listening(events: FakeEvents, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Listen for the ends of the runs `a` and `b`, until `b` has ended. Yield the ended runs."""
+    """Listen for the ends of the runs `a` and `b`, until `b` ends. Yield a list of ended runs."""
     monkeypatch.setattr(run_ends, "get_events_subscriber", events.subscribe)
     monkeypatch.setattr(run_ends, "_RECONNECT_S", 0.01)
     asked: list[str] = []

@@ -160,7 +160,7 @@ def test_run_ends_although_the_folder_of_the_checkpoints_does_not_answer(
         notify("attempt.begun")
         assert has_asked.wait(WITHIN_S)
 
-    # The context has ended, although the call has not returned.
+    # The `with` block has ended, although the blocked call has not returned.
     assert not answers.is_set()
     answers.set()
 

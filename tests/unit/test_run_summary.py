@@ -32,7 +32,7 @@ RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 def place(muster_home: Path) -> RunPlace:
     """Write the files of a run with two attempts, and return their paths.
 
-    The first attempt trained the steps 1 to 3, the second the steps 3 and 4.
+    The first attempt trained the steps 1 to 3, and the second attempt trained the steps 3 and 4.
     """
     place = RunPlace.of(RUN)
     for number, steps in ((1, (1, 2, 3)), (2, (3, 4))):

@@ -50,7 +50,7 @@ TWO_NODES = template(8, 8)
 
 @pytest.fixture(autouse=True)
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the scheduling lease, so that the test's scheduler always has it.
+    """Replace the scheduling lease by a fake, so that the test's scheduler always holds the lease.
 
     The scheduler also finds no processes of runs on this machine.
     """
@@ -317,8 +317,8 @@ def find_final_state(
     Args:
         scene: Function that prepares the server, and returns the id of the run.
         cancelled: The run is cancelled just before the scheduler's request with this number.
-        killed: The scheduler is killed just before its request with this number. None for no
-            kill.
+        killed: The scheduler is killed just before its request with this number. None if the
+            scheduler is not killed.
     """
     server = ScriptedPrefect(TWO_NODES)
     run = scene(server)
@@ -338,8 +338,8 @@ def find_final_state(
     with suppress(Killed):
         run_passes(server, 2)
     server.before.clear()
-    # The run is cancelled before the scheduler's request number `cancelled`. If the scheduler sent
-    # fewer requests, the run is cancelled here.
+    # The server cancels the run just before the scheduler's request number `cancelled`. If the
+    # scheduler sent fewer requests, cancel the run now.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     run_passes(server, 2)
@@ -483,7 +483,8 @@ def test_late_grant_promises_no_gpu_twice() -> None:
         slow, fast = (Scheduler(client, capacity=capacity) for _ in range(2))
         _pass, granted = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in granted] == [early]
-        # The slow scheduler has lost the lease. Its delayed request to write a grant arrives now.
+        # The slow scheduler has lost the scheduling lease. Now its delayed request to write a grant
+        # arrives at the server.
         state = server.run(late).state
         assert state is not None
         written = Grant(
@@ -538,10 +539,10 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Number of `read_flow_runs` requests in a pass. In each iteration below, the run is requeued
-    # just before another one of these requests. The pass reads the runs that hold GPUs twice, with
-    # three requests each time, and sends one other request after each of the two readings. If
-    # another scheduler has decided in between, one more request reads the waiting runs again.
+    # Number of `read_flow_runs` requests in a scheduling pass: 3 for the runs that hold GPUs, 1
+    # other request, 3 for the runs that hold GPUs again, 1 for the waiting runs (only if another
+    # scheduler has decided meanwhile), and 1 other request. Each iteration below requeues the run
+    # just before one of these requests.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
@@ -549,7 +550,7 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 def behind_a_limit(count: int) -> ScriptedPrefect:
     """Return a server with a free node, and runs that may not start yet.
 
-    All GPUs that the limit of their tag `red` allows are used by another run.
+    The runs have the tag `red`. Another run uses all GPUs that the limit of this tag allows.
 
     Args:
         count: Number of waiting runs.
@@ -618,7 +619,7 @@ async def test_scheduler_reads_everything_after_missed_events(
     client: Any = server
     scheduler = Scheduler(client, capacity=Capacity())
     await scheduler.decide(lambda entry, nodes: True)
-    # The scheduler gets no event about this cancel.
+    # The scheduler receives no event about this cancellation.
     server.cancel(runs[0])
     assert [entry.id for entry in (await run_pass_after(server, scheduler)).queue] == runs
     changed = [runs[1]]
@@ -824,12 +825,12 @@ def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
 @pytest.mark.parametrize(
     ("states", "age_s", "starts"),
     [
-        # A user has set the state to Scheduled a second ago, while the process of the run worked.
-        # This process may still run, so the scheduler does not start another process.
+        # A user set the state to Scheduled a second ago, while the run had a process. This process
+        # may still exist, so the scheduler does not start another process.
         ([StateType.RUNNING, StateType.SCHEDULED], 1.0, False),
         ([StateType.RUNNING, StateType.SCHEDULED, StateType.SCHEDULED], 1.0, False),
-        # A user has set the state a minute ago. The process of the run must have ended since,
-        # because a living process corrects the state. So the scheduler starts the run.
+        # A user set the state to Scheduled a minute ago. A living process would have corrected the
+        # state. So the process has ended, and the scheduler starts the run.
         ([StateType.RUNNING, StateType.SCHEDULED], 61.0, True),
         # A user has retried a failed run. The run has no process, so the scheduler starts the run.
         ([StateType.RUNNING, StateType.FAILED, StateType.SCHEDULED], 1.0, True),

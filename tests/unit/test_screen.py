@@ -127,7 +127,8 @@ def test_region_is_replaced_after_the_terminal_became_narrower() -> None:
     terminal = Terminal(columns=20)
     screen = terminal.screen()
     screen.show([line_of("first")], region("a" * 15, "b" * 5))
-    # The terminal becomes narrower. Many terminals then wrap the lines on the screen again.
+    # The terminal becomes narrower. Many terminals then wrap long lines that are already on the
+    # screen.
     terminal.columns = 10
     terminal.emulator = Emulator(10)
     terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}\n")
@@ -156,10 +157,10 @@ def test_plain_output_has_neither_region_nor_colours() -> None:
 @pytest.mark.parametrize(
     ("columns", "height", "shown"),
     [
-        (40, 4, ""),  # 4 lines are too few for the live region at the bottom
+        (40, 4, ""),  # too few lines for the live region
         (40, 5, "...\n3 4 5\n6 7 8\n"),
         (40, 24, "0\n1 2\n3 4 5\n6 7 8\n"),
-        # lines are cut, so that each is shorter than the terminal is wide
+        # each line is cut, so that it is shorter than the width of the terminal
         (5, 24, "0\n1 2\n3 4\n6 7\n"),
     ],
 )

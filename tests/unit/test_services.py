@@ -34,20 +34,21 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # each pair is a death of the service: the time of the death, and how long the service was
-        # ready before it, both in seconds. The second is None if the service did not become ready
+        # each pair describes a death of the service: its time, and how long the service was ready
+        # before, in seconds. None means that the service was not ready
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
-        # the service was ready for at least 30 s before its death, so the delays start again
+        # the service was ready for 30 s before its last death, so the delays begin again with 1 s
         ([(0, 50), (10, 5), (50, 30)], [1, 2, 1]),
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
-        # the service is not ready again within 100 s after its first death, so it is not restarted
+        # the service did not become ready within 100 s after its first death, so it is no longer
+        # restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
         # the service was ready for 1 s before its death at 100 s, so the limit of 100 s begins
-        # again at this death. The service is restarted after the death at 160 s, but not after the
-        # death at 201 s
+        # again. At 201 s this limit has passed, and the service is no longer restarted
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
-        # the service was never ready; 100 s after its first death, it is no longer restarted
+        # the service was never ready, and died again 101 s after its first death, so it is no
+        # longer restarted
         ([(0, None), (101, None)], [1, None]),
     ],
 )
@@ -76,7 +77,7 @@ def test_log_of_an_earlier_process_does_not_prove_readiness(tmp_path: Path) -> N
 
 
 class Process:
-    """Fake process of a service. Its future `empty` has a result when no process remains."""
+    """Fake process of a service. The future `empty` is done when the service has no process."""
 
     def __init__(self) -> None:
         self.guardian = ProcessId(pid=1, start_ticks=0, boot_id="nowhere")

@@ -27,7 +27,8 @@ class PoolServer:
     """A fake of Prefect's synchronous client with one work pool."""
 
     def __init__(self, nodes: tuple[TableNode, ...] | None) -> None:
-        """
+        """Create the fake client.
+
         Args:
             nodes: The nodes in the settings of the work pool. None if the pool does not exist.
         """

@@ -37,7 +37,7 @@ def notes() -> Notes:
 
 @pytest.fixture
 def scan(tmp_path: Path, notes: Notes) -> Iterator[SharedMemoryScan]:
-    """Yield a running scan that reports the files of a directory that this process makes.
+    """Yield a running scan, which reports the files that this process creates in a directory.
 
     The file `earlier` exists before the scan starts.
     """
@@ -99,7 +99,8 @@ def test_file_is_reported_without_inotify_instances(
 def test_files_that_no_process_of_the_run_uses_are_not_reported(
     scan: SharedMemoryScan, notes: Notes, tmp_path: Path
 ) -> None:
-    # Make the file in another directory, so that no process of the run has it open here.
+    # Create the file in another directory and then move the file, so that no process has the file
+    # open in the scanned directory.
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.touch()
     elsewhere.rename(tmp_path / "others")
@@ -125,7 +126,7 @@ def test_file_that_another_process_made_again_is_not_kept_as_a_file_of_the_run(
 ) -> None:
     """Another process may replace a shared-memory file of the run with a file of the same name.
 
-    The end of the run must not remove this new file.
+    This new file does not belong to the run, so it must not be removed at the end of the run.
     """
     segment = tmp_path / "segment"
     with segment.open("w"):

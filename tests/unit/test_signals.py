@@ -81,8 +81,8 @@ def requests_of_session(
         session: Session of the run. It records the calls of its methods.
         monkeypatch: Replaces the search for the worker's flow run.
         has_worker: True if a worker has started the run.
-        may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues the
-            run.
+        may_be_left: True if the next worker may continue the run after a SIGTERM. A cancelled run
+            is not continued.
     """
     started_by = SimpleNamespace() if has_worker else None
     monkeypatch.setattr(interruption, "find_worker_flow_run", lambda: started_by)
@@ -96,8 +96,8 @@ def requests_of_session(
         # Both count as one request to end the run.
         (True, [TERM, Change.CANCELLED, Change.CANCELLED]),
         (True, [Change.CANCELLED, TERM]),
-        # The program that stops the run may send SIGTERM several times: to the process itself and
-        # to its process group. The signals count as one request to end the run.
+        # The program that stops the run may send SIGTERM to the process and also to its process
+        # group. Several signals count as one request to end the run.
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),
@@ -199,8 +199,7 @@ def test_message_after_a_hangup_explains_runs_without_a_terminal(
         ([0.0], [False]),
         ([0.0, 0.05], [False, False]),
         ([0.0, 0.1], [False, True]),
-        # These signals belong to one press of Ctrl-C, because each follows the previous signal
-        # closely.
+        # One press of Ctrl-C causes several signals, which follow each other within a moment.
         ([0.0, 0.06, 0.12], [False, False, False]),
         ([0.0, 1.0, 1.05], [False, True, False]),
     ],
@@ -309,7 +308,7 @@ def test_signal_after_the_run_changes_nothing(
         [sys.executable, "-c", PROGRAM, stage, str(int(signum))], capture_output=True, text=True
     )
 
-    # After an unhandled KeyboardInterrupt, Python ends by SIGINT. An end by SIGINT counts as exit
+    # Python ends by the signal SIGINT after an unhandled KeyboardInterrupt. This end counts as exit
     # code 1.
     code = 1 if done.returncode == -INT else done.returncode
     assert (code, done.stdout.strip()) == expected, done.stderr

@@ -61,7 +61,7 @@ def test_lines_that_differ_only_in_numbers_are_silence(run: Watched, step: float
         "a line without its end",
         "{'loss': 0.5}\n",
         " 12%|█▏        | 12/100\r",
-        # the new line follows more text than the program reads in one call
+        # the text before the new line is longer than the part that is read in one call
         "a line to begin with\n" * 10_000 + "another line\n",
     ],
 )

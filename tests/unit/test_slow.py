@@ -54,14 +54,15 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
     ("row", "shares"),
     [
         (VERL, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # verl's own metrics file nests the figures under the key `data`.
+        # verl's own metrics file has the durations in a mapping under the key `data`.
         ({"data": VERL}, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # The trainer waits until the rollout ends: this time counts as rollout and not as waiting.
+        # The trainer waits for the end of the rollout. This time counts as rollout, not as waiting.
         (
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},
         ),
-        # The rollout runs during the training: only the time that the trainer waits for it counts.
+        # The rollout and the training run at the same time. So only the time in which the trainer
+        # waits for the rollout is counted, as waiting.
         (
             {**SLIME, "perf/rollout_time": 95.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
@@ -70,12 +71,12 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {"time/step": 10.0, "time/wait_for_batch": 7.0, "time/forward_backward": 3.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
         ),
-        # The metrics have no duration of the whole step, so it is the sum of the parts.
+        # The metrics have no duration of the whole step, so the sum of the parts is used.
         (
             {"timeperf/rollout": 6.0, "timeperf/train_step": 2.0},
             {"rollout": 0.75, "training": 0.25, "other": 0.0},
         ),
-        # The metrics have only the duration of the whole step, so there are no shares.
+        # The metrics have only the duration of the whole step, so no share of a part is known.
         ({"step_time": 10.0}, {}),
     ],
 )
@@ -101,7 +102,7 @@ def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
 
 
 def read_progress(step_times: Iterable[float]) -> list[Event]:
-    """Return the progress events of a training whose step is read every half a second.
+    """Return the progress events of a training, whose current step is read every half second.
 
     Args:
         step_times: Durations of the steps in seconds.
@@ -223,8 +224,8 @@ def test_gateway_reports_response_times_since_the_last_request() -> None:
     ("granted_gpus", "expected"),
     [
         ({}, {"n1": 0.45, "n2": 0.0}),
-        # The run has only some GPUs of the node. Muster does not know which GPUs of the node the
-        # run has, so the values of the busiest GPUs are used.
+        # The run uses only some GPUs of the node, and Muster does not know which. So the
+        # utilisation of the busiest GPUs is used.
         ({"n1": 1}, {"n1": 0.9}),
         ({"n2/abcdef01": 2}, {"n2/abcdef01": 0.0}),
         ({"elsewhere": 8}, {}),
@@ -243,7 +244,7 @@ async def test_gpu_utilisation_is_read_for_each_granted_node(
             "gpus": [{"utilizationGpu": -1}, {"utilizationGpu": 0}],
         },
         {"raylet": {"nodeName": "head", "nodeId": "11"}, "gpus": []},
-        # A node that has just joined the cluster has no figures yet.
+        # A node that has just joined the cluster has no utilisation values yet.
         {"raylet": {}},
     ]
     dashboard = Dashboard("http://cluster:8265")

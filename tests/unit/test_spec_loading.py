@@ -120,7 +120,7 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "problem"),
     [
-        # a Ray job needs a Ray cluster
+        # a component is a Ray job, but the spec has no Ray cluster
         ({"ray": None}, "ray", "missing: trainer is a Ray job"),
         # a Ray job runs on another machine, so Muster cannot check its processes
         (
@@ -133,8 +133,8 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
             "components.trainer.ready.notify",
             "cannot send READY=1 to this machine",
         ),
-        # local processes end together with the flow process, so the next flow process cannot adopt
-        # them
+        # the component `api` runs on this machine, and ends together with the flow process. So the
+        # next flow process cannot adopt this component
         (
             {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
             "on_lost_flow",
@@ -500,7 +500,7 @@ def test_overrides_are_applied_in_order() -> None:
             "items and has no item -1",
         ),
         ("tags=[a", "tags", "--set tags: line 1, column 3: while parsing"),
-        # `--set` creates the misspelt key, and the validation then rejects the key
+        # `--set` creates the misspelt key, and the validation of the spec then rejects this key
         (
             "succes.step=20",
             "succes",
@@ -573,7 +573,7 @@ def test_secrets_are_masked_everywhere_in_the_spec() -> None:
     }
 
 
-# Any text that a file can contain, except placeholders, which `test_spec_template` covers.
+# All texts that a file can contain, except placeholders, which `test_spec_template` tests.
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20
 ).filter(lambda text: "${" not in text)
@@ -638,7 +638,7 @@ def test_written_spec_loads_to_an_equal_spec(data: dict[str, Any]) -> None:
     read = parse_yaml(text, "it")
     again = parse_spec(read)
     assert again == spec
-    assert parse_spec(yaml.safe_load(text)) == spec  # other YAML parsers can read it, too
+    assert parse_spec(yaml.safe_load(text)) == spec  # PyYAML can read the text, too
     assert dump_spec(again) == text
     assert list(again.components) == list(data["components"])
 

@@ -61,7 +61,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "train.py", "--config", "conf/env.yaml"],
         ["python", "-u", "-X", "dev", "-Wignore", "train.py"],
         ["python3.11", "-uB", "sub"],  # a directory may contain a __main__.py
-        ["python", "-m", "no.such.module"],  # only Python itself can find modules
+        ["python", "-m", "no.such.module"],  # Muster does not search for modules
         ["python", "-um", "no.such.module", "x.py"],
         ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
         ["python", "-", "none.py"],
@@ -83,7 +83,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["env", "--chdir", "/nowhere", "python", "none.py", "--config", "none.yaml"],
         ["run-api", "--config", "none.yaml"],
         ["python", "-m", "module", "--config", "none.yaml"],
-        ["python", "train.py", "--config", "none"],  # not the name of a file
+        ["python", "train.py", "--config", "none"],  # `none` is not a file name
         ["python", "train.py", "--config", "none.bin"],
         ["python", "train.py", "--config", "http://host/none.yaml"],
         ["python", "train.py", "--config", "a.yaml,b.yaml"],
@@ -156,7 +156,7 @@ def test_commands_without_a_certain_fault_are_accepted(root: Path, command: list
         (["python", "train.py", "--env-file", ".env"], 3, "no such config file: .env", ""),
         (["python", "train.py", "--config_file", "none.toml"], 3, "no such config file", ""),
         (["python", "-E", "train.py", "--config", "no.yaml"], 4, "there is no such config", ""),
-        # `$${` stands for a literal `${`
+        # `$${` stands for a literal `${`, so the script has the name `${x}.py`
         (
             ["python", "$${x}.py"],
             1,
@@ -190,7 +190,7 @@ def test_faults_have_the_order_of_the_file(root: Path) -> None:
 
     faults = find_missing_programs(spec, root=root, path=str(root.parent / "bin"))
 
-    # Files in a missing directory are not reported separately.
+    # If a directory is missing, the missing files in this directory are not reported separately.
     assert [fault.path for fault in faults] == [
         "components.b.command.0",
         "components.c.command.3",

@@ -160,7 +160,7 @@ def test_spec_is_immutable() -> None:
     [
         ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
-        ("environment", "complete"),  # as in Hermes' launcher
+        ("environment", "complete"),  # same as in the launcher of Hermes
         ("sandbox", "fail"),  # the default for every other name
     ],
 )
@@ -198,7 +198,7 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
         ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
         ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
         ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
-        ({}, "NODE_LOST", None),  # not in `retry`, so it is final
+        ({}, "NODE_LOST", None),  # not in `retry`, so there is no retry
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
     ],
@@ -223,7 +223,7 @@ def test_retry_has_default_delays_and_no_limit() -> None:
         ("text", "text"),
         (60, "60"),
         (-1, "-1"),
-        (1e-4, "0.0001"),  # Python's notation, because the original spelling is unknown
+        (1e-4, "0.0001"),  # Python's notation of the number
         (0.5, "0.5"),
         ("", ""),
         ("-1", "-1"),
@@ -343,8 +343,8 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
             "must be text that matches the pattern ^[a-z]",
             "",
         ),
-        # a name must not end with a newline. In a regular expression, `$` would also match before
-        # this newline
+        # a name must not end with a newline. The pattern must not use `$`, which also matches
+        # before a newline at the end
         (
             "name",
             "a\n",
@@ -681,7 +681,7 @@ def test_constructor_validates_like_a_file() -> None:
     [
         ({"size": {"not": -1}}, {"size": 32}, ""),
         ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
-        # the key is missing in the answer of the HTTP server, so the condition is not met
+        # the answer of the HTTP server does not contain the key, so the condition is not met
         (
             {"size": {"not": -1}},
             {},

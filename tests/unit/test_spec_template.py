@@ -139,7 +139,8 @@ def test_run_leaves_server_placeholders_to_the_fleet() -> None:
     assert find_placeholder_faults(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
-    # The fleet replaces the placeholders of a server later, so `${server.rank}` and `$${` remain.
+    # The placeholders of a server remain, because the fleet replaces them later. `$${` also
+    # remains.
     assert filled.args == ("--out", "/runs/x/${server.rank}", "$${HOME}")
     assert filled.env == {"PEER": "15000"}
 
@@ -279,15 +280,14 @@ def test_placeholders_in_other_places_are_plain_text() -> None:
 
 def test_used_and_listed_ports_are_reserved() -> None:
     components = {
-        # this component uses its own port
+        # this component uses its own port, so a port is reserved
         "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},
         # no component uses the port of this component, so no port is reserved for it
         "judge": {
             "command": ["b"],
             "env": {"PEER": "${trainer.port}"},
         },
-        # the component `judge` uses the default port of `trainer`. `trainer` also has two named
-        # ports
+        # the component `judge` uses the default port of `trainer`, which also has two named ports
         "trainer": {
             "command": ["c"],
             "ports": ["metrics", "dash"],

@@ -125,10 +125,11 @@ def test_schedule_has_a_slug_and_uses_utc(name: str, schedule: dict[str, Any]) -
     zone = ZoneInfo(schedule["timezone"])
     times = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
 
-    # Prefect identifies a schedule by its slug. Without a slug, a second deployment would add the
-    # schedule again.
+    # Prefect identifies a schedule by its slug. Without a slug, a second `prefect deploy` would add
+    # the same schedule again.
     assert schedule["slug"]
-    # UTC has no daylight saving time, whose change could skip or repeat a run at night.
+    # UTC has no daylight saving time. In other time zones, a nightly run could be skipped or
+    # repeated.
     assert {zone.utcoffset(datetime(2026, month, 1)) for month in range(1, 13)} == {timedelta(0)}
     dates = asyncio.run(times.get_dates(n=2, start=datetime(2026, 3, 29, tzinfo=UTC)))
     interval = {"nightly": timedelta(days=1), "each-15-minutes": timedelta(minutes=15)}
@@ -170,11 +171,11 @@ def test_deploy_of_an_invalid_run_spec_fails(tmp_path: Path) -> None:
         ("", 4200),
         ("http://127.0.0.1:4300/api", 4300),
         ("http://localhost:4300/api", 4300),
-        # a URL without a port: the default port of `muster up` is 4200
+        # the URL has no port, so the default port 4200 of `muster up` is used
         ("http://127.0.0.1/api", 4200),
-        # a server on another machine, so its port does not matter
+        # the URL names a server on another machine, so the port in the URL is not used
         ("http://prefect.example:4300/api", 4200),
-        # an invalid URL is ignored
+        # the URL is invalid, so it is ignored
         ("http://127.0.0.1:many/api", 4200),
     ],
 )
@@ -212,7 +213,7 @@ def test_wrong_options_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Simulate a wide terminal, so that an error message is not wrapped.
+    # Simulate a wide terminal, so that error messages are not split into several lines.
     monkeypatch.setenv("COLUMNS", "200")
 
     code = run(STACK, arguments)
@@ -468,9 +469,9 @@ def test_programs_of_the_stack_get_no_address_of_another_server(
     ("text", "nodes", "gpus", "cpus"),
     [
         ("2x8", 2, 8, 32),
-        # the option has only a number of GPUs, so the stack has one node
+        # the option has only a number of GPUs, and so means one node
         ("8", 1, 8, 32),
-        # a run of verl needs 24 CPUs on each node, so each node gets at least 24 CPUs
+        # each node gets at least 24 CPUs, because a run of verl needs 24 CPUs on each node
         ("4x2", 4, 2, 24),
         ("16x16", 16, 16, 64),
     ],
@@ -493,8 +494,8 @@ def test_nodes_start_after_the_head_and_have_their_own_ports(place: StackPlace) 
     assert len({numbers[f"{name}.agent"] for name in names[2:-3]}) == 4
     assert [node.gpus for node in blueprint.stack.nodes] == [4, 4, 4]
     for component in blueprint.plan.components[2:-3]:
-        # Ray's subreaper must be off. Otherwise a crashed child process seems to have exited with
-        # code 0.
+        # Ray's subreaper must be off, because it hides crashes. With the subreaper, a crashed child
+        # process seems to have exited with code 0.
         env = component.command.env
         assert env["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "false"
         assert env["RAY_process_group_cleanup_enabled"] == "true"
@@ -520,8 +521,8 @@ def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -
     parts = ["prefect-server", "deployments", "ray-head", "upkeep", "pipelines", "worker"]
     assert list(components) == parts
     assert "127.0.0.1" in components["prefect-server"].argv
-    # This variable is Ray's only setting with which it does not listen on all addresses. An
-    # integration test checks Ray's open ports.
+    # Without this variable, Ray would listen on all network addresses. An integration test checks
+    # the open ports of Ray.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
     stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
@@ -574,7 +575,7 @@ def test_worker_does_not_keep_an_ignored_sigint(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker, "reconcile_host", lambda: None)
     monkeypatch.setattr(worker, "publish", lambda report: None)
     monkeypatch.setattr(os, "execv", lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
-    # Simulate a start in the background of a shell, which lets its background processes ignore
+    # Simulate a shell that starts this program in the background, and lets the program ignore
     # SIGINT.
     original_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -29,9 +29,10 @@ from tasks.ray.dashboard import NoAnswer
 
 @pytest.fixture
 def short_home() -> Iterator[Path]:
-    """Yield a directory for a MUSTER_HOME with a short path. pytest's directories have long paths.
+    """Yield a directory with a short path for MUSTER_HOME.
 
-    The kernel limits the length of the paths of Ray's sockets.
+    The kernel limits the length of the paths of Ray's sockets, and pytest's directories have long
+    paths.
     """
     home = Path(tempfile.mkdtemp(prefix="m-", dir="/tmp"))
     yield home
@@ -140,7 +141,7 @@ def session(short_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def make_stack() -> Stack:
-    # The check reads only two fields of the stack.
+    # The code under test reads only these two fields of the stack.
     return Stack.model_construct(ray_auth={}, ray_address="127.0.0.1:6379")
 
 

@@ -19,8 +19,8 @@ from tests.support.submitting import SubmitServer
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: Names of components, in the order of the spec. PostgreSQL sorts the keys of a JSON object, so it
-#: returns these names as judge, sandbox, trainer, environment.
+#: Names of components in the order of the spec. PostgreSQL sorts the keys of a JSON object, and so
+#: returns these names in another order: judge, sandbox, trainer, environment.
 NAMES = ["environment", "sandbox", "judge", "trainer"]
 
 
@@ -104,12 +104,14 @@ def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> Non
     ("fields", "order"),
     [
         ({}, NAMES),
-        # the key has no value, so the components start in the order in which they are written
+        # the key `start_order` has no value, so the components start in the order of the spec
         ({"start_order": None}, NAMES),
-        # an empty list, which the form in Prefect's UI sends, means the order in the spec
+        # the list is empty, as from the form in Prefect's UI, so the components start in the order
+        # of the spec
         ({"start_order": []}, NAMES),
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
-        # components that were added in the form in Prefect's UI come last
+        # components that are not in the list, for example because they were added in Prefect's UI,
+        # start last
         ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
         # a repeated name counts once
         ({"start_order": [*NAMES, NAMES[0]]}, NAMES),

@@ -89,7 +89,7 @@ class Run:
             files.plain_torch(self.folder, step)
 
     def end_attempt(self, step: int, decision: str = "final: UNKNOWN") -> None:
-        """End the attempt as failed, after it has reported a step.
+        """Let the attempt report a step and then fail.
 
         Args:
             step: The step.
@@ -115,7 +115,7 @@ class Run:
         }
 
     def remove_superfluous(self) -> set[str]:
-        """Remove the checkpoints that the run need not keep; return the remaining names."""
+        """Remove the checkpoints that need not be kept, and return the names of the others."""
         for path in find_superfluous_checkpoints(
             self.spec, self.place, self.attempts, self.foreign
         ):

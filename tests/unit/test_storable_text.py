@@ -40,8 +40,8 @@ def test_clients_of_prefect_send_no_nul(how: str) -> None:
 
     message = {"message": "ValueError: \0"}
     body = {"json": message} if how == "json" else {"content": json.dumps(message)}
-    # Muster replaces the transport of a new client, to check which user owns the server. So the
-    # test can set its own transport only after the client was created.
+    # When Prefect creates a client, Muster replaces the client's transport, to check which user
+    # owns the server. So the test sets its own transport afterwards.
     with PrefectHttpxSyncClient(base_url="http://server", enable_csrf_support=False) as client:
         client._transport = httpx.MockTransport(answer)
         client.post("/flow_runs", **body)  # type: ignore[arg-type]

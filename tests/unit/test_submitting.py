@@ -131,7 +131,8 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
     assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
-    # A missing program is only a hint, because the worker's host may have the program.
+    # A program is missing on this machine. The run is still accepted, because the worker's host may
+    # have the program.
     assert "the worker's host must have: components.trainer.command.1: there is no such" in err
 
 
@@ -196,7 +197,7 @@ def test_watched_run_determines_the_exit_code(
     out = capsys.readouterr().out
     shown = re.findall(r"^ *[0-9.]+s (.*)$", out, re.MULTILINE)
     assert found == code
-    # An unchanged state is printed once.
+    # A state is printed only when the state has changed.
     assert shown == ["Scheduled", "Running", "Running: trainer"]
     assert any(line.startswith(end.type.value.lower()) for line in out.splitlines())
 
@@ -318,8 +319,8 @@ def test_new_cron_line_changes_only_the_schedule_from_the_command_line(
     assert deploy(spec, "--cron", "0 4 * * *") == 0
 
     own, *others = server.deployments["trial"].schedules
-    # The command named no time zone, and did not resume the paused schedule. So the schedule keeps
-    # its time zone, and stays paused.
+    # The command has named no time zone and has not resumed the paused schedule, so both settings
+    # are unchanged.
     assert own.schedule == CronSchedule(cron="0 4 * * *", timezone="Europe/Berlin")
     assert not own.active
     assert others == before.schedules[1:]
@@ -448,7 +449,7 @@ def test_invalid_schedule_options_create_no_deployment(
     err = capsys.readouterr().err
     assert code == 2
     assert err.startswith("--") and said in err
-    # The message quotes only options that the user has written.
+    # The message may quote only options that the user has written.
     assert ("--timezone" in err.replace("add --timezone", "")) is ("--timezone" in line)
     assert len(err.splitlines()) == 2 and err.endswith("Nothing was done.\n")
     assert server.deployed == []

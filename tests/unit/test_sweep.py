@@ -80,9 +80,11 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
         # the process belongs to another run, whose id is longer or shorter than the id of this run
         {"MUSTER_RUN_ID": "{run_id}-2"},
         {"MUSTER_RUN_ID": "swept"},
-        # the id of the run is in another variable, so the process does not belong to the run
+        # the id of the run is in a variable of another name, so the process does not belong to the
+        # run
         {"MY_MUSTER_RUN_ID": "{run_id}"},
-        # the process belongs to another attempt, or to another component, or has only the run id
+        # the process belongs to another attempt or another component of the run, or its variables
+        # name only the run
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "api"},
         {"MUSTER_RUN_ID": "{run_id}"},
@@ -145,7 +147,7 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process in two calls, and an empty environment later.
+        """Return the environment of a process in two calls, and later an empty environment.
 
         A process has an empty environment after an `execve` without variables.
         """
@@ -169,7 +171,7 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # No process has these pids, so each of them counts as ended immediately.
+    # No process has these pids. So all pids count as ended immediately.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

@@ -17,8 +17,8 @@ from tasks.processes.identity import host_name
 from tasks.server.server import make_server_command
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Program that prints the temporary folders of itself and of a child process, and then waits for a
-#: line.
+#: Program that prints its own temporary folder and the temporary folder of a child process, and
+#: then waits for a line on stdin.
 PROCESS = """
 import subprocess, sys, tempfile
 from tasks.processes.temporary import use_own_temporary_folder

@@ -101,7 +101,7 @@ def test_plain_output_consists_of_lines_only(tmp_path: Path) -> None:
         f"files in {tmp_path}/attempt-01",
         "api: started, pid 7",
         "api: ready after 0.50 s",
-        # without a terminal, a line is printed each time that 5 % of the steps are done
+        # without a terminal, a line is printed after every 5 % of the steps
         *(f"step {step} of 60" for step in range(3, 61, 3)),
     ]
 
@@ -216,7 +216,7 @@ def test_completed_run_says_that_its_last_values_are_not_finite(tmp_path: Path) 
     ("figures", "title"),
     [
         ({"loss": 0.5, "data": {}}, "loss by step"),
-        # the reward is preferred, even if the loss has a value for an earlier step
+        # the metrics have a loss and a reward, so the curve shows the reward
         ({"loss": 0.5, "reward": 0.25}, "reward by step"),
     ],
 )

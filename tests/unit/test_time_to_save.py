@@ -48,8 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes of the trainer that have a handler for the warning signal.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Returns the time at which the machine plans to end the trainer, as known at the given time of
-    #: the clock. None if no end is planned.
+    #: Function from a time of the clock to the planned end of the machine that is known at this
+    #: time. The result is None if no end is planned.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
@@ -84,7 +84,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 @dataclass
 class Scene:
-    """A fake trainer, its `TimeToSave` (the object under test), and the published events."""
+    """The parts of a test: a fake trainer, the `TimeToSave` object under test, and its events."""
 
     clock: Clock
     trainer: Trainer
@@ -164,8 +164,8 @@ async def announce_end(scene: Scene, in_s: float) -> None:
     [
         (3600.0, 3000.0),
         (600.0, 0.0),
-        # Only 30 s remain until the end, less than the warning time of the spec. So the warning is
-        # sent at once.
+        # Only 30 s remain until the end, but the spec asks for a warning 600 s before the end. So
+        # the warning is sent at once.
         (30.0, 0.0),
     ],
 )
@@ -249,7 +249,7 @@ async def test_wait_for_a_save_is_limited(
 
     waits = [await scene.seconds_until_saved() for _ in range(2)]
 
-    # The first wait for the save has used up the whole time limit, so the second wait ends at once.
+    # The first wait has used the whole time limit for the save, so the second wait ends at once.
     assert waits == [waited_s, 0]
 
 
@@ -266,7 +266,7 @@ async def test_no_save_is_awaited_if_no_component_can_save(tmp_path: Path, state
 async def test_end_without_notice_waits_for_the_checkpoint_after_the_warning(
     tmp_path: Path,
 ) -> None:
-    """The wait lasts 60 s: the trainer finishes its step in 40 s, and then saves in 20 s."""
+    """The wait lasts 60 s: 40 s to the end of the training step, and 20 s for the checkpoint."""
     scene = make_scene(
         tmp_path,
         warn_s=600.0,
@@ -353,7 +353,7 @@ async def test_sigkill_is_not_delayed_if_the_spec_gives_no_time_for_a_save(tmp_p
 
 
 async def follow_planned_ends(scene: Scene, until: float) -> None:
-    """Let `TimeToSave` check until the time `until` whether an end of the machine is planned."""
+    """Let the `TimeToSave` object watch for a planned end of the machine until the time `until`."""
     watch = asyncio.create_task(scene.time_to_save.follow_planned_ends())
     async with asyncio.timeout(TEST_WITHIN_S):
         while scene.clock.now < until:

@@ -14,7 +14,7 @@ from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
-#: Variables of Weights & Biases that select one of its runs.
+#: Environment variables that select a run in Weights & Biases.
 SELECTING = {
     "WANDB_RUN_ID": "mine",
     "WANDB_RESUME": "never",
@@ -46,7 +46,7 @@ def make_spec(
 def tracker_variables(
     spec: RunSpec, component: str = "trainer", attempt: int = 1
 ) -> dict[str, str]:
-    """Return the variables of W&B and MLflow that a component gets."""
+    """Return the environment variables of W&B and MLflow that a component gets."""
     env = component_env(spec, component, RUN_ID, attempt)
     return {name: env[name] for name in env if name.startswith(("WANDB_", "MLFLOW_"))}
 

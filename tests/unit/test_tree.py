@@ -79,8 +79,8 @@ def test_descendants_are_ended_without_reading_other_processes(
 ) -> None:
     pid, below = family
 
-    # Each round ends the parents first. This process then adopts their children, which the next
-    # round ends.
+    # Each round ends the parent processes. Then this process adopts their children, which are ended
+    # in the next round.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)

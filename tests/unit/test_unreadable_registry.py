@@ -40,7 +40,8 @@ from tasks.upkeep.lost_run import complete_owner, finish_predecessor
 from tasks.upkeep.reconcile import reconcile_host
 from tests.support.supervised_components import wait_until
 
-#: Contents of a file that a crash, a power failure or another version of Muster may leave.
+#: Mapping from a description to the content of a file after a crash, a power failure or a change by
+#: another version of Muster.
 TORN = {
     "empty": b"",
     "zero bytes": b"\0" * 4096,
@@ -81,8 +82,8 @@ DAMAGES: Mapping[str, Damage] = {
 }
 
 
-#: Three kinds of damage for the slow tests, which start processes. The other kinds in `DAMAGES`
-#: take the same path through the code.
+#: Three kinds of damage for the slow tests, which start processes. The code treats the other kinds
+#: in `DAMAGES` in the same way.
 QUICK_DAMAGES = {name: DAMAGES[name] for name in ("empty", "newer schema", "a link")}
 
 
@@ -330,7 +331,7 @@ def test_process_does_not_lose_the_lock_of_its_own_run(muster_home: Path, run_id
 
 
 def test_run_of_an_unknown_machine_is_kept(muster_home: Path, run_id: str) -> None:
-    """A run whose machine is unknown may run on another machine that shares this registry."""
+    """The machine of the run is unknown, so the run may be active on another machine."""
     directory = register_lost_run(muster_home, run_id)
     elsewhere = ProcessId(pid=os.getpid(), start_ticks=1, boot_id="another machine")
     enter(directory, make_entry(run_id, guardian=elsewhere, process=elsewhere))
@@ -476,7 +477,8 @@ def test_owner_and_jobs_are_forced_to_the_disk(
 ) -> None:
     """The files of a Ray job and of its run's owner must survive a power failure (fsync).
 
-    All other components run on this machine, so they end with a power failure.
+    The files of other components need not survive, because a power failure also ends the
+    components.
     """
     forced: set[str] = set()
     force = os.fsync

@@ -45,7 +45,7 @@ SPEC = {
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder, like `/tmp`, in which every user may write. MUSTER_HOME is `home` in it."""
+    """A folder in which every user may write, like `/tmp`. MUSTER_HOME is the subfolder `home`."""
     with shared_folder() as place:
         monkeypatch.setenv("MUSTER_HOME", str(place / "home"))
         monkeypatch.delenv("MUSTER_UMASK", raising=False)
@@ -190,8 +190,8 @@ def test_home_made_by_another_user_after_a_first_check_is_rejected(shared: Path)
 def test_home_of_root_writable_by_a_group_without_other_members_is_accepted(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The group may write to the directory. Its group is root's group, which has no other member,
-    # so only root can write.
+    # The directory belongs to root's group, which may write to the directory. This group has no
+    # other member, so only root can write.
     home.chmod(0o770)
     monkeypatch.setattr(os, "geteuid", lambda: ATTACKER)
 
@@ -323,9 +323,9 @@ def test_attacker_s_fork_server_receives_no_data_of_a_training(
 def test_fork_server_of_another_user_receives_nothing_even_if_the_victim_owns_its_socket_file(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victim asks the kernel which user listens on the socket of the fork server.
+    """Muster asks the kernel which user listens on the socket of the fork server.
 
-    The fork server is the process from which `muster` commands are forked. The owner of its socket
+    The fork server is the process from which `muster` commands are forked. The owner of the socket
     file does not matter.
     """
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -355,7 +355,7 @@ def test_fork_server_rejects_a_request_of_another_user(shared: Path) -> None:
     listener.listen()
 
     def send_request() -> None:
-        """Send the fork server, as the attacker, a request to run `muster ls`."""
+        """Act as the attacker, and send the fork server a request to run `muster ls`."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(place))
             content = json.dumps(

@@ -45,8 +45,8 @@ def test_process_with_an_unreadable_environment_is_hidden(
 ) -> None:
     original_open = builtins.open
 
-    # The function refuses the read itself. File modes would not be enough, because root may read
-    # every file.
+    # Replace `open` to simulate an unreadable file. A file mode is not enough, because root can
+    # read every file.
     def refuse_environ(path: str, *mode: str) -> IO[bytes]:
         if path.endswith("/environ"):
             raise PermissionError
@@ -54,7 +54,7 @@ def test_process_with_an_unreadable_environment_is_hidden(
 
     monkeypatch.setattr(builtins, "open", refuse_environ)
     add_process(tmp_path, "1", b"RUN=x\0")
-    # Process 2 is like a kernel thread: it has no command line.
+    # Process 2 has no command line, like a kernel thread.
     add_process(tmp_path, "2", b"", cmdline=b"")
 
     found = find_holders("RUN", str(tmp_path))

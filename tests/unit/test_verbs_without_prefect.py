@@ -15,9 +15,10 @@ from tasks.record.places import RunPlace
 from tests.support.documents import ROOT
 
 RUN = "trial-sft-20260102-000000-bbbbbbbb"
-#: Address at which nothing listens, so that a request to the Prefect server would print a warning.
+#: Address at which no program listens. A request to this address would print a warning.
 DEAD_SERVER = "http://127.0.0.1:9/api"
-#: Program that runs `muster` with its arguments, and prints on stderr if Prefect was imported.
+#: Program that runs `muster` with its arguments, and then prints on stderr whether Prefect was
+#: imported.
 PROGRAM = """
 import sys
 from tasks.command import main
@@ -59,7 +60,7 @@ def ended_run(muster_home: Path) -> str:
 
 
 def run_muster(*words: str, server: str) -> subprocess.CompletedProcess[str]:
-    """Run `muster` in a process of its own. The last line on stderr is True or False."""
+    """Run `muster` in a new process. The last line on stderr is True if Prefect was imported."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
         capture_output=True,

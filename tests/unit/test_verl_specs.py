@@ -30,7 +30,8 @@ def spec_with(name: str, *overrides: str, without: str = "", **changes: Any) -> 
     Args:
         name: Name of the file in deployments/runs, without `.yaml`.
         overrides: Arguments of verl to add at the end.
-        without: Beginning of the arguments of verl to remove. Default: none is removed.
+        without: All arguments of verl that start with this text are removed. If empty, none is
+            removed.
         changes: Top-level keys of the spec to replace.
     """
     path = ROOT / "deployments" / "runs" / f"{name}.yaml"
@@ -106,8 +107,8 @@ def test_invalid_overrides_are_detected(name: str, override: str, fault: str) ->
             "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
             "tensor_model_parallel_size, 3",
         ),
-        # Ray deletes the job's copy of the working directory after the job, so checkpoints must not
-        # be in it
+        # checkpoints must not be in the job's copy of the working directory, because Ray deletes
+        # the copy after the job
         ("verl-ppo", "trainer.default_local_dir=checkpoints", "copy of the working directory"),
         ("verl-ppo", "trainer.logger=[console]", "nothing writes what progress reads"),
         ("verl-ppo", "trainer.total_training_steps=7", "but trainer.total_training_steps is 7"),

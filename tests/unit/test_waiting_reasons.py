@@ -56,7 +56,7 @@ def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more:
     Args:
         why: Kind of the reason.
         number: Position of the run in the queue.
-        free: Number of free GPUs by node. If None, the numbers in THREE.
+        free: Mapping from the name of a node to its number of free GPUs. Default: THREE.
         **more: Further arguments of `explain_wait`.
     """
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
@@ -86,8 +86,7 @@ def test_message_of_the_first_run_names_free_gpus_and_awaited_runs() -> None:
     ("in_s", "expected"),
     [
         (None, "expected time unknown"),
-        # the run is later than estimated: the text contains no time, which would change with the
-        # clock
+        # the expected time has passed, so the text contains no time
         (-7200, "expected any moment"),
         (59, "expected any moment"),
         (60, "expected 13:06 UTC"),
@@ -117,7 +116,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
-        # even if the drained nodes were used again, the run would not fit
+        # the run would not fit even on all nodes together with the drained nodes
         (
             first(drained={"n3": 7}),
             "waits for missing nodes to return, because the present nodes are",
@@ -129,8 +128,8 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first("1", free={"n0": 8, "n1": 8}),
             "too few of the nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
         ),
-        # the queue waits for a run whose name is unknown, or for several runs; at most four names
-        # are shown
+        # the run waits for a run whose name is unknown, or for several runs; the text has at most
+        # four names
         (first("unknown"), "waits for unknown to end"),
         (first("1", "2", "3", "4"), "waits for grpo-a, ppo-b, sft-c and grpo-d to end"),
         (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
@@ -145,7 +144,7 @@ def test_reason_of_the_first_run_is_shown(message: Message, expected: str) -> No
     [
         ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
-        # the runs hold more GPUs of a node than the node has, so the node counts as 0 free GPUs
+        # the runs hold more GPUs of node b than node b has, so node b is shown with 0 free GPUs
         ({"a": 0, "b": -8}, "0 on 2 nodes"),
         ({"a": 1, "b": 4, "c": 8}, "8 on 1 node, 4 on 1 node, 1 on 1 node"),
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),
@@ -214,7 +213,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
         ),
-        # both runs are far back in the queue, where the text names neither the first run of the
+        # both runs are so far back in the queue that the text names neither the first run of the
         # queue nor the scheduling rule
         (
             later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),

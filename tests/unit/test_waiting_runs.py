@@ -29,7 +29,7 @@ RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Fake Prefect server on which the run has the state Cancelled.
 
-    Its attribute `record` is the server's copy of the run's record.
+    The attribute `record` is the server's copy of the run's record.
     """
 
     @contextmanager

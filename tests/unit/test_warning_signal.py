@@ -20,8 +20,8 @@ from tasks.processes.warning_signal import send_warning, warn_carriers
 from tasks.ray.node_agent import execute_order
 from tests.support.supervised_components import wait_until
 
-#: Program of a trainer, which writes its name to the file `warned` for each SIGUSR1. If its second
-#: argument is "fork", it also forks a child, which inherits the handler.
+#: Program of a trainer. For each SIGUSR1, the trainer writes its name to the file `warned`. If its
+#: second argument is "fork", the trainer also forks a child with the same signal handler.
 TRAINER = """
 import os, signal, sys, time
 name, kind = sys.argv[1:3]
@@ -123,9 +123,8 @@ def test_processes_of_a_run_on_a_node_are_found_by_their_variables(
     assert (tmp_path / "warned").read_text() == "trainer\n"
 
 
-#: Program that executes a function as on a Ray node without Muster: the import of `tasks` fails.
-#: The test sends the function as cloudpickle bytes with its code, because the program cannot import
-#: the module of the function.
+#: Program that simulates a Ray node without Muster, where the import of `tasks` fails. The program
+#: receives a function as cloudpickle bytes, and executes the function.
 ON_A_NODE = """
 import json, sys
 sys.modules["tasks"] = None

@@ -75,7 +75,7 @@ def simulate_training(
 def find_alarms(
     lines: Lines, watch: Watch | None = None, workload: str = "grpo"
 ) -> dict[str, float]:
-    """Return the training step of each alarm about some metrics, by the name of the rule.
+    """Return a mapping from the name of each rule that raised an alarm to the training step.
 
     Args:
         lines: Lines of the metrics file, one for each step.
@@ -98,7 +98,7 @@ def curve(name: str, values: Iterable[float | str | None]) -> Lines:
         ([1.0] + [None] * 9, {}),
         ([1.0] + [None] * 10, {"loss_not_finite": 11}),
         ([None] * 10, {"loss_not_finite": 10}),
-        # A trainer that writes the metric only every 10 steps raises no alarm.
+        # The trainer writes the metric only every 10 steps, which raises no alarm.
         (([1.0] + [None] * 9) * 3, {}),
         (([1.0] + [None] * 9) * 3 + [None] * 9, {"loss_not_finite": 39}),
     ],

@@ -36,9 +36,10 @@ class Cluster:
     """Workers of one Prefect server. A test refers to each worker by a letter."""
 
     def __init__(self, names: dict[str, tuple[str, str]]) -> None:
-        """
+        """Create the workers.
+
         Args:
-            names: Work pool and name of each worker, by the letter of the worker.
+            names: Mapping from the letter of each worker to its work pool and its name.
         """
         self.client = Variables()
         self._workers = {
@@ -49,14 +50,14 @@ class Cluster:
     def synchronise(self, script: str) -> list[str]:
         """Let workers synchronise with the Prefect server, one after the other.
 
-        A worker thereby detects another living worker of the same name in the same work pool.
+        When a worker synchronises, it detects another living worker of the same name and work pool.
 
         Args:
             script: Letters of the workers, in the order in which they synchronise.
 
         Returns:
-            One item for each letter: the process of the other worker that this worker has detected,
-            or an empty string if it has detected none.
+            One item for each letter: the process of the other worker that was detected, or an empty
+            string.
         """
         return [
             asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
