@@ -14,7 +14,7 @@ from tests.documents import failures, listed_runs, own_settings, spec_reference
 from tests.documents.blocks import fill_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Function that generates the Markdown of a block in the documents, by the name of the block.
+#: Mapping from the name of a generated block to the function that returns its Markdown.
 MAKERS: Mapping[str, Callable[[], str]] = {
     "spec-reference": partial(spec_reference.build_reference, RunSpec),
     "pipeline-reference": partial(spec_reference.build_reference, PipelineSpec),
@@ -26,23 +26,23 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "settings": own_settings.list_settings,
     "component-variables": own_settings.list_component_variables,
 }
-#: Exit code if all documents agree with the code, or were written again.
+#: Exit code if all documents agree with the code, or were updated.
 EXIT_OK = 0
-#: Exit code of --check if a document does not agree with the code.
+#: Exit code of --check if a document is outdated: the generated blocks do not agree with the code.
 EXIT_STALE = 1
 
 
 def documents(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield the path of each document of `docs/`, and its text with newly generated blocks."""
+    """Yield the path of each document in `docs/`, and its text with newly generated blocks."""
     for path in sorted((root / "docs").glob("*.md")):
         yield path, fill_blocks(path.read_text(encoding="utf-8"), MAKERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the documents whose generated blocks differ from the code; with --check, report them.
+    """Update the generated blocks of all documents. With --check, only report outdated documents.
 
     Returns:
-        The exit code: `EXIT_STALE` if --check finds such a document, otherwise `EXIT_OK`.
+        The exit code: `EXIT_STALE` if --check finds an outdated document, otherwise `EXIT_OK`.
     """
     options = _parser().parse_args(arguments)
     stale = [(path, text) for path, text in documents() if path.read_text("utf-8") != text]

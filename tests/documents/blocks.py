@@ -25,7 +25,7 @@ def fill_blocks(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
 
     Args:
         text: The Markdown of the document.
-        makers: Function that generates a block, by the name of the block.
+        makers: Mapping from the name of a block to the function that generates the block.
 
     Raises:
         KeyError: The document has a block whose name is not in `makers`.

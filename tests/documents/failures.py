@@ -13,7 +13,8 @@ from tasks.spec.failure_kinds import (
     describe_requeues,
 )
 
-#: Sentence in the documentation of a failure kind: which nodes the next attempt avoids.
+#: Sentences in the documentation of failure kinds. The sentences say which nodes the next attempt
+#: avoids.
 _BLAMED_NODES = {
     NodeBlame.NEVER: "",
     NodeBlame.ALWAYS: "If other nodes are free, the next attempt avoids the nodes that the failure "
@@ -21,7 +22,8 @@ _BLAMED_NODES = {
     NodeBlame.IF_RANK_IS_NAMED: "If the failure names a rank, the next attempt avoids the nodes of "
     "the failed attempt.",
 }
-#: Sentence in the documentation of a failure kind: when the attempt's checkpoint may be the cause.
+#: Sentences in the documentation of failure kinds. The sentences say when the checkpoint of the
+#: attempt may be the cause of the failure.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
     CheckpointBlame.IF_HUNG: "If the attempt hung before its first step, the checkpoint that it "
@@ -46,8 +48,8 @@ def draw_transitions() -> str:
 def list_failure_kinds() -> str:
     """Return a Markdown table of the failure kinds, with the retries and the remedy of each kind.
 
-    One column is for a spec that does not list the kind under `retry`, another for a spec that
-    lists the kind.
+    The retries have two columns: one for specs that list the kind under `retry`, and one for specs
+    that do not.
     """
     rows = [
         (
@@ -61,7 +63,10 @@ def list_failure_kinds() -> str:
 
 
 def sections() -> str:
-    """Return a section for each failure kind: its cause, the reaction and the user's action."""
+    """Return one section of the documentation for each failure kind.
+
+    A section has the cause of the failure, Muster's reaction and the user's action.
+    """
     return "\n\n".join(map(_describe_kind, FailureKind))
 
 
@@ -94,7 +99,7 @@ def _describe_kind(kind: FailureKind) -> str:
 
 
 def list_rules() -> str:
-    """Return a table of the rules that find the failure kind in a log, in the order of use."""
+    """Return a table of the rules that derive the failure kind from a log, in the order of use."""
     rows = [
         (f"`{rule.id}`", f"`{rule.kind.value}`", rule.role.name.lower(), rule.hint, rule.seen_in)
         for rule in RULES
@@ -105,8 +110,8 @@ def list_rules() -> str:
 def _describe_retries(kind: FailureKind) -> tuple[str, str]:
     """Return two descriptions of the retries after a failure of a kind.
 
-    The first description is for a spec that does not list the kind under `retry`, the second for a
-    spec that lists the kind.
+    The first description is for specs that do not list the kind under `retry`. The second
+    description is for specs that list the kind.
     """
     if not kind.properties.can_be_retried:
         return "the run fails", "nothing: no attempt was made"

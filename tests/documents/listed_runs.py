@@ -10,7 +10,7 @@ from tasks.show.markdown import markdown_table
 from tasks.train.run_progress import RunProgress
 from tasks.train.runs import Run
 
-#: Name that the documentation uses for a Python type, by the name of the type.
+#: Mapping from the name of a Python type to the name that the documentation uses for this type.
 _TYPE_NAMES = {
     "str": "text",
     "float": "number",
@@ -38,7 +38,7 @@ def _describe_type(annotation: str) -> str:
 
 
 def _read_meanings(shown_class: type) -> dict[str, str]:
-    """Return the text of the comments `#:` above each field, by the name of the field."""
+    """Return a mapping from the name of each field to its `#:` comment."""
     meanings: dict[str, str] = {}
     comment_lines: list[str] = []
     for line in inspect.getsource(shown_class).splitlines():

@@ -18,20 +18,21 @@ from urllib.parse import unquote, urlsplit
 
 from tests.support.documents import ROOT, Document, list_documents
 
-#: Folder that MkDocs reads. The key `docs_dir` of `mkdocs.yml` names the same folder.
+#: Folder from which MkDocs reads the documents. The key `docs_dir` of `mkdocs.yml` has the same
+#: value.
 SOURCE = ROOT / "build" / "site-source"
-#: Opening fence of a code block whose language is followed by a word for Muster's tests, such as
-#: `yaml run-spec`.
+#: Pattern for the first line of a code block that has a word for Muster's tests after the language,
+#: such as `yaml run-spec`.
 _MARKED_FENCE = re.compile(r"^( *```\w+) [\w-]+$", re.MULTILINE)
 
 
 def copy_sources(target: Path, sources: Iterable[Document], root: Path = ROOT) -> None:
-    """Copy documents, and the files that they link to, into an empty folder.
+    """Copy documents, and the files that they link to, into a new folder.
 
     Args:
-        target: Folder to create. An existing folder is deleted.
+        target: Folder to create. An existing folder is deleted first.
         sources: The documents.
-        root: Root of the checkout. Files outside of it are not copied.
+        root: Root of the checkout. Files outside of the checkout are not copied.
     """
     shutil.rmtree(target, ignore_errors=True)
     for document in sources:
@@ -45,7 +46,7 @@ def copy_sources(target: Path, sources: Iterable[Document], root: Path = ROOT) -
 
 
 def _linked_files(document: Document) -> list[Path]:
-    """Return the files of the checkout, other than documents, that a document links to."""
+    """Return the files of the checkout that a document links to, without other documents."""
     urls = [urlsplit(link) for _, link in document.links]
     paths = [
         (document.path.parent / unquote(url.path)).resolve()

@@ -22,23 +22,23 @@ Schema = Mapping[str, Any]
 
 #: Path of the top-level mapping of a spec.
 ROOT = ""
-#: Placeholder in a path for a key that the user chooses, such as `NAME` in `components.NAME`. The
-#: dictionary has the placeholder by the preceding key of the path.
+#: Mapping from a key to the placeholder for the keys directly below this key, which the user
+#: chooses. For example, the path of a component is `components.NAME`.
 _NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME", "evals": "NAME"}
 #: Text that stands for the index of a list item in the path of a spec key.
 _ITEM_PLACEHOLDER = "N"
-#: Unit of a number in the spec, by the ending of the key, such as `_s`.
+#: Mapping from the ending of a key, such as `_s`, to the unit of its value.
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One mapping of the spec. The reference has a section for each mapping."""
+    """A mapping of the spec, which has its own section in the reference."""
 
     #: Path of the mapping in the spec, for example `components.NAME.ready`. The top-level mapping
     #: has an empty path.
     path: str
-    #: Paths of other mappings of the spec with the same keys.
+    #: Paths of other mappings of the spec that have the same keys.
     also: tuple[str, ...]
     #: JSON schema of the mapping.
     schema: Schema
@@ -55,7 +55,7 @@ class Example:
 
 
 def build_reference(model: type[BaseModel]) -> str:
-    """Return the reference of the spec that `model` validates, as Markdown."""
+    """Return the reference of a spec as Markdown. `model` is the pydantic model of the spec."""
     return "\n\n".join(_Section(model, part).text() for part in parts(model))
 
 
@@ -71,10 +71,10 @@ def examples(model: type[BaseModel]) -> Iterator[Example]:
 def parts(model: type[BaseModel]) -> tuple[Part, ...]:
     """Return the mappings of a spec. A mapping comes before the mappings that it contains.
 
-    Mappings that the same pydantic model validates are returned only once, with all their paths.
+    If several mappings have the same pydantic model, only one item is returned, with all paths.
     """
     root = model.model_json_schema()
-    #: Paths of the mappings that a pydantic model validates, by the name of the model.
+    #: Mapping from the name of a pydantic model to the paths of the spec that this model validates.
     paths_of_model: dict[str, list[str]] = {}
 
     def visit(path: str, schema: Schema) -> None:
@@ -96,14 +96,17 @@ def parts(model: type[BaseModel]) -> tuple[Part, ...]:
 
 
 def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
-    """Yield the pydantic models of a key's value, of its list items, and of its dictionary values.
+    """Yield the pydantic models that the value of a key contains.
+
+    These are the models of the value itself, of its list items and of its dictionary values.
 
     Args:
         schema: JSON schema of the value.
         root: JSON schema of the spec.
 
     Yields:
-        The text that must be added to the key's path to reach the model, and the model's name.
+        The text that is added to the path of the key to get the path of the model, and the name of
+        the model.
     """
     if (name := _model_of(schema, root)) is not None:
         yield "", name
@@ -208,7 +211,7 @@ class _Section:
         return "any"
 
     def _path_of(self, ref: str) -> str | None:
-        """Return the path of the mapping that a JSON schema `$ref` names, or None if unknown."""
+        """Return the path of the mapping that a `$ref` of a JSON schema names. None if unknown."""
         title = ref.rpartition("/")[2]
         all_parts = parts(self.model)
         return next((part.path for part in all_parts if part.schema.get("title") == title), None)
@@ -219,8 +222,8 @@ class _Section:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{make_anchor(path)})"
         values = schema.get("additionalProperties")
-        # If a value may be a text or a reference to a secret, describe it as a text. The reference
-        # explains the other form in the description of the key.
+        # A value that may be a text or a reference to a secret is described here as a text. The
+        # description of the key explains the reference.
         alternatives = [values, *values.get("anyOf", ())] if isinstance(values, Mapping) else []
         types = {item.get("type") for item in alternatives} - {None}
         if "string" in types:
@@ -246,7 +249,7 @@ def _describe_default(schema: Schema, is_required: bool) -> str:
 
 
 def _describe_bounds(schema: Schema) -> str:
-    """Return the lower bound of a number, or an empty string if there is none."""
+    """Return the lower bound of a number, or an empty string if there is no lower bound."""
     if "minimum" in schema:
         return f", {schema['minimum']:g} or more"
     return f" above {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else ""
@@ -262,7 +265,7 @@ def _without_null(schema: Schema) -> Schema:
 
 
 def make_anchor(path: str) -> str:
-    """Return the HTML anchor of a section of the spec reference, as GitHub makes it.
+    """Return the HTML anchor that GitHub makes for a section of the spec reference.
 
     Args:
         path: Dotted path of the mapping that the section describes. Empty for the whole spec.

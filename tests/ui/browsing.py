@@ -12,7 +12,7 @@ from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
-#: Time limit of each wait, in milliseconds. A run of the quickstart takes long on a busy machine.
+#: Time limit of each wait, in milliseconds. On a busy machine, a run of the quickstart takes long.
 WITHIN_MS = 180_000
 _ARGUMENTS = (
     "--no-sandbox",
@@ -28,7 +28,7 @@ def chromium() -> str:
     """Return the path of the browser: from the variable `CHROMIUM`, or from the PATH.
 
     Raises:
-        AssertionError: There is no browser. The message names the remedy.
+        AssertionError: No browser was found. The message says how to install or select a browser.
     """
     names = ("chromium", "chromium-browser", "google-chrome")
     browser_path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
@@ -40,7 +40,7 @@ def chromium() -> str:
 
 @contextmanager
 def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext]:
-    """Yield a browser that has no stored settings or cookies, as on the first visit of the UI.
+    """Yield a browser without stored settings or cookies, as on the first visit of the UI.
 
     The browser keeps its cache between pages, because a page loads slowly the first time.
     """
@@ -64,8 +64,8 @@ class Ui:
         self.page = page
         self._url = url
         login = b64encode(password.encode()).decode()
-        # Log in: store the password under the key of the local storage that Prefect's login page
-        # uses.
+        # Log in: store the password in the browser's local storage, under the key that Prefect's
+        # login page uses.
         page.add_init_script(f"localStorage.setItem('prefect-password', '{login}')")
 
     def open(self, path: str = "/") -> Page:
@@ -78,7 +78,7 @@ class Ui:
         return self.open(f"/v2/runs/flow-run/{id}{f'?tab={tab}' if tab else ''}")
 
     def open_form(self, deployment_id: str) -> Locator:
-        """Open the form of a custom run, and return the form when its fields are filled."""
+        """Open the form of a custom run, wait until its fields are filled, and return the form."""
         self.open(f"/v2/deployments/deployment/{deployment_id}/run")
         expect(self.field("name")).not_to_have_value("")
         expect(self.page.get_by_text("environment (Optional)")).to_be_visible()
@@ -91,8 +91,7 @@ class Ui:
     def sees(self, *texts: str) -> None:
         """Check that each text appears on the page, in upper or lower case.
 
-        Meanwhile, the page is reloaded at intervals, because some parts of it do not refresh
-        themselves.
+        The page is reloaded at intervals, because some parts of the page do not refresh themselves.
         """
         for text in texts:
             self.until(lambda text=text: text.lower() in self.text().lower(), f"{text!r}")  # type: ignore[misc]
@@ -117,7 +116,10 @@ class Ui:
         raise AssertionError(f"the page does not show {what}: {self.text()}")
 
     def pictures(self) -> list[int]:
-        """Return the width of each picture with a `data:` URL on the page; 0 if it is broken."""
+        """Return the width in pixels of each picture with a `data:` URL on the page.
+
+        The width of a broken picture is 0.
+        """
         widths: list[int] = self.page.evaluate(
             "[...document.images].filter(image => image.src.startsWith('data:'))"
             ".map(image => image.complete ? image.naturalWidth : 0)"

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_stack(options: argparse.Namespace, folder: str) -> AbstractContextManager[UiStack]:
-    """Return the stack of the option --stack, or start a stack with the folder as MUSTER_HOME."""
+    """Return the stack of the option --stack, or start a stack with this folder as MUSTER_HOME."""
     if options.stack:
         return nullcontext(UiStack(home=Path(options.stack)))
     return stack_up(Path(folder))
@@ -88,8 +88,8 @@ def _show_queue(stack: UiStack, ui: Ui) -> FloatRect:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
-        # The table has a wide column with the reasons why runs wait. The wide column needs this
-        # window width.
+        # The table has a wide column with the reasons why runs wait. The window must be wide enough
+        # for this column.
         ui.page.set_viewport_size({"width": 2600, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()
@@ -115,8 +115,7 @@ def _save(png: bytes, path: Path) -> None:
     image = image.resize(
         (_WIDTH, round(image.height * _WIDTH / image.width)), Image.Resampling.LANCZOS
     )
-    # With the other quantization methods of Pillow, a small symbol gets the color of its
-    # surroundings.
+    # Other quantization methods of Pillow would give a small symbol the color of its surroundings.
     reduced_image = image.quantize(
         _COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
     )
@@ -124,8 +123,8 @@ def _save(png: bytes, path: Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} kB", flush=True)
 
 
-#: Function that opens the page for a picture in the UI, by the name of the picture's file. The
-#: function returns the area of the page that the picture shows, or None for the usual area.
+#: Mapping from the name of a picture's file to the function that opens the page for this picture.
+#: The function returns the area of the page that the picture shows, or None for the usual area.
 PICTURES: dict[str, Callable[[UiStack, Ui], FloatRect | None]] = {
     "run": _show_completed_run,
     "failed-run": _show_failed_run,

@@ -16,8 +16,8 @@ SPEC = ROOT / "deployments" / "runs" / "quickstart-fleet.yaml"
 
 def test_death_of_a_server_appears_in_the_message_and_as_a_task_run(stack: UiStack, ui: Ui) -> None:
     spec = yaml.safe_load(SPEC.read_text())
-    # With these values, a killed server restarts only after 20 s, so that the test can see its
-    # absence in the UI.
+    # With these values, a killed server restarts only after 20 s. Meanwhile, the test can see in
+    # the UI that the server is missing.
     spec["components"]["rollout"]["recovery"] |= {"backoff_s": 20, "max_backoff_s": 20}
     run = stack.run(spec, deployment="train/quickstart-fleet")
     try:

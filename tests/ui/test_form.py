@@ -49,8 +49,8 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
     assert "Field (Optional)" not in form_text
     expect(ui.field("name")).to_have_value("quickstart")
     expect(ui.field("total (Optional)")).to_have_value("60")
-    # The form shows an optional key as an empty text field, not as a choice between a text and
-    # None.
+    # The form shows an optional key as an empty text field. The user does not have to choose
+    # between a text and None.
     expect(ui.field("checkpoints (Optional)")).to_have_value("")
 
 
@@ -107,7 +107,7 @@ def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> No
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        # The browser itself reports this invalid value.
+        # The browser reports this invalid value, without the Prefect server.
         ("total (Optional)", "-3", "greater than or equal to 1"),
         # The Prefect server reports this invalid value.
         ("name", "No Such Name!", "'No Such Name!' does not match"),

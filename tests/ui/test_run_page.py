@@ -40,7 +40,7 @@ def completed_run(stack: UiStack) -> dict[str, Any]:
 
 
 def quick_run(stack: UiStack, ui: Ui, name: str) -> str:
-    """Find a deployment in the UI and click Run > Quick run; return the id of the new flow run."""
+    """Start a deployment in the UI with Run > Quick run, and return the id of the new flow run."""
     newest_before = stack.newest_run(f"train/{name}")
     ui.open("/")
     ui.page.get_by_role("link", name="Deployments").click()
@@ -72,9 +72,9 @@ def test_new_user_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> No
 def test_users_own_deployment_can_be_started_by_a_click(
     stack: UiStack, ui: Ui, tmp_path: Path
 ) -> None:
-    """The deployment comes from `muster deploy` in a project that is not Muster's.
+    """A user has created the deployment with `muster deploy` in the user's own project.
 
-    The run must work in a copy of that project, with the project's python.
+    The run must work in a copy of this project, with the Python interpreter of the project.
     """
     project = tmp_path / "mine"
     folder = tmp_path / "mine" / "runs"

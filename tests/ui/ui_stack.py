@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Time limit of each wait, in seconds. On an idle machine, all waits are far shorter.
 WITHIN_S = 180.0
 _COMMAND_WITHIN_S = 600.0
-#: Nodes of the work pool: this host, with two made-up GPUs.
+#: Nodes of the work pool: only this host, with two made-up GPUs.
 NODES = (TableNode(name=host_name(), gpus=2),)
 DEVICES = "0-1"
 
@@ -121,11 +121,11 @@ class UiStack:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def muster(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run `muster` in a directory, without a variable that names a Prefect server."""
+        """Run `muster` in a directory, without environment variables that name a Prefect server."""
         return _run_muster(self.home, *arguments, cwd=cwd)
 
     def set_nodes(self) -> None:
-        """Set made-up nodes for the work pool, so that runs can wait on a machine without GPUs."""
+        """Set made-up nodes in the pool, so that runs can wait even on a host without GPUs."""
         pool = self.ask("GET", "/work_pools/gang")
         settings = PoolSettings(nodes=NODES)
         template = with_settings(pool["base_job_template"], settings)

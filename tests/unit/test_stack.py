@@ -128,8 +128,8 @@ def test_schedule_has_a_slug_and_uses_utc(name: str, schedule: dict[str, Any]) -
     # Prefect identifies a schedule by its slug. Without a slug, a second `prefect deploy` would add
     # the same schedule again.
     assert schedule["slug"]
-    # UTC has no daylight saving time. In other time zones, a nightly run could be skipped or
-    # repeated.
+    # UTC has no daylight saving time. In a time zone with daylight saving time, a nightly run could
+    # be skipped or repeated.
     assert {zone.utcoffset(datetime(2026, month, 1)) for month in range(1, 13)} == {timedelta(0)}
     dates = asyncio.run(times.get_dates(n=2, start=datetime(2026, 3, 29, tzinfo=UTC)))
     interval = {"nightly": timedelta(days=1), "each-15-minutes": timedelta(minutes=15)}
