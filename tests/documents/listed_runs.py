@@ -38,7 +38,7 @@ def _describe_type(annotation: str) -> str:
 
 
 def _read_meanings(shown_class: type) -> dict[str, str]:
-    """Return a mapping from the name of each field to its `#:` comment."""
+    """Return a mapping from the name of each field to the text of its `#:` comment."""
     meanings: dict[str, str] = {}
     comment_lines: list[str] = []
     for line in inspect.getsource(shown_class).splitlines():

@@ -56,7 +56,7 @@ class UiStack:
 
         Args:
             spec: Spec of the run; by default the deployment's own spec.
-            deployment: Name of the deployment, with its flow.
+            deployment: Name of the flow and name of the deployment, with a slash between them.
         """
         deployment_record = self.ask("GET", f"/deployments/name/{deployment}")
         parameters = {} if spec is None else {"spec": spec}

@@ -23,7 +23,7 @@ class FakeResponse:
 
 @dataclass
 class FakeClient:
-    """Fake Prefect client of a server that has the work pool `gang` and flow runs."""
+    """Fake Prefect client. Its server has flow runs, and the work pool `gang`."""
 
     flow_runs: list[dict[str, Any]] = field(default_factory=list)
 

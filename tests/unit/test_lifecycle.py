@@ -11,7 +11,7 @@ from tasks.record.run_json import RunRecord
 from tasks.record.states import LEGAL_TRANSITIONS, RunState
 from tasks.spec.errors import IllegalTransition
 
-#: States of a run in which the components of the run may have processes.
+#: States of a run in which its components may be running.
 ALIVE = {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}
 
 

@@ -53,7 +53,7 @@ def write_run(run_id: str, *inputs: LineageInput, outputs: tuple[LineageOutput, 
 
 
 def write_training(**keys: Any) -> Path:
-    """Write the files of a training with two checkpoints, but no `lineage.json`.
+    """Write the files of a training with two checkpoints. The file `lineage.json` is missing.
 
     Return the folder of the checkpoints.
     """

@@ -43,7 +43,7 @@ class RotatedLog:
         return self.path.with_name(f"{self.path.name}.{self._count}")
 
     def rename(self) -> None:
-        """Rename the log; the program continues in a new file."""
+        """Rename the log file. The program then writes to a new file."""
         self.path.rename(self._next_name())
         if self._renamed is not None:
             os.close(self._renamed)
@@ -66,7 +66,7 @@ class RotatedLog:
         self._copied.write_bytes(self.path.read_bytes()[: int(count)])
 
     def copy_ended(self) -> None:
-        """Finish the begun copy of the log, and truncate the log."""
+        """Copy the rest of the log, and then truncate the log."""
         shutil.copy(self.path, self._copied)
         os.truncate(self.path, 0)
 
@@ -149,7 +149,8 @@ READ = ("read",)
             ],
             ["a", "b", "c", "e", "d"],
         ),
-        # a line that begins before the rename ends in the renamed file, not in the new file
+        # before the rename, only a part of a line is written; the rest of this line is in the
+        # renamed file
         (
             [
                 ("write", "a-"),

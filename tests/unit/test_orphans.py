@@ -59,7 +59,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture
 def process(muster_home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a program that stands for the flow process of a registered run."""
+    """Yield a process that simulates the flow process of a registered run."""
     process = subprocess.Popen(["sleep", "60"])
     place = RunPlace.of(RUN)
     owner = Owner(

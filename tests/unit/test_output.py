@@ -220,7 +220,7 @@ def test_long_message_does_not_hide_other_columns(width: int) -> None:
         assert width < 20 or run.host in written
         assert width < 70 or run.step in written
         assert width < 70 or run.metric in written
-    # The output has one heading, and at most three lines for each run.
+    # The output consists of a heading, and at most three lines for each run.
     assert len(written.splitlines()) <= 1 + 3 * len(RUNS)
     if width >= 40:
         assert "NODE_LOST: [/x]" in written

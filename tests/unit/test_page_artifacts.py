@@ -369,10 +369,10 @@ def test_summary_of_a_lost_run_names_its_failure(
         "```\n{}\n```",
         "```\n[1]\n```",
         "```\n{\n```",
-        # the JSON has an unknown state, or no state, so it is no valid record
+        # the JSON has no state, or an unknown state, so the JSON is not a valid record
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',
-        # the list of attempts is invalid, so the JSON is no valid record
+        # the list of attempts is invalid, so the JSON is not a valid record
         '```\n{"state": "running", "attempts": {"a": 1}}\n```',
         '```\n{"state": "running", "attempts": [7]}\n```',
         '```\n{"state": "running", "attempts": [{"number": 1}]}\n```',

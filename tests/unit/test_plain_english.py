@@ -64,7 +64,7 @@ def _passages(place: str) -> list[Passage]:
 def _check(place: str, kind: Kind, not_rewritten: set[str]) -> None:
     """Check that the texts of a folder or file are in plain English.
 
-    If `not_rewritten` contains the path, the check fails if the texts are in plain English.
+    For a path in `not_rewritten`, the check fails if the texts are already in plain English.
 
     Args:
         place: Path of the folder or file, relative to the root of the project.

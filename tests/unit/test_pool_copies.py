@@ -28,7 +28,7 @@ SETTINGS = PoolSettings(
 
 
 class Server:
-    """A fake Prefect client. Its server has one work pool, and Prefect variables."""
+    """A fake Prefect client. Its server has a work pool, and Prefect variables."""
 
     def __init__(self) -> None:
         self.pool = WorkPool(

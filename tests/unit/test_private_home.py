@@ -49,7 +49,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def modes(home: Path) -> dict[str, str]:
-    """Return the octal mode of each file and folder in `home`, by relative path."""
+    """Return a mapping from the path of each file and folder in `home` to its octal mode."""
     paths = (home, *sorted(home.rglob("*")))
     return {str(path.relative_to(home)): f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths}
 

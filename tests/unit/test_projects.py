@@ -116,11 +116,12 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
 @pytest.mark.parametrize(
     ("shell", "env", "has_venv", "expected"),
     [
-        # If both are activated, the virtual environment takes precedence over conda's environment.
+        # If a virtual environment and a conda environment are activated, the virtual environment is
+        # used.
         ({"VIRTUAL_ENV": "venv", "CONDA_PREFIX": "conda"}, {}, False, {"VIRTUAL_ENV": "venv"}),
         ({"CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         ({}, {}, False, {}),
-        # An activated environment that was deleted since is ignored.
+        # An activated environment that no longer exists is ignored.
         ({"VIRTUAL_ENV": "gone"}, {}, False, {}),
         ({"VIRTUAL_ENV": "gone", "CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         # Muster's own environment is the default, so no variable is set.

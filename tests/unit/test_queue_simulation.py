@@ -145,7 +145,8 @@ def test_infeasible_jobs_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # without a number of nodes, a job gets as few nodes as possible, with equal numbers of GPUs
+        # without a number of nodes, a job gets the smallest possible number of nodes, with equal
+        # numbers of GPUs
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),

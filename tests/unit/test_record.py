@@ -37,7 +37,7 @@ def make_record(path: Path, **options: Any) -> RunRecord:
 
 
 def adoptable(record: RunRecord, path: Path) -> AttemptRecord | None:
-    """Return the attempt whose Ray jobs the next flow process may adopt, or None."""
+    """Return the attempt whose Ray jobs the next flow process may adopt (take over), or None."""
     return record.content.adoptable(RunPlace(directory=path.parent))
 
 

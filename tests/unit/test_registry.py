@@ -115,8 +115,8 @@ def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
 ) -> None:
     """The owner of a run is its flow process, which locks the run's registry entry.
 
-    The lock shows that the owner is alive. The recorded process id alone would be misleading if it
-    is from another PID namespace, or if the clock was changed.
+    The lock shows that the owner is alive. The recorded process id is not reliable after a change
+    of the clock, or in another PID namespace.
     """
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())

@@ -40,7 +40,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def proof(shared: Path) -> Path:
-    """Return the path of a file to which each program of the attacker writes at its start."""
+    """Return the path of a file. Each program of the attacker writes to this file at its start."""
     return shared / "proof"
 
 

@@ -541,7 +541,7 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 
     # Number of `read_flow_runs` requests in a scheduling pass: 3 for the runs that hold GPUs, 1
     # other request, 3 for the runs that hold GPUs again, 1 for the waiting runs (only if another
-    # scheduler has decided meanwhile), and 1 other request. Each iteration below requeues the run
+    # scheduler has decided in between), and 1 other request. Each iteration below requeues the run
     # just before one of these requests.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))

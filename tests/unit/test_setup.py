@@ -24,7 +24,7 @@ HERE = host_name()
 
 
 class PoolServer:
-    """A fake of Prefect's synchronous client with one work pool."""
+    """A fake synchronous Prefect client. Its server has a single work pool."""
 
     def __init__(self, nodes: tuple[TableNode, ...] | None) -> None:
         """Create the fake client.

@@ -65,7 +65,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "-um", "no.such.module", "x.py"],
         ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
         ["python", "-", "none.py"],
-        ["python", "--unknown-option", "none.py"],  # the option may take a value
+        ["python", "--unknown-option", "none.py"],  # `none.py` may be the value of the option
         ["python"],
         ["python", "${run.dir}/none.py", "--config", "${attempt.dir}/none.yaml"],
         ["python", "${run.dir}", "none.py"],
@@ -74,7 +74,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["sh", "-c", "none.sh --config none.yaml", "none.sh"],
         ["bash", "-euc", "none"],
         ["bash", "-eo", "pipefail", "run.sh"],
-        ["bash", "+x", "none.sh"],  # the option may take a value
+        ["bash", "+x", "none.sh"],  # `none.sh` may be the value of the option
         ["bash", "on-the-path.sh"],  # bash also searches PATH
         ["sh", "run.sh", "--config", "none.yaml"],  # the script may change its directory first
         ["node", "app.js"],

@@ -46,7 +46,7 @@ def faults_of(spec: RunSpec) -> list[Fault]:
         ("$", "$"),
         ("$HOME $1 $$", "$HOME $1 $$"),
         ("{a}", "{a}"),
-        ("${", "${"),  # stays, because it is reported as a fault
+        ("${", "${"),  # unchanged, and reported as a fault
         ("${}", "<>"),
     ],
 )

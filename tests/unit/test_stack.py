@@ -79,7 +79,7 @@ def make_ended_process() -> ProcessId:
 
 @pytest.fixture
 def place(muster_home: Path) -> StackPlace:
-    """Return the stack's directory in MUSTER_HOME, which is empty."""
+    """Return the directory of the stack, in an empty MUSTER_HOME."""
     place = StackPlace.of_home()
     place.directory.mkdir()
     return place

@@ -155,8 +155,8 @@ def test_process_that_executes_another_program_is_killed(
         if pid != process.pid:
             return read_environment(pid)
         reads += 1
-        # The first read finds the process of the run, and the second read confirms that it belongs
-        # to the run.
+        # The first read finds the process, and the second read confirms that the process belongs to
+        # the run.
         return read_environment(pid) if reads <= 2 else {}
 
     monkeypatch.setattr(ending, "read_environment", read_twice)

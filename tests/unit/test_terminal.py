@@ -317,7 +317,7 @@ def test_failure_to_draw_the_region_leaves_plain_lines(
 
 @pytest.fixture
 def tty() -> Iterator[Out]:
-    """Return a fake terminal, to which a log handler already writes.
+    """Return a fake terminal. A log handler already writes to this terminal.
 
     The test itself must set `sys.stderr` to the terminal, because pytest replaces `sys.stderr`
     after the fixtures.

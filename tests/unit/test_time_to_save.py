@@ -48,8 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes of the trainer that have a handler for the warning signal.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Function from a time of the clock to the planned end of the machine that is known at this
-    #: time. The result is None if no end is planned.
+    #: Function that takes a time of the clock, and returns the planned end of the machine as known
+    #: at this time. None if no end is planned.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
@@ -164,8 +164,8 @@ async def announce_end(scene: Scene, in_s: float) -> None:
     [
         (3600.0, 3000.0),
         (600.0, 0.0),
-        # Only 30 s remain until the end, but the spec asks for a warning 600 s before the end. So
-        # the warning is sent at once.
+        # The spec sets the warning to 600 s before the end, but only 30 s remain. So the warning is
+        # sent at once.
         (30.0, 0.0),
     ],
 )

@@ -15,7 +15,7 @@ from tasks.queue.worker_names import WorkerName, name_variable, read_other_worke
 
 
 class Variables:
-    """A fake Prefect client that keeps variables."""
+    """A fake Prefect client that stores Prefect variables."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
