@@ -105,7 +105,7 @@ class Reader:
         )
 
     def _adapt(self, command: str) -> str:
-        """Return the command with this stack's ports, and with the newest run instead of RUN."""
+        """Replace the ports in a command by those of this stack, and RUN by the newest run."""
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
         command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)

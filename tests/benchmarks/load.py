@@ -144,7 +144,7 @@ def _segments(place: Path) -> Iterator[None]:
 
 
 def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[float]]:
-    """Measure the CPU use of watching /dev/shm: by Muster, and by an early version of Muster.
+    """Measure how much CPU time Muster and an early version of it need to watch /dev/shm.
 
     The function `look_for_makers` imitates the early version.
 
@@ -153,8 +153,8 @@ def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[f
         window_s: Length of a window, in seconds.
 
     Returns:
-        The CPU use in each window, in percent of one core: of Muster's thread, and of the imitated
-        early version.
+        Two lists with the CPU use in each window, in percent of one core. The first list is for
+        Muster's thread, the second for the imitated early version.
     """
     with folder() as place, ExitStack() as stack:
         other_threads = _watch_threads()

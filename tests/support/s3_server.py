@@ -111,7 +111,7 @@ class S3Server:
 def ignore_message(_: object) -> None:
     """Return None for every argument.
 
-    A lambda that must return None can pass the result of a call to this function.
+    A lambda that calls another function uses this function to return None.
     """
 
 

@@ -334,7 +334,7 @@ def has_children() -> bool:
 
 @contextlib.contextmanager
 def create_harness(directory: Path) -> Iterator[ComponentHarness]:
-    """Yield a `ComponentHarness` for a directory. End its processes after the context."""
+    """Yield a `ComponentHarness` for a directory, and end its processes after the `with` block."""
     harness = ComponentHarness(directory)
     try:
         yield harness
