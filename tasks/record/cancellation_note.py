@@ -12,24 +12,25 @@ from pathlib import Path
 
 #: Name of the file in the directory of the run.
 _FILE = "cancelled.txt"
-#: Largest number of characters of the note that are read.
+#: Largest number of characters that are read from the file of the note.
 _READ_AT_MOST = 1000
 
 
 def write_note(directory: Path, reason: str) -> None:
-    """Write the reason of a cancellation into the directory of a run.
+    """Write the reason why a run is cancelled into the directory of the run.
 
-    A note that exists stays, because the first cancellation is the reason. A note that cannot be
-    written is omitted, because the run must be cancelled nevertheless.
+    If a note exists already, the note is not changed, because its reason came first. Errors during
+    writing are ignored: the cancellation must not fail because of the note.
     """
     with suppress(OSError), (directory / _FILE).open("x", encoding="utf-8") as file:
         file.write(reason)
 
 
 def take_note(directory: Path) -> str:
-    """Return the reason of a cancellation, or an empty string if there is no note.
+    """Return the reason why a run was cancelled, and delete the note with the reason.
 
-    The note is removed. Otherwise, a later attempt of the run would show the same reason.
+    Return an empty string if there is no note. The note is deleted so that a later attempt of the
+    run does not show the same reason.
     """
     path = directory / _FILE
     try:

@@ -31,7 +31,7 @@ from tasks.spec.failure_kinds import FailureKind
 class Role(IntEnum):
     """Position of an error message in a chain of failures, from the cause to its consequences.
 
-    If several rules match lines of a log, the rule with the lowest role names the cause.
+    If rules match several lines of a log, the line whose rule has the lowest role names the cause.
     """
 
     #: Message about the first failure in the chain, such as full memory, a full disk, a broken
@@ -43,8 +43,8 @@ class Role(IntEnum):
     EXCEPTION = 2
     #: Message in which a process reports that another process died or does not respond.
     CASCADE = 3
-    #: General message that reports the failure of another program or of another part of the
-    #: program.
+    #: General message that only says that another program, or another part of the same program,
+    #: failed.
     WRAPPER = 4
     #: Rule that is used only if no other rule matches.
     LAST = 5
@@ -66,8 +66,8 @@ class Rule(BaseModel):
     kind: FailureKind
     role: Annotated[Role, BeforeValidator(Role.__members__.get)]
     #: Pattern that is searched in each log line, without the time, log level and process name at
-    #: the beginning of the line. It must not match across lines, and its running time must be
-    #: proportional to the length of the line.
+    #: the beginning of the line. The pattern must not match across lines. The time for a search
+    #: must be proportional to the length of the line.
     pattern: Annotated[re.Pattern[str], BeforeValidator(_compile_alternatives)] = Field(
         alias="patterns"
     )
@@ -75,19 +75,19 @@ class Rule(BaseModel):
     hint: str = ""
     #: Origin of the error message: a source file, an issue, or a document.
     source: str
-    #: Version of the program that prints the error message, or "any" if the message has not changed
-    #: for years.
+    #: Version of the program that prints the error message. "any" if the message is the same in all
+    #: recent versions.
     seen_in: str
-    #: True if the rule also applies to log lines with the level WARNING. Ray and the kernel report
-    #: dead processes and nodes at this level.
+    #: True if the rule also applies to log lines with the level WARNING. Example: Ray and the
+    #: kernel report dead processes and nodes at this level.
     at_any_level: bool = False
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
-    """Return the rules in a TOML text, in which each table is a rule.
+    """Return the rules in a TOML text. Each table in the text is a rule.
 
     Raises:
-            ValueError: A rule is invalid. The message names the rule.
+    ValueError: A rule is invalid. The message names the rule.
     """
     rules = []
     for name, row in tomllib.loads(text).items():
@@ -102,12 +102,10 @@ def read_rules(text: str) -> tuple[Rule, ...]:
 #: cause.
 RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encoding="utf-8"))
 
-#: Length of the shortest error message, "Killed". Shorter log lines are skipped, because they are
-#: only dots or parts of progress bars.
+#: Length of the shortest error message, "Killed", in characters. Shorter log lines are skipped.
 _SHORTEST_LINE = 6
-#: If the training step advances at least this number of times after an error, the error was not
-#: fatal. Fewer steps prove nothing, because other processes and queued batches continue for a few
-#: steps after a fatal error.
+#: Smallest number of training steps after an error that proves that the error was not fatal. Fewer
+#: steps prove nothing: other processes may complete a few steps after a fatal error.
 STEPS_OF_SURVIVAL = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -128,9 +126,9 @@ _PREFIX = re.compile(
 )
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|NOTICE|SUCCESS|WARNING|WARN)\b|\[[IW]\d{0,4} |[\[,] ?[IW] \d")
 _LOUD = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
-#: Matches lines that report no failure: NCCL information, a Python warning, or an operation that is
-#: being retried. The pattern must not match "Max retries exceeded" and "after 5 retries", which do
-#: report a failure.
+#: Matches lines that report no failure, such as NCCL information, a Python warning, or an operation
+#: that is being retried. The pattern must not match "Max retries exceeded" and "after 5 retries",
+#: because these messages do report a failure.
 _HARMLESS = re.compile(
     r"NCCL INFO|\b\w{0,40}Warning: |^wandb: WARNING|^\+ "
     r"|(?i:\bretrying\b|\bwill (?:be )?retr|\bretry loop\b|\breconnecting\b|\bfalling back\b"
@@ -139,8 +137,8 @@ _HARMLESS = re.compile(
 _PROCESS = re.compile(r"pid=\d+|\[rank\d+\]|\bTP\d+\b")
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"^(?:During handling of the above|The above) exception")
-#: Matches a line before the traceback of an exception that was caught. Such an exception did not
-#: end the process that raised it.
+#: Matches a line that says that the next traceback belongs to an exception that was caught. The
+#: process continues after such an exception.
 _CAUGHT = re.compile(
     r"^Exception ignored in|exception was never retrieved|^--- Logging error ---"
     r"|^Exception in (?:ASGI application|callback|thread)"
@@ -169,20 +167,20 @@ class LogLine:
     text: str
     #: Process that printed the line, such as `pid=812` or `[rank3]`, or an empty string.
     process: str
-    #: True if the line contains only information, a warning or a message about a retried operation,
-    #: and so reports no failure.
+    #: True if the line reports no failure, but only information, a warning or a retried operation.
     is_mention: bool
-    #: Number of the traceback if this line is the first line or the exception of a traceback,
-    #: otherwise 0. The tracebacks of a chain of exceptions have the same number.
+    #: Number of the traceback if this line is the first line of a traceback or its exception
+    #: message. Otherwise 0. The tracebacks of a chain of exceptions have the same number.
     traceback: int = 0
-    #: True if the exception of the traceback was caught and the process continued.
+    #: True if the line belongs to a traceback of an exception that was caught.
     is_caught: bool = False
 
 
 def read_lines(text: str) -> list[LogLine]:
-    """Return the lines of a log that are long enough to contain an error message.
+    """Return the lines of a log, without lines that are too short for an error message.
 
-    Each state of a progress bar counts as a line.
+    A progress bar is printed many times in one line. Each printed state counts as a line of its
+    own.
     """
     parsers: defaultdict[str, _TracebackParser] = defaultdict(partial(_TracebackParser, count(1)))
     #: Index of the last line of each process in `lines`.
@@ -198,7 +196,7 @@ def read_lines(text: str) -> list[LogLine]:
         traceback, message = parser.parse_line(message)
 
         # If a process prints "Retrying ..." after an error, the error was not fatal. So mark the
-        # previous line of the process as a line that only mentions an error.
+        # line with the error as a line without a failure.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:
@@ -220,20 +218,26 @@ def read_lines(text: str) -> list[LogLine]:
 
 
 def _split_prefix(raw: str) -> tuple[str, str]:
-    """Return the times, log levels and process names at the beginning of a line, and the rest."""
+    """Split a log line into its prefix and its message.
+
+    The prefix contains times, log levels and process names.
+    """
     match = _PREFIX.match(raw)
     end = match.end() if match else 0
     return raw[:end], raw[end:]
 
 
 class _TracebackParser:
-    """Finds tracebacks in the log lines of a process, which it receives one after the other."""
+    """Finds tracebacks in the log lines of one process.
+
+    The lines are passed to `parse_line` one after the other.
+    """
 
     def __init__(self, numbers: Iterator[int]) -> None:
         """
         Args:
-            numbers: Yields the number of each new traceback. The parsers of all processes of a log
-                share this iterator.
+            numbers: Yields the number for each new traceback. The parsers of all processes whose
+                lines are in the same log share this iterator.
         """
         #: True if the exception of the last traceback was caught.
         self.is_caught = False
@@ -252,9 +256,9 @@ class _TracebackParser:
             message: The line without the times, log levels and process names at its beginning.
 
         Returns:
-            Two values. The first is the number of a traceback if the line begins the traceback or
-            is its last line, the exception. The first value is 0 for other lines. The second value
-            is the message, or an empty string if the line is source code in a traceback.
+            - The number of the traceback if the line is the first line of a traceback or its
+              exception message, otherwise 0.
+            - The message, or an empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:
             if not self._is_chained:
@@ -283,15 +287,16 @@ class _TracebackParser:
 def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
     """Return the position in a log before which no error was fatal.
 
-    An error was not fatal if the training step advances at least STEPS_OF_SURVIVAL times after it.
+    An error was not fatal if at least STEPS_OF_SURVIVAL training steps are completed after the
+    error.
 
     Args:
-        steps: Position in the log and training step of each line, from the last line backwards.
-            The step is None if the line reports no step.
+        steps: Position in the log and training step of each line, from the last line backwards. The
+            step is None if the line reports no step.
 
     Returns:
-        The position of the line with the first of the last STEPS_OF_SURVIVAL advances, or 0 if the
-        step advances less often.
+        The position after which the log shows exactly STEPS_OF_SURVIVAL new steps, or 0 if the log
+        shows fewer steps.
     """
     advances = 0
     later_position = 0
@@ -318,17 +323,18 @@ def _step_in(message: str) -> int | None:
     return int(match.group(1)) if match is not None else None
 
 
-#: Number of bytes at the end of a log that are always searched completely.
+#: Number of bytes at the end of a log that are always searched for an error message.
 LOOKBACK_BYTES = 200_000
 #: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-#: Largest number of lines with a training step that are used. The search stops at this number.
+#: Largest number of lines with a training step that are used. The search for steps stops after this
+#: number of lines.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the middle part of a log. The middle part begins at
 #: the lines with the last training steps. It ends `LOOKBACK_BYTES` before the end of the log.
 _MIDDLE_BYTES = 600_000
-#: Largest number of similar log lines that are kept. Lines are similar if they are equal except for
+#: Largest number of similar log lines that are kept. Lines are similar if they differ only in their
 #: numbers.
 _MAX_SIMILAR_LINES = 100
 #: Length in characters after which a log line is cut.
@@ -337,10 +343,10 @@ _LINE_LENGTH = 500
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A log line that a rule matches, which may show the cause of a failure."""
+    """A log line that matches a rule and may show the cause of a failure."""
 
     rule: Rule
-    #: Index of the rule in the list of rules.
+    #: Position of the rule in the list of rules.
     order: int
     #: Index of the line in the log.
     index: int
@@ -351,7 +357,9 @@ class Cause:
 
     @property
     def line(self) -> str:
-        """The log line as it was printed. A long line is cut to the part around the match."""
+        """The log line as it was printed. Of a long line, only the part around the match is
+        returned.
+        """
         raw = self.log_line.raw
         match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0
@@ -361,7 +369,7 @@ class Cause:
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
-        """Sort key of the matches in a log. The match with the lowest key names the cause."""
+        """Sort key: among all matches in a log, the match with the lowest key names the cause."""
         role = self.rule.role
         return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
@@ -377,9 +385,9 @@ def find_cause(
     Args:
         text: The end of the component's log.
         rules: Rules in the order of their priority.
-        is_consequence: Returns True for a line, as it was printed, that reports a consequence of
-            the failure. Such lines and their tracebacks are ignored, except matches with the role
-            CAUSE. If None, no line is ignored.
+        is_consequence: Function that returns True if a line only reports a consequence of the
+            failure. Such a line and its traceback are ignored, unless a rule with the role CAUSE
+            matches the line. If None, no line is ignored.
     """
     matches = [*_find_matches(read_lines(text), rules)]
     if is_consequence is not None:
@@ -389,12 +397,12 @@ def find_cause(
 
 
 def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
-    """Yield the matches of all rules, at most one per rule and line.
+    """Yield the matches of all rules. A rule has at most one match in each line.
 
-    The first part of the log is skipped if the training continued after the errors in it.
+    If the training continued after an error, the part of the log up to this error is skipped.
     """
-    # Each rule searches the whole text once. For a log with many short lines, a separate search in
-    # each line would take seconds.
+    # Search the whole text once for each rule. In a log with many short lines, searching each line
+    # separately would take seconds.
     text = "\n".join(line.text for line in lines)
     starts = [0]
     for line in lines:
@@ -417,11 +425,11 @@ def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], boo
     """Return the matches without those that only report a consequence of the failure.
 
     If one line of a traceback reports a consequence, all matches in this traceback are omitted.
-    Matches with the role CAUSE are always kept.
+    Matches of rules with the role CAUSE are always kept.
 
     Args:
-        matches: The lines that a rule matched.
-        is_consequence: Returns True for a line, as it was printed, that reports a consequence.
+        matches: The log lines that match a rule.
+        is_consequence: Function that returns True if a line only reports a consequence.
     """
     lines: set[int] = set()
     tracebacks: set[int] = set()
@@ -439,14 +447,14 @@ def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], boo
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches without errors that the process survived.
+    """Yield the matches, except errors after which the process continued.
 
-    A process has survived an error if it prints another traceback later. For example, a worker
-    often logs an error, continues, and later fails with another error. Matches with the role CAUSE
-    are always kept.
+    A process has continued after an error if it prints another traceback later. For example, a
+    worker often logs an error, continues, and later fails with another error. Matches of rules with
+    the role CAUSE are always kept.
     """
-    #: Number of the last traceback whose exception was not caught. The keys are the process that
-    #: printed the traceback, and the role of the rule that matched it.
+    #: Mapping from a process and the role of a rule to the number of the last traceback that the
+    #: process printed and the rule matched. Tracebacks of caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -456,7 +464,7 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
             key = (line.process, role)
             last_tracebacks[key] = max(last_tracebacks.get(key, 0), line.traceback)
 
-    #: Index of the first matching line of each traceback, by the number of the traceback.
+    #: Mapping from the number of a traceback to the index of its first matching line.
     first_lines: dict[int, int] = {}
     for match in matches:
         number = match.log_line.traceback
@@ -471,8 +479,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
 def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
     """Yield the matches, except general exceptions that only report another failure.
 
-    An exception is omitted if a rule with the role CASCADE or WRAPPER matches in the same line or
-    traceback.
+    An exception is omitted if its line or traceback also matches a rule with the role CASCADE or
+    WRAPPER.
     """
     consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {match.index for match in consequences}
@@ -498,23 +506,23 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
 
 
 def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> str:
-    """Return the part of a log in which the cause of a failure can be.
+    """Return the part of a log that may show the cause of a failure.
 
-    This part begins at the last training steps and ends at the end of the log. It can be long,
-    because many ranks may write a traceback after the cause. Of many similar lines, only some are
-    therefore returned.
+    This part begins at the last training steps and ends at the end of the log. If it is long, only
+    some of many similar lines are returned.
 
-    If the log shows no training steps, only the end of the log is returned. There is one exception:
-    if the end shows only consequences of another failure, earlier lines are returned as well.
+    If the log shows no training steps, only the end of the log is returned. Earlier lines are added
+    if the end shows only consequences of another failure.
 
     Args:
         log: The log file.
-        since: Size that the log had at one of the last training steps, in bytes, or 0 if unknown.
+        since: Size of the log in bytes at the time of one of the last training steps, or 0 if
+            unknown.
         until: Position in bytes at which reading ends, or None for the end of the log.
 
     Returns:
-        At least the end of the log, or an empty string if it cannot be read. Bytes that are not
-        valid UTF-8 are replaced.
+        At least the end of the log, or an empty string if the log cannot be read. Bytes that are
+        not valid UTF-8 are replaced.
     """
     try:
         with log.open("rb") as f:
@@ -542,7 +550,7 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
 
 
 def _decode(data: bytes) -> str:
-    """Return the text of a part of a log, without the zeros of a hole (see `log_bound`)."""
+    """Return a part of a log as text, without zero bytes from deleted parts (see `log_bound`)."""
     return ZEROS.sub(b"\n", data).decode("utf-8", errors="replace")
 
 
@@ -561,15 +569,16 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         begin: Offset in bytes at which the search ends.
 
     Yields:
-        The offset of the line, and its step or None if it reports no step.
+        The offset of the line, and the training step in the line. The step is None if the line
+        reports no step.
     """
     while end > begin:
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # The chunks are read from the end of the file to its beginning. If the first line begins
-        # before this chunk, it is read with the next chunk, which ends where this line ends. A line
-        # that is longer than a chunk is skipped.
+        # Read chunks from the end of the file to its beginning. If the first line of a chunk is
+        # incomplete, the next chunk ends with this line and so contains the whole line. A line that
+        # is longer than a chunk is skipped.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}
@@ -589,9 +598,10 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
 
 
 def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
-    """Return the last lines of a part of a log, with at most 100 similar lines of each kind.
+    """Return the last lines of a part of a log, with at most 100 lines of each group of similar
+    lines.
 
-    Lines are similar if they are equal except for numbers.
+    Lines are similar if they differ only in their numbers.
     """
     similar_lines: Counter[int] = Counter()
     kept: deque[bytes] = deque()
@@ -604,8 +614,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
         if b"\n" in chunk:
             complete, _, incomplete_line = data.rpartition(b"\n")
         else:
-            # The chunk contains no newline, so its line is longer than a chunk. Treat each chunk of
-            # this line as a separate line.
+            # The chunk contains no newline, so it is part of a line that is longer than a chunk.
+            # Treat each chunk of such a line as a line of its own.
             complete = data
             incomplete_line = b""
 
@@ -618,20 +628,21 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # Return the incomplete last line, too. The offset `end` can be in the middle of a line, and the
-    # caller appends the rest of the log, which begins at that offset.
+    # Return the incomplete last line, too: `end` can be in the middle of a line. The caller appends
+    # the part of the log after `end`, so the line becomes complete.
     return b"".join(kept) + incomplete_line
 
 
-#: Matches a line that shows one state of a progress bar, as tqdm writes it. The group is the text
-#: before the percentage, which names the bar. Example: `Epoch 1:  45%|###   | 9/20 [00:03<00:04]`
+#: Matches a line with one state of a progress bar, as tqdm writes it. The group in the pattern
+#: matches the name of the bar, which is the text before the percentage. Example: `Epoch 1:  45%|###
+#: | 9/20 [00:03<00:04]`
 _PROGRESS_BAR = re.compile(r"([^%]{0,120}?)\d{1,3}(?:\.\d+)?%.{0,200}\d+/\d+ *\[")
 
 
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
     """Return the last lines of a text that are not blank.
 
-    Of a progress bar, only the last of several successive states is returned.
+    If successive lines show states of the same progress bar, only the last state is returned.
 
     Args:
         text: The text.

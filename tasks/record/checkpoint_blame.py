@@ -19,29 +19,30 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.failure_kinds import CheckpointBlame, FailureKind
 from tasks.spec.run import RunSpec
 
-#: Name of the rule in `cause_rules.toml` that recognises the error message of a trainer about an
+#: Name of the rule in `cause_rules.toml` that matches the error message of a trainer which loads an
 #: incomplete checkpoint.
 CUT_SHORT = "checkpoint-cut-short"
-#: Largest number of consecutive attempts whose failures Muster attributes to their checkpoints. If
-#: more attempts in a row fail with their checkpoints, the cause is something else.
+#: If more consecutive attempts than this fail to load their checkpoints, Muster assumes that the
+#: checkpoints are not the cause.
 _MAX_BLAMED_IN_A_ROW = 3
-#: Signals that another process usually sends. A trainer that is killed by another signal, such as
-#: SIGSEGV, has itself caused the signal.
+#: Signals that usually come from another process. If a trainer dies from a different signal, such
+#: as SIGSEGV, the trainer itself caused the failure.
 _OUTSIDE_SIGNALS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
-#: If the run spec has no key `progress`, Muster assumes that an attempt has loaded its checkpoint
-#: after this number of seconds.
+#: Longest assumed time in seconds for loading a checkpoint. Used if the run spec has no key
+#: `progress`.
 _LOADS_WITHIN_S = 120.0
-#: Number of frames at the end of a traceback that are searched for the words in `_LOADING`.
+#: Number of innermost frames of a traceback that are searched for the words in `_LOADING`.
 _INNER_FRAMES = 3
 
-#: Matches words in a traceback or an error message that occur if a checkpoint cannot be loaded.
+#: Matches words that occur in an error message or traceback about a checkpoint that cannot be
+#: loaded.
 _LOADING = re.compile(
     r"checkpoint|ckpt|state_dict|resum|restor|torch\.load|load_state|deserializ|unpickl"
     r"|PytorchStream|safetensor|EOFError|invalid load key|central directory|BadZipFile"
     r"|zip (?:file|archive)|trainer_state|size mismatch|magic number",
     re.IGNORECASE,
 )
-#: Matches words in an error message that show another cause than a damaged checkpoint.
+#: Matches words in an error message that show a different cause than a damaged checkpoint.
 _OTHER_CAUSE = re.compile(
     r"No CUDA GPUs|CUDA (?:driver|error|initialization)|CUDA_ERROR|NCCL|out of memory"
     r"|Address already in use|Connection (?:refused|reset|aborted)|Name or service not known"
@@ -57,28 +58,31 @@ _FRAME = re.compile(r'^\s*File "[^"]*"')
 
 
 class Blame(Enum):
-    """Answer to the question whether an attempt failed because of the checkpoint that it loaded."""
+    """Result of the check whether an attempt failed because of the checkpoint that the attempt
+    loaded.
+    """
 
-    #: The checkpoint is not the cause: the attempt did not fail, completed a training step, or
+    #: The checkpoint is not the cause. The attempt did not fail, completed a training step, or
     #: failed for another reason.
     NONE = "none"
     #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
-    #: second attempt with the same checkpoint fails in this way, the second attempt gets the value
-    #: `GIVEN_UP`.
+    #: second attempt fails in the same way with the same checkpoint, its value is `GIVEN_UP`.
     SUSPECTED = "suspected"
-    #: The attempt died or hung while it loaded the checkpoint. No later attempt starts from this
-    #: checkpoint.
+    #: The attempt died or stopped responding while it loaded the checkpoint. No later attempt
+    #: starts from this checkpoint.
     GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedCheckpoint:
-    """A checkpoint that an attempt could not load, and from which no later attempt should start."""
+    """A checkpoint that an attempt could not load. No later attempt should start from this
+    checkpoint.
+    """
 
     #: Path or URL.
     path: str
-    #: Hash of the checkpoint's files at the start of the attempt that could not load them. An empty
-    #: string if the record of the attempt has no hash.
+    #: Hash of the checkpoint's files when the attempt started. Empty if the record of the attempt
+    #: has no hash.
     signature: str
     #: Number of the attempt that could not load the checkpoint.
     attempt: int
@@ -91,10 +95,9 @@ class RejectedCheckpoint:
 def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Blame]:
     """Return for each attempt whether the attempt failed because of its checkpoint.
 
-    The value `GIVEN_UP` means that no later attempt starts from this checkpoint. So for each
-    checkpoint, at most one attempt gets this value. If consecutive attempts fail with more than
-    three different checkpoints, the checkpoints are not the cause. All these attempts then get the
-    value `NONE`.
+    For each checkpoint, at most one attempt gets the value `GIVEN_UP`. If consecutive attempts fail
+    with more than three different checkpoints, the checkpoints are not the cause. All these
+    attempts then get the value `NONE`.
     """
     blames: list[Blame] = []
     suspected: set[str] = set()
@@ -127,7 +130,7 @@ def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Bla
 
 
 def find_given_up(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[RejectedCheckpoint]:
-    """Return the checkpoints that an attempt could not load. No later attempt should load them.
+    """Return the checkpoints that an attempt could not load and that no later attempt should load.
 
     Args:
         spec: The spec of the run.
@@ -150,10 +153,9 @@ def find_attempts_failed_by_checkpoint(
 ) -> list[AttemptRecord]:
     """Return the attempts that failed because of their checkpoint.
 
-    Such an attempt does not count against the limit `attempts` in the key `retry` of the run spec.
-    There is one exception: an attempt that reached its time limit counts, because it occupied its
-    GPUs for hours. If the run spec has the key `progress`, the result also contains attempts
-    whose checkpoint is only suspected (`Blame.SUSPECTED`).
+    These attempts do not count against the limit in the spec key `retry.attempts`, except an
+    attempt that reached its time limit. If the run spec has the key `progress`, the result also
+    contains attempts whose checkpoint is only suspected (`Blame.SUSPECTED`).
     """
     blames = blame_attempts(spec, attempts)
     return [
@@ -169,7 +171,7 @@ def find_attempts_failed_by_checkpoint(
 def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
     """Return whether the checkpoint of an attempt is the cause of the attempt's failure.
 
-    The other attempts of the run are not taken into account.
+    Only this attempt is checked, without the other attempts of the run.
     """
     failure = attempt.failure
     if failure is None or not attempt.checkpoint or _has_made_step(spec, attempt):
@@ -186,7 +188,7 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         if not is_silent:
             return Blame.NONE
         # The attempt hung while the ranks of the training waited for each other. The cause may be
-        # the network, and not the checkpoint.
+        # the network instead of the checkpoint.
         is_collective = _COLLECTIVE.search(failure.message) is not None
         return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
     can_be_damaged = failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_DIED
@@ -200,7 +202,7 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
 
 
 def _is_hung(failure: Failure | None) -> bool:
-    """Return True if the kind of failure means that the attempt stopped making progress."""
+    """Return True if the attempt failed because it made no progress for too long."""
     return (
         failure is not None and failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_HUNG
     )
@@ -218,19 +220,19 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
         loaded_step = read_step(Path(attempt.checkpoint).name)
     if loaded_step is None:
         return True
-    # A trainer that evaluates before it trains may report the step of its checkpoint again. Such a
+    # A trainer that runs an evaluation first may report the step of its checkpoint again. This
     # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
-    # A step below the step of the checkpoint has two possible reasons. If the step comes from an
-    # HTTP server, the server may still report a step from before the restart, which proves nothing.
-    # Otherwise, the trainer counts its steps from zero after each start, so it has made a step.
+    # The reported step is below the step of the checkpoint. A report of an HTTP server may be from
+    # before the restart, so the report proves nothing. In all other cases, the trainer counts its
+    # steps from zero after each start, so the trainer has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 
 
 def _shows_loading(attempt: AttemptRecord) -> bool:
-    """Return True if the error message of an attempt is about loading its checkpoint."""
+    """Return True if the error message of an attempt says that loading the checkpoint failed."""
     text = _error_text(attempt)
     name = Path(attempt.checkpoint or "").name
     return _LOADING.search(text) is not None or (bool(name) and name in text)
@@ -243,8 +245,7 @@ def _names_other_cause(attempt: AttemptRecord) -> bool:
 def _error_text(attempt: AttemptRecord) -> str:
     """Return the last frames of the traceback of an attempt, and the message of its failure.
 
-    Paths of source files are omitted, because the name of a folder or file may contain one of the
-    searched words by chance.
+    Paths of source files are omitted, because a path may contain a searched word by chance.
     """
     failure = attempt.failure
     if failure is None:
@@ -269,19 +270,19 @@ def match_given_up(
     signature: str,
     best_later_steps: Mapping[int, float],
 ) -> RejectedCheckpoint | None:
-    """Return the entry of `given_up` for a checkpoint that should not be loaded again, or None.
+    """Return the entry of `given_up` for a checkpoint, or None if the checkpoint may be loaded.
 
     Args:
         given_up: Checkpoints that attempts could not load.
         path: Path of the checkpoint.
         signature: Hash of the checkpoint's present files.
-        best_later_steps: For each attempt number, the highest training step that attempts with a
-            larger number have reached. Only used for an entry without a hash: if later attempts
-            have reached the step of the checkpoint, they have saved the checkpoint again.
+        best_later_steps: Mapping from an attempt number to the highest training step of all later
+            attempts. Used only for an entry without a hash: if a later attempt has reached the step
+            of the checkpoint, that attempt has saved the checkpoint again.
 
     Returns:
-        The entry. None if no attempt failed to load the checkpoint, or if the checkpoint was saved
-        again afterwards.
+        The entry, or None if no attempt failed to load the checkpoint. Also None if the checkpoint
+        was saved again after the failure.
     """
     for entry in given_up:
         if entry.path != str(path):

@@ -22,7 +22,7 @@ from tasks.record.disk import json_text, replace_file
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
 
-#: Largest number of bytes at the end of an event log that are searched for training steps.
+#: The search for training steps reads at most this number of bytes at the end of an event log.
 _EVENTS_BYTES = 4 << 20
 #: Largest assumed difference between the clocks of a file server and of this machine, in seconds.
 _CLOCK_SLACK_S = 2.0
@@ -30,12 +30,13 @@ _CLOCK_SLACK_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """Another run that writes its checkpoints to the same folder as this run at the same time."""
+    """Another run that writes its checkpoints to the same folder at the same time as this run."""
 
     place: RunPlace
     #: Time at which the other run began to use the folder, in UTC epoch seconds.
     since: float
-    #: End of the other run in UTC epoch seconds. Infinite if that run has not ended.
+    #: Time at which the other run ended, in UTC epoch seconds. Infinite if the other run is still
+    #: active.
     until: float
 
     @property
@@ -48,9 +49,9 @@ class Rival:
 
 
 def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.time) -> None:
-    """Create a file that says that a run writes its checkpoints to a folder.
+    """Create a file which records that a run writes its checkpoints to a folder.
 
-    If such a file for the run and the folder exists already, nothing is changed.
+    An existing file for the same run and folder is not changed.
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.
@@ -73,8 +74,8 @@ def find_rivals(folder: str, run_id: str) -> list[Rival]:
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.
-        run_id: Id of the run. The result is empty if `claim_folder` was not called for this run
-            and this folder.
+        run_id: Id of the run. If `claim_folder` was not called for this run and this folder, the
+            result is empty.
     """
     claims = {claim_id: since for claim_id, since in _read_claims(folder)}
     own_since = claims.pop(run_id, None)
@@ -89,7 +90,8 @@ def find_rivals(folder: str, run_id: str) -> list[Rival]:
 
 
 def why_of_rival(checkpoint: Checkpoint, own: RunPlace, rivals: Sequence[Rival]) -> str:
-    """Return the reason why a checkpoint may belong to another run than this run.
+    """Return why a checkpoint may belong to another run, or an empty string if it belongs to this
+    run.
 
     A checkpoint belongs to the run whose reported steps are nearest to the step of the checkpoint.
 
@@ -99,7 +101,7 @@ def why_of_rival(checkpoint: Checkpoint, own: RunPlace, rivals: Sequence[Rival])
         rivals: Other runs that wrote checkpoints to the same folder.
 
     Returns:
-        The text for the user, or an empty string if the checkpoint belongs to this run.
+        A text for the user.
     """
     for rival in rivals:
         began = rival.since - _CLOCK_SLACK_S
@@ -123,7 +125,7 @@ def _claims_of(folder: str) -> Path:
 
 
 def _read_claims(folder: str) -> Iterator[tuple[str, float]]:
-    """Yield the id of each run that uses a folder, and the time of the call of `claim_folder`.
+    """Yield the id of each run that uses a folder, and the time at which the run began to use it.
 
     The time is in UTC epoch seconds.
     """
@@ -145,9 +147,9 @@ def _end_of(place: RunPlace) -> float:
 
 
 def _find_steps(place: RunPlace, since: float, until: float) -> tuple[float, float] | None:
-    """Return the lowest and the highest step that a run reported in a period of time.
+    """Return the lowest and the highest training step that a run reported in a period of time.
 
-    The last step before the period counts, too.
+    The last step that was reported before the period counts as well.
 
     Args:
         place: Directory of the run.

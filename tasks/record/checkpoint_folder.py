@@ -52,52 +52,55 @@ _POINTER_NAMES = frozenset(
     | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
-#: End of the reason why it is unknown whether a checkpoint is complete.
+#: End of the message for a checkpoint that may still be incomplete.
 _NOT_CONFIRMED = "so it is unknown whether this checkpoint is complete until there is a newer one"
-#: Largest number of tries to list a folder. A try fails if files disappear during the listing.
+#: Largest number of tries to list a folder. A try fails if a file is deleted while the folder is
+#: listed.
 _RACES_AT_MOST = 5
-#: Largest size in bytes of a pointer file, which names the newest checkpoint. A larger file with
-#: the name of a pointer file is not read.
+#: Largest size of a pointer file in bytes. A pointer file contains the name of the newest
+#: checkpoint. Larger files are not read as pointer files.
 _POINTER_BYTES = 4096
-#: Names of checkpoints, with `#` for a number. The trainers that use these names write a pointer
-#: file after each checkpoint. So if the pointer file is missing, the newest checkpoint with such a
-#: name may be incomplete, even if it is old.
+#: Names of checkpoints, with `#` in place of a number. Trainers that use these names write a
+#: pointer file after each checkpoint. If the pointer file is missing, the newest checkpoint with
+#: one of these names may be incomplete.
 _POINTED_AT = ("global_step_#", "iter_#")
 #: Suffixes of files that contain tensors or other state of a training.
 _STATE_SUFFIXES = frozenset(
     {".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".safetensors", ".pkl", ".pickle", ".tar"}
     | {".zip", ".h5", ".hdf5", ".keras", ".msgpack", ".nemo", ".distcp", ".model", ".state"}
 )
-#: Suffixes of files that inference programs load, too. A numbered folder with no other files may be
-#: an exported model, from which a training cannot resume.
+#: Suffixes of files that inference programs load, too. A folder that contains only such files may
+#: be an exported language model, from which a training cannot resume.
 _EXPORT_SUFFIXES = frozenset({".safetensors", ".bin", ".model", ".zip", ".nemo", ".keras"})
-#: Suffixes of files that may be the whole checkpoint of a small training.
+#: Suffixes of files that may be the whole checkpoint of a small training, such as a JSON file.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
-#: A checkpoint of an unknown format is incomplete if one of its files is too small. The file is too
-#: small if it has less than this share of the size that the same file has in all other checkpoints.
+#: Smallest permitted size of a file, relative to the size of the same file in the other
+#: checkpoints. If a file is smaller, the checkpoint is incomplete. Used only for checkpoints of an
+#: unknown format.
 _SMALLEST_SHARE = 0.5
-#: Matches names of JSON files with results. A checkpoint without these files is not incomplete,
-#: because many trainers write them only for some checkpoints.
+#: Matches names of JSON files with results. Many trainers write these files only for some
+#: checkpoints, so a checkpoint without them can be complete.
 _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
-#: Matches names of files of which each rank writes one.
+#: Matches names of files that are written once per rank.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")
-#: Suffix of a file next to a checkpoint of NeMo. NeMo removes the file when the checkpoint is
-#: complete.
+#: Suffix of a file that NeMo creates next to a checkpoint. NeMo removes the file when the
+#: checkpoint is complete.
 _UNFINISHED_SUFFIX = "-unfinished"
 
 
 class Completeness(Enum):
-    """Answer to the question whether all files of a checkpoint were saved completely."""
+    """Result of the check whether all files of a checkpoint were saved completely."""
 
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
-    #: Nothing shows yet that the checkpoint is complete. The trainer may still be writing it.
+    #: It is not known yet whether the checkpoint is complete. The trainer may still be writing
+    #: files.
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint, as it was when its folder was listed."""
+    """A checkpoint with its state at the time when its folder was listed."""
 
     path: CheckpointPath
     #: Files and folders of the checkpoint. There are several if each rank writes its own file.
@@ -108,11 +111,12 @@ class Checkpoint:
     changed_at: float
     #: Hash that changes if the checkpoint is written again.
     signature: str
-    #: Inode change times (ctime) of the checkpoint's files, in nanoseconds since the epoch: the
-    #: earliest and the latest.
+    #: Earliest and latest inode change time (ctime) of the checkpoint's files, in nanoseconds since
+    #: the epoch.
     inode_changes_ns: tuple[int, int]
     completeness: Completeness
-    #: Evidence that the checkpoint is complete, or the reason why it is not known to be complete.
+    #: Text for the user: evidence that the checkpoint is complete, or the reason why it may be
+    #: incomplete.
     reason: str
 
     @property
@@ -121,17 +125,18 @@ class Checkpoint:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key by which the newest checkpoint is the last."""
+        """Sort key that puts the newest checkpoint last."""
         return (-1 if self.step is None else self.step, self.changed_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints in one folder, or those that one pattern matches."""
+    """The checkpoints in one folder, or the checkpoints that match one pattern."""
 
     #: Checkpoints in ascending order of their steps.
     checkpoints: tuple[Checkpoint, ...] = ()
-    #: Files and folders that are no checkpoints of the training: pairs of the path and the reason.
+    #: Other files and folders, which are no checkpoints of the training. Each pair has the path and
+    #: the reason.
     others: tuple[tuple[CheckpointPath, str], ...] = ()
     #: Remarks for the user about pointer files that do not name the newest complete checkpoint.
     notes: tuple[str, ...] = ()
@@ -143,7 +148,10 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pointer:
-    """A pointer: a file or symbolic link in which a trainer names its last complete checkpoint."""
+    """A file or symbolic link in which a trainer stores the name of its last checkpoint.
+
+    The named checkpoint is complete.
+    """
 
     name: str
     #: Text of the file, or target of the symbolic link.
@@ -177,8 +185,7 @@ class _Candidate:
     def rank(self) -> int:
         """Number that says how likely this file or folder is a checkpoint: 0 is the most likely.
 
-        Of the files and folders in one folder, only those with the lowest number count as
-        checkpoints.
+        Only the files and folders with the lowest number in their folder count as checkpoints.
         """
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0
@@ -191,15 +198,15 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
     """List the checkpoints that a component writes.
 
     Args:
-        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them. It
-            may be a URL such as `s3://bucket/folder`.
+        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them. URLs
+            such as `s3://bucket/folder` are allowed.
         root: Directory from which a relative path starts.
-        is_running: True if the trainer may still be writing. Its newest checkpoint is then
-            complete only if its content or a pointer file proves that.
+        is_running: True if the trainer may still be writing. The newest checkpoint is then complete
+            only if its content or a pointer file proves that all files were saved.
 
     Raises:
-        OSError: The folder cannot be read. A folder that does not exist has no checkpoints. For a
-            URL, the error is a `StoreError`.
+        OSError: The folder cannot be read. A missing folder is no error: it has no checkpoints. For
+            a URL, the error is a `StoreError`.
     """
     for is_last_try in (*[False] * _RACES_AT_MOST, True):
         path = parse_checkpoint_path(written, root)
@@ -213,8 +220,8 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
             candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
             return _judge([candidate], [], is_running=is_running)
         except (FileNotFoundError, NotADirectoryError):
-            # A trainer removed a file during the listing, so the folder is listed again. After the
-            # last try, the error is raised: an empty list would mean that there are no checkpoints.
+            # A trainer deleted a file while the folder was listed, so list the folder again. After
+            # the last try, raise the error: an empty list would mean that there are no checkpoints.
             if is_last_try:
                 raise
     raise AssertionError
@@ -238,21 +245,23 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
     paths = list_entries(folder)
     pointers = [pointer for path in paths if (pointer := _read_pointer(path)) is not None]
     for pointer in pointers:
-        # A pointer file may name a checkpoint in a subfolder. That subfolder is listed, too.
+        # A pointer file may contain the name of a checkpoint in a subfolder. List that subfolder,
+        # too.
         subfolder = (folder / pointer.text).parent
         if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
             paths += [path for path in list_entries(subfolder) if path not in paths]
     candidates = [*_read_candidates(paths)]
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
-        # Add the checkpoint that a pointer file names, if its own name does not show that it is a
-        # checkpoint. An example is `release`, a name without a step.
+        # Add the checkpoint that a pointer file names, even if its name does not look like that of
+        # a checkpoint. An example is `release`, a name without a step.
         target = folder / pointer.target
         if target != folder and target.exists() and target.name not in known_names:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
             known_names.add(target.name)
     if not any(candidate.content.is_folder for candidate in candidates):
-        # Some trainers always write to the same files. The folder itself is then the checkpoint.
+        # Some trainers overwrite the same files each time. The folder itself is then the
+        # checkpoint.
         own = _read_candidate(Content.read(folder), NameKind.CHECKPOINT)
         if own.verdict.is_training_state and _is_flat(own.content):
             return _judge([own], [], is_running=is_running)
@@ -260,7 +269,9 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
 
 
 def _is_flat(content: Content) -> bool:
-    """Return True if a folder itself, and not one of its subfolders, is a checkpoint."""
+    """Return True if a folder itself is a checkpoint, instead of a folder that contains
+    checkpoints.
+    """
     top = {name for name in content.names if "/" not in name}
     return any(name == ".metadata" or classify_name(name) is NameKind.NUMBERED for name in top) or (
         bool(top & {"trainer_state.json", "_CHECKPOINT_METADATA", "common.pt", "optimizer.bin"})
@@ -268,7 +279,7 @@ def _is_flat(content: Content) -> bool:
 
 
 def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Yield each path whose file name shows that it is no checkpoint, and the reason."""
+    """Yield each path whose name shows that the file or folder is no checkpoint, and the reason."""
     for path in paths:
         if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
             continue
@@ -287,8 +298,8 @@ def _read_candidates(
 
     Args:
         paths: Paths of the files and folders.
-        is_pattern: True if a pattern of the user matched the paths. Checkpoints that match such a
-            pattern may have any name.
+        is_pattern: True if the paths match a pattern that the user wrote. A checkpoint may then
+            have any name.
     """
     kinds = {
         path: classify_name(path.name)
@@ -316,11 +327,11 @@ def _read_candidates(
 
 
 def _is_candidate(candidate: _Candidate, *, is_pattern: bool) -> bool:
-    """Return True if a file or folder may be a checkpoint according to its name and content.
+    """Return True if the name and the content of a file or folder can be those of a checkpoint.
 
     Args:
         candidate: The file or folder.
-        is_pattern: True if a pattern of the user matched the path.
+        is_pattern: True if the path matches a pattern that the user wrote.
     """
     is_training_state = candidate.verdict.is_training_state
     has_state_suffix = candidate.content.path.suffix in _PLAIN_SUFFIXES
@@ -342,7 +353,7 @@ def _read_candidate(content: Content, kind: NameKind) -> _Candidate:
 
 
 def _read_pointer(path: CheckpointPath) -> _Pointer | None:
-    """Return which checkpoint a pointer file or symbolic link names, or None for other files.
+    """Return the checkpoint that a pointer file or symbolic link names, or None for other files.
 
     Raises:
         StoreError: The store of the checkpoints did not answer.
@@ -369,14 +380,14 @@ def _judge(
     is_pattern: bool = False,
     others: Iterable[tuple[CheckpointPath, str]] = (),
 ) -> Listing:
-    """Decide which candidates are checkpoints, and which of these are complete.
+    """Decide which candidates are checkpoints, and which of these checkpoints are complete.
 
     Args:
         candidates: Files and folders that may be checkpoints.
-        pointers: Pointer files in the same folder.
+        pointers: Pointer files in the same folder. They contain the name of the newest checkpoint.
         is_running: True if the trainer may still be writing.
-        is_pattern: True if a pattern of the user matched the candidates.
-        others: Paths that are no checkpoints according to their names, with the reason.
+        is_pattern: True if the candidates match a pattern that the user wrote.
+        others: Paths whose names show that they are no checkpoints, each with the reason.
     """
     best_rank = min((candidate.rank for candidate in candidates), default=0)
     chosen = sorted(
@@ -424,7 +435,7 @@ def _judge(
 
 
 def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
-    """Return the reason why a checkpoint is incomplete, or an empty string.
+    """Return the reason why a checkpoint is incomplete, or an empty string if it seems complete.
 
     The content of the checkpoint is checked, and then compared with the other checkpoints.
 
@@ -454,10 +465,10 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
 
 
 def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
-    """Return which file a checkpoint lacks in comparison with others, or an empty string.
+    """Return a text about a file that other checkpoints have and this checkpoint lacks.
 
-    Even an old checkpoint can be incomplete: a trainer may have been killed while it removed the
-    checkpoint.
+    The result is an empty string if no file is missing. Old checkpoints are compared as well,
+    because a trainer may have been killed while it deleted an old checkpoint.
 
     Args:
         candidate: The checkpoint.
@@ -509,10 +520,10 @@ def _is_description(name: str) -> bool:
 
 
 def _key_of(content: Content, name: str) -> str:
-    """Return a key with which the same file is recognised in two checkpoints of a folder.
+    """Return a key that is equal for the same file in two checkpoints of a folder.
 
-    The key is the path without its numbers, such as the step. For a checkpoint that is a single
-    file, the key is the suffix of the file.
+    The key is the path of the file without numbers, because the numbers may be training steps. If
+    the checkpoint is a single file, the key is the suffix of the file.
 
     Args:
         content: The checkpoint that contains the file.
@@ -522,9 +533,9 @@ def _key_of(content: Content, name: str) -> str:
 
 
 def _sizes_by_name(content: Content) -> dict[str, int]:
-    """Return the smallest size in bytes of the files of each kind in a checkpoint.
+    """Return the size in bytes of the smallest file of each kind in a checkpoint.
 
-    The keys of the result are those that `_key_of` returns. Only files that contain state of the
+    The result is a mapping from the keys that `_key_of` returns. Only files with state of the
     training are taken into account.
     """
     sizes: dict[str, int] = {}
@@ -544,15 +555,17 @@ def _confirm(
     is_running: bool,
     is_pattern: bool,
 ) -> tuple[Completeness, str]:
-    """Return whether a checkpoint without missing files is complete, and the evidence for it.
+    """Return whether a checkpoint without missing files is complete, and the evidence for this
+    result.
 
     Args:
         candidate: The checkpoint.
-        pointer: Pointer file with the last complete checkpoint, or None if there is no such file.
+        pointer: Pointer file with the name of the last complete checkpoint, or None if there is
+            none.
         chosen: All checkpoints of the folder.
         newer: The next newer checkpoint, or None if `candidate` is the newest.
         is_running: True if the trainer may still be writing; see `list_checkpoints`.
-        is_pattern: True if a pattern of the user matched the checkpoints.
+        is_pattern: True if the checkpoints match a pattern that the user wrote.
     """
     if candidate.verdict.proof:
         return Completeness.COMPLETE, candidate.verdict.proof
@@ -601,8 +614,8 @@ def _find_best_pointer(
 ) -> _Pointer | None:
     """Return the pointer file that names the newest existing checkpoint.
 
-    Return None if there is no pointer file. If no pointer file names an existing checkpoint, return
-    the pointer file with the highest step.
+    If no pointer file names an existing checkpoint, the pointer file with the highest step is
+    returned. The result is None if there is no pointer file.
     """
 
     def order(pointer: _Pointer) -> tuple[bool, int]:
@@ -618,7 +631,10 @@ def _find_best_pointer(
 def _note_pointers(
     pointers: Sequence[_Pointer], checkpoints: Sequence[Checkpoint]
 ) -> Iterator[str]:
-    """Yield a remark for each pointer file that does not name the newest complete checkpoint."""
+    """Yield a remark for the user about each pointer file with the name of a wrong checkpoint.
+
+    Each pointer file should name the newest complete checkpoint.
+    """
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     if not complete:
         return

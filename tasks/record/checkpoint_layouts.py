@@ -22,7 +22,7 @@ from tasks.record.checkpoint_paths import CheckpointPath, StorePath, walk_files
 from tasks.record.checkpoint_store import call_in_parallel, suppress_file_errors
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
 
-#: Largest number of files of one checkpoint that are checked. Further files are ignored.
+#: Largest number of files that are checked in one checkpoint. Further files are ignored.
 _FILES_AT_MOST = 20_000
 #: Largest assumed difference between the clocks of the machines that write one checkpoint, in
 #: nanoseconds.
@@ -38,10 +38,10 @@ _WORLD_RANK = re.compile(r"(?P<head>.*?world_size_)(?P<count>\d+)_rank_(?P<numbe
 _RANK = re.compile(
     r"(?P<head>.*?(?:rank|mp_rank|rng_state|random_states)_?)(?P<number>\d+)(?P<tail>.*)"
 )
-#: Matches the name of a shard that `save_pretrained` of Hugging Face writes. If there are several
-#: shards, `save_pretrained` also writes an index file.
+#: Matches the name of a shard that `save_pretrained` of Hugging Face writes. A checkpoint with
+#: several shards also has an index file.
 _HF_SHARD = re.compile(r"(?:pytorch_model|model)-\d{5}-of-(?!00001)\d{5}\.(?:safetensors|bin)")
-#: Keys under which trainers store the training step in a pickle, in the order of their priority.
+#: Keys of the training step in a pickle file. The first key that exists is used.
 _STEP_KEYS = ("global_step", "iteration", "step", "global_steps", "iter", "iter_num", "num_steps")
 
 
@@ -52,8 +52,8 @@ class FileFacts:
     size_bytes: int
     #: Time of the last change of the file's content (mtime), in nanoseconds since the epoch.
     changed_ns: int
-    #: Time of the last change of the file's inode (ctime), in nanoseconds since the epoch. Unlike
-    #: `changed_ns`, a program cannot set this time.
+    #: Time of the last change of the file's inode (ctime), in nanoseconds since the epoch. Programs
+    #: can set `changed_ns` to any value, but not this time.
     inode_changed_ns: int
     inode: int
 
@@ -64,8 +64,8 @@ class Content:
 
     #: Path of the checkpoint: a folder, a file, or the first of several files of different ranks.
     path: CheckpointPath
-    #: Facts about each file, by its path relative to `root`. The value is None for a symbolic link
-    #: to a missing file.
+    #: Mapping from the path of each file, relative to `root`, to the facts about the file. The
+    #: value is None for a symbolic link to a missing file.
     files: Mapping[str, FileFacts | None]
     #: Folder from which the paths in `files` start.
     root: CheckpointPath
@@ -77,7 +77,8 @@ class Content:
 
         Args:
             path: Path of the checkpoint.
-            parts: All files of the checkpoint if it consists of several files outside of a folder.
+            parts: All files of the checkpoint, if the checkpoint is a group of files without a
+                folder of its own.
 
         Raises:
             OSError: The checkpoint cannot be listed.
@@ -96,7 +97,9 @@ class Content:
 
     @property
     def paths(self) -> tuple[CheckpointPath, ...]:
-        """Paths of the checkpoint: its folder, or its files if they have no folder of their own."""
+        """Path of the checkpoint's folder, or paths of its files if the checkpoint has no folder of
+        its own.
+        """
         if self.is_folder:
             return (self.path,)
         return tuple(self.root / name for name in self.files)
@@ -116,7 +119,7 @@ class Content:
 
     @property
     def changed_at(self) -> float:
-        """Time of the last change of a file in UTC epoch seconds, or 0 if there are no files."""
+        """Time of the last change of any file in UTC epoch seconds, or 0 if there are no files."""
         return max((facts.changed_ns for facts in self._facts), default=0) / 1e9
 
     @property
@@ -158,18 +161,18 @@ def _facts_of(path: CheckpointPath) -> FileFacts | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of the checkpoints that one kind of trainer writes: which files there are."""
+    """Description of the files in the checkpoints that one kind of trainer writes."""
 
     name: str
     #: Function that returns True if a checkpoint has this layout.
     matches: Callable[[Content], bool]
     #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
-    #: Reason why a checkpoint of this layout is complete if no file seems to be missing, as a text
-    #: for the user. Example: the trainer writes a certain file last. An empty string if even a
-    #: checkpoint without a missing file may be incomplete.
+    #: Text for the user: the reason why a checkpoint of this layout is complete if no file is
+    #: missing. Example: the trainer writes a certain file last. Empty if such a checkpoint may
+    #: still be incomplete.
     proof: str = ""
-    #: Function that returns the training step that is stored in a checkpoint, or None.
+    #: Function that returns the training step that is stored in the checkpoint's files, or None.
     read_step: Callable[[Content], int | None] = lambda content: None
 
 
@@ -181,12 +184,12 @@ class ContentVerdict:
     layout: str = ""
     #: Reason why the checkpoint is incomplete, or an empty string.
     gap: str = ""
-    #: Text that says why the checkpoint is certainly complete, or an empty string if unknown.
+    #: Text that says why the checkpoint is certainly complete. Empty if this is not certain.
     proof: str = ""
     #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
-    #: True if the files themselves show that they contain the state of a training. The name of the
-    #: checkpoint is then not needed to recognise it.
+    #: True if the content of the files shows that they contain the state of a training. The name of
+    #: the checkpoint is then not checked.
     is_training_state: bool = False
 
 
@@ -200,7 +203,7 @@ def _has_match(pattern: str) -> Callable[[Content], bool]:
 
 
 def _read_json(content: Content, name: str) -> Mapping[str, Any]:
-    """Return the object in a JSON file of a checkpoint.
+    """Return the JSON object that a file of a checkpoint contains.
 
     The result is empty if the file is missing or does not contain a JSON object.
 
@@ -251,10 +254,10 @@ def _orbax_gap(content: Content) -> str:
 
 
 def _distributed_gap(content: Content) -> str:
-    """Return which file of torch.distributed.checkpoint is missing or incomplete.
+    """Return a text about a missing or incomplete file of torch.distributed.checkpoint.
 
-    A checkpoint may contain several folders of torch.distributed.checkpoint. All are checked. The
-    result is an empty string if no fault is found.
+    The result is an empty string if no fault is found. All folders that
+    torch.distributed.checkpoint has written into the checkpoint are checked.
     """
     folders = {
         PurePosixPath(name).parent
@@ -278,8 +281,8 @@ def _distributed_gap(content: Content) -> str:
                 return f"{shard} has {facts.size_bytes} bytes, but .metadata requires {least_bytes}"
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
-                # A trainer writes `.metadata` after all other files. This file is newer than
-                # `.metadata`, so the trainer died while it overwrote an older checkpoint.
+                # A trainer writes `.metadata` after all other files. A file that is newer than
+                # `.metadata` shows that the trainer died while it overwrote an older checkpoint.
                 return f"{shard} is newer than {metadata}, but the trainer writes {metadata} last"
     return ""
 
@@ -287,8 +290,7 @@ def _distributed_gap(content: Content) -> str:
 def _megatron_gap(content: Content) -> str:
     """Return a text that names the missing file of a Megatron checkpoint, or an empty string.
 
-    The function checks the files with metadata that Megatron's dist_checkpointing writes. It does
-    not check the shards.
+    Only the metadata files of Megatron's dist_checkpointing are checked, and not the shards.
     """
     for folder in _folders_with(content, "common.pt"):
         metadata = (folder / "metadata.json").as_posix()
@@ -301,10 +303,10 @@ def _megatron_gap(content: Content) -> str:
 
 
 def _deepspeed_gap(content: Content) -> str:
-    """Return how many optimizer files a checkpoint of DeepSpeed has, if some are missing.
+    """Return a text about missing optimizer files of a DeepSpeed checkpoint, or an empty string.
 
-    Each rank writes one optimizer file. The file of the model contains the number of ranks. The
-    result is an empty string if no file is missing.
+    Each rank writes one optimizer file. The file with the model weights contains the number of
+    ranks.
     """
     for name in sorted(content.names):
         if re.fullmatch(r"(?:.*/)?mp_rank_\d+_model_states\.pt", name):
@@ -342,9 +344,9 @@ def _lightning_folder_step(content: Content) -> int | None:
     return read_pickled_number(content.root / "meta.pt", "global_step")
 
 
-#: All known layouts of checkpoints, one for each kind of trainer. If several layouts match a
-#: checkpoint, the user sees the name of the first. The checkpoint is incomplete if the function
-#: `find_gap` of any matching layout returns a reason.
+#: Layouts of the checkpoints of all known trainers. If several layouts match a checkpoint, the user
+#: sees the name of the first layout. The checkpoint is incomplete if the function `find_gap` of any
+#: matching layout returns a reason.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
         # Source: transformers/trainer.py, _save_checkpoint.
@@ -460,13 +462,13 @@ def _is_sharded_at_top(content: Content) -> bool:
     return any(name.endswith(".distcp") and "/" not in name for name in content.names)
 
 
-#: Names of layouts that match not only checkpoints, but also files of other kinds. So a match of
-#: one of these layouts alone does not show that the files contain the state of a training.
+#: Names of layouts that match other files than checkpoints, too. A match with one of these layouts
+#: does not prove that the files contain the state of a training.
 _WEAK_LAYOUTS = frozenset({"single file", "one file per rank", "Lightning, sharded"})
 
 
 def judge_content(content: Content) -> ContentVerdict:
-    """Check the files of a checkpoint, and return its layout and whether files are missing.
+    """Check the files of a checkpoint: recognise its layout, and search for missing files.
 
     Raises:
         OSError: A file cannot be read.
@@ -492,10 +494,10 @@ def judge_content(content: Content) -> ContentVerdict:
 
 
 def _prove_files(content: Content) -> str:
-    """Return why a checkpoint whose files are all undamaged is complete, or an empty string.
+    """Return why a checkpoint is certainly complete, or an empty string if this is not certain.
 
-    The checkpoint is certainly complete if it is one file, or if the names of its files contain the
-    number of files.
+    Call this function only if no file is damaged. The checkpoint is certainly complete if it is a
+    single file, or if the file names contain the total number of files.
     """
     if len(content.files) == 1 and drop_rank(content.path.name) == content.path.name:
         return "the file is as long as its header says"
@@ -513,8 +515,8 @@ def _count_in(name: str) -> int | None:
 def _read_step(content: Content, layout: Layout | None) -> int | None:
     """Return the training step of a checkpoint, or None if unknown.
 
-    The step in the name is used if the name says which of its numbers is the step. Otherwise the
-    step that is stored in the checkpoint is preferred.
+    The step in the name is used if a word such as `step` marks it. Otherwise, the step that is
+    stored in the files is preferred.
     """
     step = read_step(content.path.name)
     if is_step_named(content.path.name) or layout is None:
@@ -529,14 +531,14 @@ def _find_general_gap(content: Content) -> tuple[str, bool]:
     """Check a checkpoint of any trainer for damaged files, missing shards and missing ranks.
 
     Returns:
-        Two values: the reason why the checkpoint is incomplete, or an empty string; and True if the
-        format of every file is known.
+        - The reason why the checkpoint is incomplete, or an empty string.
+        - True if the format of every file is known.
     """
     if not content.files:
         return "is empty", False
     if isinstance(content.root, StorePath) and len(content.files) > 1:
-        # Check the files in parallel first, so that the loop below finds the cached results. One
-        # request after the other would take minutes for a checkpoint of many files.
+        # Check the files in parallel first, so that the loop below uses cached results. Without
+        # this step, checking many files one after the other would take minutes.
         call_in_parallel(check_file, [content.root / name for name in content.files])
     has_only_known_formats = True
     for name, facts in sorted(content.files.items()):
@@ -576,9 +578,9 @@ def _may_be_empty(base_name: str) -> bool:
 
 
 def _find_missing_shard(content: Content) -> str:
-    """Return which shard of a checkpoint is missing, or an empty string.
+    """Return a text that names a missing shard of a checkpoint, or an empty string.
 
-    The names of the shards, or an index file, say how many shards there must be.
+    The expected number of shards is in the names of the shards, or in an index file.
     """
     for name in sorted(content.names):
         if name.endswith(".index.json"):
@@ -612,9 +614,9 @@ def _find_missing_shard(content: Content) -> str:
 
 
 def _find_missing_rank(content: Content) -> str:
-    """Return the name of a missing file whose rank is between the ranks of other files.
+    """Return a text that names a missing file of a rank, or an empty string.
 
-    The result is an empty string if no such file is missing.
+    Each rank between the lowest and the highest rank with a file must have a file.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in content.names:
@@ -622,8 +624,8 @@ def _find_missing_rank(content: Content) -> str:
         if not is_numbered and (match := _RANK.fullmatch(name)):
             numbers[match["head"], match["tail"]].add(int(match["number"]))
     for (head, tail), present in numbers.items():
-        # Only ranks between the present ranks count as missing. The files of lower and higher ranks
-        # may be on the disks of other machines.
+        # Ranks below the lowest and above the highest present rank do not count as missing. Their
+        # files may be on the disks of other machines.
         missing = {*range(min(present), max(present) + 1)} - present
         if missing:
             return f"{head}{min(missing)}{tail} is missing"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-#: Matches names of files that are being written, were abandoned, or are being removed.
+#: Matches the names of incomplete files: files that are being written or deleted, or were left by a
+#: killed program.
 _PARTIAL = re.compile(
     r"^[.~]|^(?:tmp|temp)[-_.]"
     r"|[-_.](?:tmp|temp|partial|incomplete|unfinished|writing|old|bak|backup)(?![a-z0-9])"
@@ -14,7 +15,7 @@ _PARTIAL = re.compile(
 )
 #: Suffix that Muster adds to the name of a checkpoint before it removes the checkpoint.
 REMOVAL_SUFFIX = ".muster-old"
-#: Matches names of files that are no checkpoints, although the names may contain numbers.
+#: Matches file names that are no names of checkpoints, even if they contain a number.
 _OTHER_SUFFIX = re.compile(
     r"^events\.out\.tfevents\.|\.(?:log|ya?ml|jsonl|csv|tsv|md|html?|png|jpe?g|svg|pdf|py|sh|toml"
     r"|cfg|ini|lock|out|err|parquet|arrow|done|onnx|gguf)$",
@@ -23,9 +24,10 @@ _OTHER_SUFFIX = re.compile(
 #: Matches names of files and folders that Muster itself creates in the directory of a run.
 _MADE_BY_MUSTER = re.compile(r"attempt-\d+|run\.json|lineage\.json|code")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")
-#: Matches a metric in a name, such as `loss=0.31`. The number of a metric is not a step.
+#: Matches a metric in a file name, such as `loss=0.31`. The number of a metric is no training step.
 _METRIC = re.compile(r"[-_.]*[A-Za-z][A-Za-z_/]*[=_-]\d+\.\d+(?:e-?\d+)?", re.IGNORECASE)
-#: Matches the rank of a process, or the number of a shard, in a name. These numbers are not steps.
+#: Matches the rank of a process or the number of a shard in a file name. Such a number is no
+#: training step.
 _RANK = re.compile(
     r"[-_.]*(?:world_size|mp_rank|rank|shard)[-_=]?\d+(?:[-_]?of[-_]?\d+)?|[-_.]*\d+-of-\d+",
     re.IGNORECASE,
@@ -46,7 +48,7 @@ _STEP_WORDS = frozenset(
     {"step", "steps", "globalstep", "iter", "iters", "iteration", "epoch", "ep", "ba", "batch"}
     | {"checkpoint", "ckpt", "chkpt", "update", "updates", "snapshot"}
 )
-#: Words that are usual in the names of checkpoints.
+#: Words that are common in the names of checkpoints.
 _CHECKPOINT_WORDS = (
     _STEP_WORDS
     | _CURRENT_WORDS
@@ -65,8 +67,8 @@ _RESULT_WORDS = frozenset(
     | {"plot", "plots", "figure", "figures", "image", "images", "video", "videos"}
     | {"replay", "buffer", "vecnormalize"}
 )
-#: Words in the names of results, such as test outputs. They count only if the name contains no word
-#: for a training step, such as `iter`.
+#: Words in the names of results, such as test outputs. They are ignored if the name also contains a
+#: word for a training step, such as `iter`.
 _WEAK_RESULT_WORDS = frozenset(
     {"val", "valid", "validation", "test", "tests", "gen", "debug", "output", "outputs"}
 )
@@ -75,7 +77,7 @@ _WEAK_RESULT_WORDS = frozenset(
 class NameKind(IntEnum):
     """Kind of a file or folder according to its name.
 
-    A name with a lower value is more likely the name of a checkpoint.
+    The lower the value, the more likely is the name that of a checkpoint.
     """
 
     #: The name contains only words that are usual for checkpoints, as in `global_step_10`,
@@ -85,15 +87,15 @@ class NameKind(IntEnum):
     NAMED_CHECKPOINT = 1
     #: The name contains a number, but no word for a step, as in `policy-20`.
     NUMBERED = 2
-    #: The name contains only words that are usual for checkpoints, and no number, as in `last.pt`.
-    #: A trainer may overwrite such a file with each new checkpoint.
+    #: The name contains words for checkpoints, but no number, as in `last.pt`. A trainer may
+    #: overwrite such a file with each new checkpoint.
     UNNUMBERED = 3
-    #: The name is that of a result of the training, a log, or an incomplete file.
+    #: The name is that of an incomplete file, a log or another output of the training.
     OTHER = 4
 
 
 def classify_name(name: str) -> NameKind:
-    """Return the kind of a file or folder in a folder of checkpoints, according to its name."""
+    """Return the kind of a file or folder in a checkpoint folder, according to its name."""
     is_other = _OTHER_SUFFIX.search(name) or _MADE_BY_MUSTER.fullmatch(name)
     if is_other or is_partial_name(name):
         return NameKind.OTHER
@@ -105,7 +107,7 @@ def classify_name(name: str) -> NameKind:
         is_replaced_name = words <= _CHECKPOINT_WORDS and words & (_CURRENT_WORDS | _STEP_WORDS)
         return NameKind.UNNUMBERED if is_replaced_name else NameKind.OTHER
     if words <= _CHECKPOINT_WORDS:
-        # A name that is only a number, such as `20`, may belong to a file that is no checkpoint.
+        # A name that is only a number, such as `20`, may belong to a file of another kind.
         return NameKind.CHECKPOINT if words else NameKind.NUMBERED
     return NameKind.NAMED_CHECKPOINT if has_step_word else NameKind.NUMBERED
 
@@ -116,14 +118,17 @@ def is_partial_name(name: str) -> bool:
 
 
 def is_current_name(name: str) -> bool:
-    """Return True if a name means the newest checkpoint, such as `last` or `latest-rank0.pt`."""
+    """Return True if a name stands for the newest checkpoint.
+
+    Examples are `last` and `latest-rank0.pt`.
+    """
     return bool(_list_words(name) & _CURRENT_WORDS) and classify_name(name) is not NameKind.OTHER
 
 
 def is_step_named(name: str) -> bool:
-    """Return True if a number in a name is certainly the training step, as in `step-20`.
+    """Return True if a word such as `step` marks a number in the name as the training step.
 
-    For `epoch=2.ckpt` the result is False, because the number is that of an epoch.
+    The result is True for `step-20` and False for `epoch=2.ckpt`, in which the number is an epoch.
     """
     stem = _strip(name)
     has_step = any(pattern.search(stem) for pattern in _STEPS)
@@ -133,8 +138,8 @@ def is_step_named(name: str) -> bool:
 def read_step(name: str) -> int | None:
     """Return the training step in the name of a checkpoint, or None if the name has no step.
 
-    The step is the number after a word such as `step`. If there is no such word, it is the last
-    number in the name. Ranks, numbers of shards and metrics do not count.
+    The step is the number next to a word such as `step`. Without such a word, the last number in
+    the name is the step. Ranks, shard numbers and metrics do not count.
     """
     stem = _strip(name)
     for pattern in _STEPS:
@@ -153,7 +158,7 @@ def read_rank(name: str) -> int | None:
 def drop_rank(name: str) -> str:
     """Return the name of a file without the rank of the process that wrote the file.
 
-    The result is the same for the files that the ranks of a training write for one checkpoint.
+    So all files that the ranks write for one checkpoint get the same name.
     """
     return _RANK.sub("", name)
 
@@ -161,16 +166,16 @@ def drop_rank(name: str) -> str:
 def drop_numbers(name: str) -> str:
     """Return a name in which each number is replaced by `#`.
 
-    Example: `step-#` for both `step-20` and `step-40`. So the names of different checkpoints of one
-    training can be compared.
+    Example: the result is `step-#` for both `step-20` and `step-40`. The result is the same for all
+    checkpoints of one training.
     """
     return _NUMBER.sub("#", name)
 
 
 def _strip(name: str) -> str:
-    """Return the name of a checkpoint without its suffix and most of its numbers.
+    """Return the name of a checkpoint without its suffix, metrics, ranks and version.
 
-    Values of metrics, ranks and a version such as `-v2` are removed. The step stays in the name.
+    A version is a suffix such as `-v2`. The training step stays in the name.
     """
     without_metrics = _METRIC.sub("", _SUFFIX.sub("", name))
     return _VERSION.sub("", _RANK.sub("", without_metrics))

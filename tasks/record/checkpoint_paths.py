@@ -25,13 +25,13 @@ from tasks.spec.checkpoint_urls import is_url, split_url
 class StorePath:
     """URL of a file or folder in a checkpoint store.
 
-    All paths that are made from one `StorePath` use the same `CheckpointStore`. An object store is
-    listed only once for them, so later changes of its files are not visible.
+    All paths that are derived from one `StorePath` share a `CheckpointStore`. This store lists an
+    object store only once, so later changes of the files are not visible.
     """
 
     protocol: str
-    #: Path in the store, such as `bucket/folder/file`. For the protocol `file`, it is an absolute
-    #: path of this machine.
+    #: Path in the store, such as `bucket/folder/file`. For the protocol `file`, an absolute path of
+    #: this machine.
     key: str
     store: CheckpointStore = field(compare=False, repr=False)
 
@@ -64,7 +64,7 @@ class StorePath:
         return PurePosixPath(self.key).relative_to(other.key)
 
     def stat(self) -> StoreStat:
-        """Return size and times of a file. Links are followed.
+        """Return size and times of a file. For a symbolic link, they are those of its target.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -85,7 +85,9 @@ class StorePath:
         return self.store.read_link(self.key) is not None
 
     def readlink(self) -> str:
-        """Return the target of a symbolic link, or an empty string if this is no symbolic link."""
+        """Return the target of a symbolic link, or an empty string if this path is no symbolic
+        link.
+        """
         return self.store.read_link(self.key) or ""
 
     def resolve(self) -> StorePath:
@@ -104,7 +106,7 @@ class StorePath:
                 yield from entry.rglob(pattern)
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open a file to read it. The file can be read at any position."""
+        """Open a file for reading. The returned file object supports `seek`."""
         return self.store.open(self.key)
 
     def read_bytes(self) -> bytes:
@@ -123,15 +125,14 @@ CheckpointPath = Path | StorePath
 
 
 def parse_checkpoint_path(text: str, root: Path | None = None) -> CheckpointPath:
-    """Return the path that a spec or a record contains as text.
+    """Return the path or URL in a text of a spec or a record.
 
     Args:
         text: A path, or a URL such as `s3://bucket/folder`.
-        root: Directory from which a relative path starts. If omitted, a relative path stays
-            relative.
+        root: Directory from which a relative path starts. If None, a relative path stays relative.
 
     Raises:
-        StoreRefused: The client of the store is not installed.
+        StoreRefused: The Python package that connects to the store is not installed.
     """
     if not is_url(text):
         return Path(text) if root is None else root / text
@@ -140,10 +141,12 @@ def parse_checkpoint_path(text: str, root: Path | None = None) -> CheckpointPath
 
 
 def check_access(written: str) -> None:
-    """Check that the store of a checkpoint folder answers. A path of this machine is not checked.
+    """Check that the object store of a checkpoint folder answers.
+
+    For a path on this machine, nothing is checked.
 
     Args:
-        written: Value of the key `checkpoints`. Placeholders may be in it.
+        written: Value of the spec key `checkpoints`, which may contain placeholders.
 
     Raises:
         StoreRefused: The store refuses access, has no such bucket, or its client is not installed.
@@ -151,15 +154,15 @@ def check_access(written: str) -> None:
     """
     if not is_url(written):
         return
-    # The values of the placeholders are not known yet. So check an arbitrary folder name in their
-    # place. The store answers even if that folder does not exist.
+    # The values of the placeholders are not known yet. So check an arbitrary folder name instead.
+    # The store answers even if that folder does not exist.
     folder = parse_checkpoint_path(re.sub(r"\$\{[^}]*\}", "muster-check", written))
     if "${" not in split_url(written)[1].partition("/")[0]:
         folder.is_dir()
 
 
 def find_fixed_folder(key: str) -> str:
-    """Return the part of a path pattern before its first component with `*`, `?` or `[`.
+    """Return the fixed part of a path pattern: the folders before the first `*`, `?` or `[`.
 
     Example: `a/b` for the pattern `a/b/step-*/model`.
     """
@@ -171,7 +174,7 @@ def find_fixed_folder(key: str) -> str:
 def identify_folder(written: str, root: Path) -> str:
     """Return a text that identifies the folder in a value of the spec key `checkpoints`.
 
-    The text is equal for all values that mean the same folder.
+    Two values for the same folder give the same text.
     """
     if not is_url(written):
         return os.path.realpath(root / written)
@@ -182,7 +185,7 @@ def identify_folder(written: str, root: Path) -> str:
 def identify_path(path: CheckpointPath) -> str:
     """Return a text that identifies a file or folder.
 
-    All paths that lead to the same file or folder have the same text.
+    Different paths to the same file or folder give the same text.
     """
     local_path = find_local_path(path)
     return os.path.realpath(local_path) if local_path is not None else str(path)
@@ -201,7 +204,7 @@ def find_local_path(path: CheckpointPath) -> Path | None:
 def path_exists(path: CheckpointPath) -> bool:
     """Return True if a file, a folder or a link exists now.
 
-    An object store is asked each time, without a cached listing.
+    For an object store, a new request is sent each time, because a cached listing may be old.
 
     Raises:
         StoreError: The store did not answer.
@@ -229,7 +232,7 @@ def list_entries(folder: CheckpointPath) -> list[CheckpointPath]:
 def match_paths(pattern: CheckpointPath) -> list[CheckpointPath]:
     """Return the sorted paths that match a pattern such as `checkpoints/step_*`.
 
-    Hidden files are returned only if the pattern has a dot at the beginning of their name.
+    A hidden file is returned only if the pattern itself contains the dot before its name.
 
     Raises:
         StoreError: The store did not answer.
@@ -251,10 +254,10 @@ def match_paths(pattern: CheckpointPath) -> list[CheckpointPath]:
 
 
 def walk_files(folder: CheckpointPath) -> Iterator[CheckpointPath]:
-    """Yield the files below a folder. Links to other folders are not followed.
+    """Yield the files below a folder. Symbolic links to folders are not followed.
 
     Raises:
-        OSError: A folder cannot be listed. A folder that is removed meanwhile is no error.
+        OSError: A folder cannot be listed. A folder that is deleted during the listing is ignored.
     """
     if isinstance(folder, Path):
         for current, _, names in os.walk(folder, onerror=_raise_unless_missing):
@@ -269,35 +272,35 @@ def walk_files(folder: CheckpointPath) -> Iterator[CheckpointPath]:
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    # If a folder was removed while its parent folder was listed, listing the removed folder fails.
-    # This is not an error.
+    # A folder that was deleted during the listing is no error.
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: False) -> None:
-    """Remove a checkpoint so that no program loads a half-removed checkpoint.
+    """Delete a checkpoint in such a way that no program can load a partly deleted checkpoint.
 
-    On a local file system, the checkpoint is renamed first. In an object store, a small file lists
-    the files of the checkpoint until all are removed, and `CheckpointStore` hides these files.
+    - On a local file system, the checkpoint is renamed first.
+    - In an object store, a small file first lists the files to delete. `CheckpointStore` hides the
+      listed files.
 
     Args:
         path: The file or folder of the checkpoint.
-        is_needed: Function that is called when no program finds the checkpoint any more, before the
-            first file is removed. If this function returns True or raises an error, the checkpoint
-            is restored.
+        is_needed: Function that is called after the checkpoint is hidden, and before its first file
+            is deleted. If this function returns True or raises an error, the checkpoint becomes
+            visible again.
 
     Raises:
-        OSError: The checkpoint cannot be removed.
+        OSError: The checkpoint cannot be deleted.
     """
     local_path = find_local_path(path)
     if local_path is None:
         assert isinstance(path, StorePath)
-        # List the files again: they may have changed since the checkpoint was chosen.
+        # List the files again, because they may have changed since the checkpoint was selected.
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
-    # First complete the removals that a killed process did not complete. Such a removal may have
-    # left a renamed checkpoint, whose new name would prevent the `rename` below.
+    # A killed process may have left a renamed checkpoint, whose name would prevent the `rename`
+    # below. So delete such renamed checkpoints first.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)
@@ -311,7 +314,7 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
 
 
 def _finish_removals(folder: Path) -> None:
-    """Delete the checkpoints in a folder that `remove_path` has renamed."""
+    """Delete the checkpoints in a folder that `remove_path` has renamed but not deleted."""
     for entry in folder.glob(f".*{REMOVAL_SUFFIX}"):
         if entry.is_dir():
             shutil.rmtree(entry)

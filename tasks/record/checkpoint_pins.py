@@ -21,13 +21,16 @@ from tasks.record.disk import json_text, replace_file
 from tasks.record.places import muster_home, read_own_file
 
 #: Number of seconds to wait until a hidden checkpoint is visible again. A run with the spec key
-#: `keep` hides a checkpoint for a moment before it decides whether to delete the checkpoint.
+#: `keep` hides an old checkpoint for a moment, and then either deletes the checkpoint or shows it
+#: again.
 _RESTORED_WITHIN_S = 2.0
 _CHECK_EVERY_S = 0.05
 
 
 def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: Path) -> None:
-    """Record that a run is started from a checkpoint, so that `keep` does not remove it.
+    """Record that a run is started from a checkpoint. This protects the checkpoint from deletion.
+
+    The spec key `keep` limits the number of checkpoints, but never deletes a pinned checkpoint.
 
     Args:
         path: Absolute path or URL of the checkpoint.
@@ -36,7 +39,7 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
         home: Muster's home directory of the run that wrote the checkpoint.
 
     Raises:
-        FileNotFoundError: The checkpoint was removed in the meantime.
+        FileNotFoundError: The checkpoint was deleted in the meantime.
         OSError: The file of the pin cannot be written.
     """
     pin = _pin_folder(home) / f"{hashlib.sha256(os.fsencode(str(path))).hexdigest()[:32]}.json"
@@ -45,9 +48,9 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
-    # Another run may be deleting the checkpoint at this moment. The other run first renames the
-    # checkpoint, then reads the pins, and restores the name of a pinned checkpoint. So wait until
-    # the checkpoint exists under its name. From then on, its pin protects the checkpoint.
+    # Another run may be deleting the checkpoint at this moment. That run renames the checkpoint,
+    # reads the pins, and then gives a pinned checkpoint its old name back. So wait until the
+    # checkpoint has its old name. From then on, the pin protects the checkpoint.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:
@@ -63,7 +66,7 @@ def read_pinned_paths() -> frozenset[str]:
     `identify_path` returns.
 
     Raises:
-        OSError: The file of a pin cannot be read. It is then unknown which checkpoints are pinned.
+        OSError: The file of a pin cannot be read, so it is unknown which checkpoints are pinned.
         ValueError: The file of a pin is not valid.
     """
     paths: set[str] = set()

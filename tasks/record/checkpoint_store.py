@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 #: Python package that fsspec needs for a protocol.
 _CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
-#: Beginnings of the names of environment variables that change the connection to a store.
+#: Prefixes of the environment variables that change the connection to a store.
 _CONNECTION_VARIABLES = ("AWS_", "GOOGLE_", "FSSPEC_", "STORAGE_EMULATOR_HOST")
-#: Number of bytes of the first request for a part of a file. Most checks read only the first and
-#: the last bytes of a file.
+#: Number of bytes of the first request when a file is read. Most checks read only the beginning and
+#: the end of a file.
 _FIRST_BLOCK_BYTES = 64 << 10
-#: Largest number of bytes of one request. A file that is read from its beginning to its end is read
-#: in blocks of growing size.
+#: Largest number of bytes of one request. If a file is read from its beginning to its end, the
+#: requests become larger, up to this number.
 _LARGEST_BLOCK_BYTES = 8 << 20
-#: Largest number of requests to a store at the same time.
+#: Largest number of requests that are sent to a store at the same time.
 _CONNECTIONS = 16
-#: Words in the names of error types that say that the credentials are missing or wrong.
+#: Words in the names of exception types for missing or wrong credentials.
 _CREDENTIAL_WORDS = ("Credential", "Token", "Profile", "SSO", "DefaultCredentials", "Refresh")
-#: Words in the names of error types that say that the URL or the configuration is wrong.
+#: Words in the names of exception types for a wrong URL or configuration.
 _CONFIGURATION_WORDS = ("ParamValidation", "InvalidEndpoint", "NoRegion", "InvalidRegion")
 
 
@@ -60,7 +60,7 @@ class StoreLimits:
     #: Longest wait for a new connection, in seconds.
     connect_s: float = 5.0
     #: Longest time in seconds for all requests that are needed to list the checkpoints of a folder.
-    #: The results for files that were checked are kept, so that the next listing needs less time.
+    #: Results for already checked files are kept, so the next listing is faster.
     total_s: float = 120.0
 
 
@@ -69,19 +69,19 @@ LIMITS = StoreLimits()
 
 
 class StoreError(OSError):
-    """A store of checkpoints failed, so it is unknown which checkpoints the store contains."""
+    """A checkpoint store failed, so it is unknown which checkpoints the store contains."""
 
 
 class StoreUnreachable(StoreError):
-    """The store did not answer, or answered that it cannot work now. The caller tries again."""
+    """The store did not answer, or reported a temporary problem. The caller tries again later."""
 
 
 class StoreRefused(StoreError):
-    """The store refuses access, or has no such bucket. A person must correct the spec or rights.
+    """The store refuses access, or has no such bucket. A person must change the spec or the rights.
 
     Args:
-        problem: What failed, and the reason.
-        remedy: What the person should do. Empty if the reason says it.
+        problem: The failed operation and the reason.
+        remedy: Advice to the person. Empty if the reason already contains the advice.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -92,17 +92,19 @@ class StoreRefused(StoreError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStat:
-    """Size and times of a file in a store, with the names that `os.stat_result` has."""
+    """Size and times of a file in a store. The attributes have the same names as in
+    `os.stat_result`.
+    """
 
     st_size: int
-    #: Time of the last change in nanoseconds since the epoch.
+    #: Time of the last change in nanoseconds since the epoch. Programs can set this time.
     st_mtime_ns: int
-    #: Time of the last change, in nanoseconds since the epoch. Unlike `st_mtime_ns`, no program can
-    #: set this time to an earlier value.
+    #: Time of the last change, in nanoseconds since the epoch. Programs cannot set this time to an
+    #: earlier value, unlike `st_mtime_ns`.
     st_ctime_ns: int
-    #: Number that changes if another content is stored; 0 if the store offers none.
+    #: Number that changes if the file gets a new content, or 0 if the store has no such number.
     st_ino: int
-    #: Number of blocks of 512 bytes on the disk; 0 in an object store.
+    #: Number of blocks of 512 bytes that the file occupies on the disk, or 0 in an object store.
     st_blocks: int = 0
 
     @property
@@ -111,7 +113,10 @@ class StoreStat:
 
 
 class CheckpointStore(Protocol):
-    """A file system or object store that holds checkpoints. Paths in the store are called keys."""
+    """A file system or object store that contains checkpoints.
+
+    A path in the store is called a key.
+    """
 
     def list_folder(self, key: str) -> list[str]:
         """Return the sorted names of the files and folders in a folder."""
@@ -133,13 +138,13 @@ class CheckpointStore(Protocol):
         """Open a file to read parts of it, or raise FileNotFoundError."""
 
     def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """Remove a file or folder. A half-removed folder is never visible.
+        """Delete a file or folder. No program sees a partly deleted folder.
 
         Args:
             key: The file or folder.
-            is_needed: Function that is called when the files are hidden, before the first file is
-                removed. If this function returns True or raises an error, the files become visible
-                again.
+            is_needed: Function that is called after the files are hidden, and before the first file
+                is deleted. If this function returns True or raises an error, the files become
+                visible again.
         """
 
 
@@ -182,7 +187,7 @@ class FsspecStore:
     """An object store that is read with the package fsspec.
 
     The files below one folder are listed once, at the first use. Later changes are not visible.
-    Files outside of the folder count as missing.
+    Files outside of this folder are treated as missing.
     """
 
     def __init__(
@@ -197,7 +202,7 @@ class FsspecStore:
         """
         Args:
             filesystem: The file system object of fsspec.
-            protocol: Protocol of its URLs, for messages.
+            protocol: Protocol of the store's URLs, used in messages.
             root: Key of the folder whose files are listed.
             limits: Deadlines for requests. If omitted, `LIMITS`.
             clock: Function that returns the time in seconds for the deadlines.
@@ -235,14 +240,14 @@ class FsspecStore:
         return io.BufferedReader(reader, _FIRST_BLOCK_BYTES)
 
     def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """Remove a file or folder, and finish removals that were interrupted earlier.
+        """Delete a file or folder, and complete earlier deletions that were interrupted.
 
-        Before the first file is removed, a small file with the list of all files is written. While
-        this list exists, the listed files are hidden. If one of the files is stored again
-        meanwhile, its content or time differs, so the new file is neither hidden nor removed.
+        Before the first file is deleted, a small file with a list of all files is written. The
+        listed files are hidden until the list is deleted. A file that is stored again in the
+        meantime is neither hidden nor deleted.
 
         Raises:
-            StoreError: The store did not answer, or refused the removal.
+            StoreError: The store did not answer, or refused the deletion.
         """
         for removal, files in self._removals.items():
             self._finish_removal(removal, files)
@@ -261,12 +266,12 @@ class FsspecStore:
             self._finish_removal(removal, files)
 
     def _finish_removal(self, removal: str, files: Mapping[str, str]) -> None:
-        """Finish the removal of some files, except files that have been stored again meanwhile.
+        """Delete the listed files, except files that have been stored again meanwhile.
 
         Args:
-            removal: Key of the small file that lists the files to remove.
-            files: Size, time and version of each file to remove, as one text, by the key of
-                the file. A file with other values was stored again.
+            removal: Key of the small file that lists the files to delete.
+            files: Mapping from the key of each listed file to a text with its size, time and
+                version. If these values have changed, the file was stored again.
         """
         folder = str(PurePosixPath(removal).parent)
         present = self._sign(self._find(folder))
@@ -277,12 +282,13 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """Two dicts: the visible files below the folder, and the unfinished removals of files.
+        """The visible files below the folder, and the unfinished deletions of files, as two
+        mappings.
 
-        - The first dict has the size and times of each visible file, by the key of the file.
-        - The second dict has the content of each removal list, by the key of the list. A removal
-          list is a small file that names the files to remove. Its content is one text for each of
-          these files, with the size, time and version of the file.
+        - The first maps the key of each visible file to the size and times of the file.
+        - The second maps the key of each removal list to its content. A removal list is a small
+          file that names the files to delete. Its content maps the key of a file to a text with the
+          size, time and version of the file.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
@@ -315,7 +321,7 @@ class FsspecStore:
 
     @cached_property
     def _children(self) -> Mapping[str, set[str]]:
-        """Names of the files and folders in each folder, by the key of the folder."""
+        """Mapping from the key of each folder to the names of the files and folders in it."""
         children: dict[str, set[str]] = {}
         for key in self._files:
             path = PurePosixPath(key)
@@ -325,9 +331,10 @@ class FsspecStore:
         return children
 
     def _find(self, folder: str) -> dict[str, StoreStat]:
-        """Return the size and times of all files below a folder, by key.
+        """Return a mapping from the key of each file below a folder to the size and times of the
+        file.
 
-        If the argument is the key of a file, only this file is returned.
+        If the argument is the key of a file, the result contains only this file.
 
         Raises:
             StoreError: The store did not answer, or refused the request.
@@ -352,7 +359,7 @@ class FsspecStore:
             name: self._make_stat(name, info)
             for name, info in files.items()
             if info.get("type") == "file"
-            # Skip the empty objects that some programs store in place of a folder.
+            # Skip the empty objects that some programs store for each folder.
             and not (info.get("size") == 0 and any(other.startswith(f"{name}/") for other in files))
         }
 
@@ -403,7 +410,7 @@ class FsspecStore:
         """Send a request with a deadline, and return its result.
 
         Args:
-            verb: Verb for error messages, such as `read`.
+            verb: Verb that describes the request in error messages, such as `read`.
             key: Key of the file or folder that the request is about.
             request: Function that sends the request.
             limit_s: Deadline in seconds. If None, the default deadline of the store.
@@ -429,7 +436,7 @@ class FsspecStore:
         except FileNotFoundError:
             raise
         except Exception as error:
-            # Each kind of store has error types of its own in fsspec.
+            # fsspec raises different error types for each kind of store.
             raise _translate(error, subject, self._protocol) from error
 
     def _url(self, key: str) -> str:
@@ -437,13 +444,17 @@ class FsspecStore:
 
 
 class _RangeReader(io.RawIOBase):
-    """A file in an object store that can be read at any position. Each request reads a block."""
+    """A file object that reads a file of an object store.
+
+    Each request reads one block of the file.
+    """
 
     def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
         self._read_range = read_range
         self._size = size
         self._position = 0
-        #: The block of bytes that was read last, and its position in the file.
+        #: Block of bytes from the last request. `_block_start` is the position of the block in the
+        #: file.
         self._block = b""
         self._block_start = 0
         self._next_block_bytes = _FIRST_BLOCK_BYTES
@@ -475,12 +486,14 @@ class _RangeReader(io.RawIOBase):
         return len(content)
 
     def _read_block(self, least_bytes: int) -> None:
-        """Read a block of bytes at the present position of the file, and keep it in memory.
+        """Read a block of bytes at the present position of the file, and keep the block in memory.
 
-        The size of the blocks grows while the file is read from its beginning to its end.
+        While the file is read from its beginning to its end, each block is larger than the previous
+        block.
 
         Args:
-            least_bytes: Smallest size of the block. At the end of the file, the block is shorter.
+            least_bytes: Smallest size of the block. At the end of the file, the block may be
+                shorter.
         """
         is_in_order = self._position == self._block_start + len(self._block) and self._block
         grown_bytes = min(self._next_block_bytes * 4, _LARGEST_BLOCK_BYTES)
@@ -556,7 +569,7 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
 def call_in_parallel(function: Callable[[T], object], arguments: Iterable[T]) -> None:
     """Call a function for many arguments at the same time, and ignore its results and errors.
 
-    If the function caches its results, later calls with the same arguments are then fast.
+    This is useful for a function that caches its results: later calls are fast.
     """
 
     def call(argument: T) -> None:
@@ -569,7 +582,9 @@ def call_in_parallel(function: Callable[[T], object], arguments: Iterable[T]) ->
 
 @contextmanager
 def suppress_file_errors() -> Iterator[None]:
-    """Suppress errors of one file, such as a missing file. A `StoreError` is always raised."""
+    """Suppress errors about a single file, such as a missing file. A `StoreError` is not
+    suppressed.
+    """
     try:
         yield
     except StoreError:
@@ -578,22 +593,24 @@ def suppress_file_errors() -> Iterator[None]:
         pass
 
 
-#: File system objects of fsspec, by protocol, process id and environment variables for the
-#: connection. After a fork, the objects of the parent process must not be used.
+#: File system objects of fsspec. The key consists of the protocol, the process id and the
+#: environment variables for the connection. The process id is part of the key because a child
+#: process must not use the objects of its parent process.
 _filesystems: dict[tuple[object, ...], Any] = {}
 
 
 def open_store(protocol: str, root: str) -> CheckpointStore:
     """Return an object that reads the checkpoints below a folder of a store.
 
-    An object store is listed at the first use of the returned object.
+    The files of an object store are listed when the returned object is used for the first time.
 
     Args:
         protocol: Protocol of the URL: `s3`, `gs`, `file`, or `memory` for tests.
         root: Key of the folder.
 
     Raises:
-        StoreRefused: The client of the store is not installed, or its configuration is invalid.
+        StoreRefused: The Python package for the store is not installed, or its configuration is
+            invalid.
     """
     if protocol == "file":
         return LocalStore()
@@ -612,8 +629,7 @@ def _connect(protocol: str) -> Any:
     """Return the file system object of fsspec for a protocol."""
     if fault := _find_client_fault(protocol):
         raise StoreRefused(*fault)
-    # Import fsspec only here. The import takes 0.1 s, and a run without an object store need not
-    # wait for it.
+    # Import fsspec only if needed, because the import takes 0.1 s.
     import fsspec
 
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -631,9 +647,9 @@ def _connect(protocol: str) -> Any:
 
 
 def _find_client_fault(protocol: str) -> tuple[str, str] | None:
-    """Return why a store cannot be used, and the advice to the user, or None if it can be used.
+    """Return the problem with the Python package for a store and the advice to the user, or None.
 
-    A store needs a Python package as its client.
+    The result is None if the package can be used.
     """
     client = _CLIENTS.get(protocol)
     if client is None:

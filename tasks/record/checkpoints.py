@@ -44,26 +44,26 @@ from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, sub
 from tasks.spec.run import RunSpec
 from tasks.spec.start_from import StartFrom
 
-#: Number of seconds after which an unfinished checkpoint no longer counts as being written, if none
-#: of its files has changed since.
+#: If no file of an unfinished checkpoint has changed for this number of seconds, Muster assumes
+#: that the trainer no longer writes the checkpoint.
 _GROWS_WITHIN_S = 30.0
-#: Number of newest complete checkpoints that are never removed. There are two, because an attempt
-#: starts from the second if the newest cannot be loaded.
+#: Number of newest complete checkpoints that are never deleted. If the newest checkpoint cannot be
+#: loaded, the next attempt starts from the second newest.
 _NEVER_REMOVED = 2
-#: Largest number of refused checkpoints that are recorded for an attempt.
+#: Largest number of unusable checkpoints that are listed in the record of an attempt.
 _REFUSED_AT_MOST = 20
-#: Name of the placeholder that stands for the path of the chosen checkpoint.
+#: Placeholder for the path of the checkpoint from which an attempt starts.
 _RESUME_FROM = "attempt.resume_from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """The checkpoint from which the next attempt should start, and the reasons for the choice."""
+    """The checkpoint from which the next attempt should start, and the reasons for this choice."""
 
     #: Absolute path or URL of the checkpoint. None if the attempt starts without a checkpoint.
     path: CheckpointPath | None = None
-    #: Evidence that the checkpoint is complete. If `path` is None, the reason why the attempt
-    #: starts without a checkpoint.
+    #: Evidence that the checkpoint is complete. If `path` is None, the reason for a start without a
+    #: checkpoint.
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
@@ -82,7 +82,7 @@ class ResumePlan:
         return self.path if self.is_passed else None
 
     def describe(self) -> str:
-        """Return the end of a sentence about the start of the next attempt, such as `from PATH`."""
+        """Return a phrase about the start of the next attempt, such as `from PATH`."""
         if self.passed is not None:
             return f"from {self.passed}"
         if self.path is not None:
@@ -114,21 +114,19 @@ def plan_resume(
 ) -> ResumePlan:
     """Choose the checkpoint from which the next attempt starts.
 
-    The newest complete checkpoint of the run is chosen. Checkpoints that an attempt could not load
-    or that were written during an alarm are refused. But if the attempts could load none of the
-    complete checkpoints, the newest is chosen nevertheless. An attempt without a checkpoint would
-    overwrite all of them.
-
-    The key `start_from` of the spec names a checkpoint that a person has chosen. An attempt starts
-    from it if the run has no complete checkpoint of its own, or if the person chose it for this
-    attempt.
+    - Usually, this is the newest complete checkpoint of the run. Checkpoints that an attempt could
+      not load or that were saved during an alarm are skipped.
+    - If the attempts could load none of the complete checkpoints, the newest is chosen
+      nevertheless. An attempt without a checkpoint would overwrite all of them.
+    - The spec key `start_from` names a checkpoint that a person has chosen. This checkpoint is used
+      if the run has no complete checkpoint, or if the person chose it for this attempt.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Signatures of the checkpoints of other runs, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint of another run to its signature, as
+            returned by `find_foreign_checkpoints`.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read, or the checkpoint of `start_from` is
@@ -193,7 +191,7 @@ def _plan_start(
     refused: Sequence[RefusedCheckpoint] = (),
     notes: Sequence[str] = (),
 ) -> ResumePlan:
-    """Return the plan to start from the checkpoint that a person has chosen.
+    """Return a plan in which the next attempt starts from a checkpoint that a person has chosen.
 
     Args:
         start: The key `start_from` of the spec.
@@ -286,7 +284,7 @@ def _why_incomplete(checkpoint: Checkpoint) -> str:
 def _foreign_checkpoints(
     place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that decides whether a checkpoint belongs to another run.
+    """Return a function that checks whether a checkpoint belongs to another run.
 
     The returned function returns the reason why a checkpoint belongs to another run, or an empty
     string for a checkpoint of this run.
@@ -294,9 +292,9 @@ def _foreign_checkpoints(
     Args:
         place: Directory of the run.
         number: Number of the attempt whose folder of checkpoints is listed.
-        name: Name of the component with checkpoints.
-        foreign: Signatures of the checkpoints that existed before the run, by path, as returned by
-            `find_foreign_checkpoints`.
+        name: Name of the component that writes checkpoints.
+        foreign: Mapping from the path of each checkpoint that existed before the run to its
+            signature, as returned by `find_foreign_checkpoints`.
     """
     rivals = _rivals_of(place, number, name)
     return lambda checkpoint: (
@@ -332,7 +330,10 @@ def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
 
 
 def _is_own_folder(written: str, root: Path, place: RunPlace) -> bool:
-    """Return True if a folder is below the directory of the run, so that only this run uses it."""
+    """Return True if a folder of checkpoints is inside the directory of the run.
+
+    No other run writes to such a folder.
+    """
     folder = find_local_path(parse_checkpoint_path(written, root))
     return folder is not None and folder.resolve().is_relative_to(place.directory.resolve())
 
@@ -342,8 +343,8 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 
     Args:
         checkpoint: The checkpoint.
-        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint that the run must not use to its
+            signature, as returned by `find_foreign_checkpoints`.
     """
     known = foreign.get(str(checkpoint.path))
     if known is None:
@@ -367,22 +368,22 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 def find_foreign_checkpoints(
     spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
 ) -> dict[str, str]:
-    """Return the signatures of the checkpoints that the run must not use, by path.
+    """Return a mapping from the path of each checkpoint that the run must not use to its signature.
 
     A signature identifies the content of a checkpoint. It changes if the checkpoint is saved again.
 
-    Usually, these are the checkpoints of other runs in the folder of the attempt. If a person has
-    retried the run from an earlier step with this attempt, these are the run's own checkpoints
-    after that step.
+    - Usually, the result contains the checkpoints of other runs in the folder of the attempt.
+    - If a person has retried the run from an earlier step, the result contains the run's own
+      checkpoints after that step.
 
-    The function also records that this run uses the folder; see `claim_folder`. Call the function
-    before the attempt starts. If all attempts share one folder, the result is empty for every
+    Call this function before the attempt starts. The function also records that the run uses the
+    folder; see `claim_folder`. If all attempts share one folder, the result is empty for every
     attempt after the first, because the folder then also contains checkpoints of this run.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         resolved: The spec in which the placeholders are replaced by the values of the attempt.
-        place: Directory of the run. Everything below it belongs to the run.
+        place: Directory of the run. All files in this directory belong to the run.
         number: Number of the attempt.
 
     Raises:
@@ -409,18 +410,20 @@ def find_foreign_checkpoints(
 def _set_aside_checkpoints(
     spec: RunSpec, place: RunPlace, number: int, name: str, start: StartFrom
 ) -> dict[str, str]:
-    """Return the signatures of the run's own checkpoints that later attempts must not use, by path.
+    """Return the run's own checkpoints that later attempts must not use.
 
-    A person has retried the run from an earlier step, so its checkpoints after this step are set
-    aside. A signature identifies the content of a checkpoint. A checkpoint that an attempt saves
-    again has another signature, so it may be used.
+    A person has retried the run from an earlier step, so checkpoints after this step must not be
+    used. If an attempt saves such a checkpoint again, its signature changes, and it may be used.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         number: Number of the attempt that starts from the earlier step.
-        name: Name of the component with checkpoints.
+        name: Name of the component that writes checkpoints.
         start: The key `start_from` of the spec.
+
+    Returns:
+        Mapping from the path of each checkpoint to its signature, which identifies the content.
 
     Raises:
         OSError: A folder of checkpoints cannot be read.
@@ -437,26 +440,26 @@ def _set_aside_checkpoints(
 
 
 def _sign(checkpoint: Checkpoint) -> str:
-    """Return a text that identifies the content of a checkpoint: `SIGNATURE:TIME`.
+    """Return a text `SIGNATURE:TIME` that identifies the content of a checkpoint.
 
-    The time is that of the last change of an inode (ctime), in nanoseconds since the epoch.
+    TIME is the last change of an inode (ctime), in nanoseconds since the epoch.
     """
     return f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedCheckpoint:
-    """A checkpoint in the folder of a run, with the reasons to use it, refuse it and keep it."""
+    """A checkpoint of a run, with the reasons to use it, to skip it and to keep it."""
 
     checkpoint: Checkpoint
-    #: Reason why the run must not use the checkpoint: it belongs to another run, or the run was
-    #: retried from an earlier step. An empty string if the run may use it.
+    #: Reason why the run must not use the checkpoint, or an empty string. Either another run wrote
+    #: the checkpoint, or a person retried the run from an earlier step.
     why_foreign: str
-    #: Reason why no attempt should start from the checkpoint: an attempt could not load it, or it
-    #: was saved during an alarm. An empty string if an attempt may start from it.
+    #: Reason why no attempt should start from the checkpoint, or an empty string. Either an attempt
+    #: could not load the checkpoint, or the checkpoint was saved during an alarm.
     why_unfit: str
-    #: Reasons why the checkpoint stays, although the spec key `keep` limits the number of
-    #: checkpoints. Empty if the checkpoint is removed.
+    #: Reasons why the checkpoint is kept although the spec key `keep` limits the number of
+    #: checkpoints. Empty if the checkpoint may be deleted.
     why_kept: tuple[str, ...] = ()
 
     @property
@@ -479,14 +482,14 @@ def judge_checkpoints(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint that the run must not use to its
+            signature, as returned by `find_foreign_checkpoints`.
         is_running: True if the trainer may still be writing checkpoints.
 
     Raises:
-        OSError: The folder of the checkpoints, the list of the checkpoints from which another run
-            was started, or the record of the evaluations cannot be read.
-        ValueError: That list or record is not valid.
+        OSError: A file cannot be read: the folder of the checkpoints, the list of checkpoints from
+            which another run was started, or the record of the evaluations.
+        ValueError: The list or the record is not valid.
     """
     named = _checkpoint_component(spec)
     if named is None:
@@ -550,14 +553,16 @@ def judge_checkpoints(
 
 
 def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], list[str]]:
-    """Return a function that returns the reasons why evaluations need the checkpoint at a path.
+    """Return a function that returns the reasons why evaluations need a checkpoint.
+
+    The argument of the returned function is the path of a checkpoint.
 
     Raises:
-        OSError, ValueError: The record of the evaluations cannot be read. It is then unknown which
+        OSError, ValueError: The record of the evaluations cannot be read, so it is unknown which
             checkpoints are needed.
     """
     if not spec.evals or not place.evaluations.exists():
-        # The run has no evaluations, or no process has begun to evaluate its checkpoints.
+        # The run has no evaluations, or no evaluation has started yet.
         return lambda path: []
     content = EvaluationsJson.read(place)
     evaluated = read_evaluated_checkpoints(place, content)
@@ -573,30 +578,30 @@ def find_superfluous_checkpoints(
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
 ) -> list[CheckpointPath]:
-    """Return the checkpoints that may be removed, oldest first, as paths of files and folders.
+    """Return the paths of the checkpoints that may be deleted, oldest first.
 
-    The spec key `keep` says how many complete checkpoints stay. Never returned are:
+    The spec key `keep` says how many complete checkpoints are kept. The result never contains:
 
     - the two newest complete checkpoints
-    - checkpoints of other runs, and checkpoints that are not known to be complete
+    - checkpoints of other runs, and checkpoints that may be incomplete
     - the checkpoint from which the current attempt started
     - checkpoints from which another run was started
     - checkpoints that an attempt could not load
     - targets of symbolic links in the same folder
-    - the best checkpoint by the spec key `keep_best`
-    - checkpoints that wait for an evaluation or that are evaluated
+    - the best checkpoint according to the spec key `keep_best`
+    - checkpoints that an evaluation uses or will use
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint that the run must not use to its
+            signature, as returned by `find_foreign_checkpoints`.
 
     Raises:
-        OSError: The folder of the checkpoints, the list of the checkpoints from which another run
-            was started, or the record of the evaluations cannot be read.
-        ValueError: That list or record is not valid.
+        OSError: A file cannot be read: the folder of the checkpoints, the list of checkpoints from
+            which another run was started, or the record of the evaluations.
+        ValueError: The list or the record is not valid.
     """
     named = _checkpoint_component(spec)
     if named is None or named[1].keep is None:
@@ -611,12 +616,12 @@ def find_superfluous_checkpoints(
 
 
 def remove_checkpoint(path: CheckpointPath) -> None:
-    """Remove a checkpoint so that no program loads a half-removed checkpoint.
+    """Delete a checkpoint in such a way that no program can load a partly deleted checkpoint.
 
     If a person starts another run from the checkpoint at the same moment, the checkpoint is kept.
 
     Raises:
-        OSError: The checkpoint cannot be removed.
+        OSError: The checkpoint cannot be deleted.
         ValueError: The list of the checkpoints from which another run was started is not valid.
     """
     identity = identify_path(path)
@@ -626,8 +631,8 @@ def remove_checkpoint(path: CheckpointPath) -> None:
 def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
     """Return the spec that an attempt stored in its directory, as plain data.
 
-    The placeholders in the spec are replaced, and each `cwd` is an absolute path. The result is
-    empty if the file cannot be read.
+    The placeholders in the spec are replaced, and each `cwd` is an absolute path. If the file
+    cannot be read, the result is empty.
     """
     with suppress(OSError, yaml.YAMLError):
         return mapping_or_empty(
@@ -661,12 +666,12 @@ def find_newest_step(
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        foreign: Signatures of the checkpoints of other runs, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint of another run to its signature, as
+            returned by `find_foreign_checkpoints`.
 
     Returns:
-        The step, or None if it is unknown, and the time of the checkpoint's last change in UTC
-        epoch seconds.
+        The training step, and the time of the checkpoint's last change in UTC epoch seconds. The
+        step is None if it is unknown.
 
     Raises:
         OSError: The folder cannot be read.
@@ -697,21 +702,20 @@ def is_writing_checkpoint(written: str, root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileState:
-    """State of a file that may belong to an unfinished checkpoint."""
+    """State of a file of an unfinished checkpoint at the time of the last check."""
 
     #: Size in bytes.
     size: int
     #: Time of the last change in UTC epoch seconds.
     changed_at: float
-    #: Number of blocks of 512 bytes on the disk.
+    #: Number of blocks of 512 bytes that the file occupies on the disk.
     disk_blocks: int
 
 
 class CheckpointGrowth:
     """Finds the time at which a trainer last wrote to a checkpoint.
 
-    Each call compares the files with those of the last call. The last call may have been hours ago.
-    So a change alone does not show that the trainer works now: the time of the change counts.
+    Each call compares the files with their state at the previous call, which may be hours ago.
     """
 
     def __init__(self, written: str, root: Path, clock: Callable[[], float] = time.time) -> None:
