@@ -723,7 +723,7 @@ class CheckpointGrowth:
         Args:
             written: Path or URL of the folder of the checkpoints, as written in the run spec.
             root: Directory from which a relative path in `written` starts.
-            clock: Returns the current time in UTC epoch seconds, like the times of files.
+            clock: Function that returns the current time in UTC epoch seconds.
         """
         self._written = written
         self._root = root
@@ -734,7 +734,7 @@ class CheckpointGrowth:
         self._read_at = -math.inf
 
     def seconds_since_growth(self) -> float | None:
-        """Return the seconds since the last change of a file of an unfinished checkpoint.
+        """Return the number of seconds since a file of an unfinished checkpoint last changed.
 
         Returns:
             None if no file has changed since the last call, or if the files cannot be listed. At
@@ -752,15 +752,15 @@ class CheckpointGrowth:
         self._read_at = now
         if not changed_at:
             return None
-        # The change was between the last call and this call, even if the clock of a file server
-        # says something else.
+        # The file has changed since the last call of this method. A time outside of this period
+        # comes from the wrong clock of a file server, so move the time into the period.
         return now - min(max(*changed_at, last_read_at), now)
 
     def _read(self) -> dict[CheckpointPath, _FileState] | None:
-        """Return the state of each file that may belong to an unfinished checkpoint, by its path.
+        """Return the state of each file that may belong to an unfinished checkpoint.
 
         Returns:
-            None if the files cannot be listed.
+            Mapping from the path of a file to its state, or None if the files cannot be listed.
         """
         with suppress(OSError):
             return {
@@ -781,13 +781,13 @@ def _list_unfinished_files(
 ) -> Iterator[tuple[CheckpointPath, os.stat_result | StoreStat]]:
     """Yield the path and the status of each file that may belong to an unfinished checkpoint.
 
-    These are the files of checkpoints that are not known to be complete, and temporary files.
+    These are temporary files, and the files of checkpoints that may be incomplete.
 
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        with_unknown_files: True to include checkpoints that consist of a single file, although
-            nothing shows that this file is still being written.
+        with_unknown_files: True to include a checkpoint that is a single file, even if it is
+            unknown whether the file is still being written.
     """
     folder = parse_checkpoint_path(written, root)
     listing = list_checkpoints(written, root, is_running=True)
@@ -822,9 +822,9 @@ def find_stage_checkpoint(
     """Return the checkpoint that a completed stage of a pipeline passes to the next stage.
 
     Args:
-        checkpoint: Path or pattern of the stage's `checkpoint`. None means the checkpoint from
-            which the run would be resumed.
-        spec: The spec of the stage's run, with its placeholders.
+        checkpoint: Value of the stage's key `checkpoint`: a path or a pattern. If None, the
+            checkpoint is chosen from which the run would resume.
+        spec: The spec of the stage's run, in which placeholders are not replaced yet.
         place: Directory of the stage's run.
 
     Returns:
@@ -846,8 +846,8 @@ def find_stage_checkpoint(
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-#: First words of the reason for refusing a checkpoint that was saved during an alarm. An alarm is
-#: raised if a metric of the training breaks a rule in the spec.
+#: Beginning of the reason for not using a checkpoint that was saved during an alarm. An alarm is
+#: raised if a training metric breaks a rule in the run spec.
 _ALARMED = "the checkpoint was saved during or after the alarm"
 
 
@@ -858,16 +858,20 @@ def _is_alarmed(why: str) -> bool:
 def _unfit_checkpoints(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that decides whether an attempt may start from a complete checkpoint.
+    """Return a function that checks whether an attempt may start from a complete checkpoint.
 
     The returned function returns the reason why no attempt should start from a checkpoint, or an
-    empty string. There are two reasons: an attempt could not load the checkpoint, or the checkpoint
-    was saved during an alarm that ended an attempt. A checkpoint that was saved again later is not
-    refused.
+    empty string. There are two possible reasons:
+
+    - An attempt could not load the checkpoint.
+    - The checkpoint was saved during an alarm that ended an attempt.
+
+    If the checkpoint was saved again later, an attempt may start from it.
     """
     given_up = find_given_up(spec, attempts)
     best_later_steps: dict[int, float] = {}
-    #: For each alarm that ended an attempt: the first training step of the alarm, and the attempt.
+    #: Alarms that ended an attempt. Each entry has the first training step of the alarm, and the
+    #: attempt.
     alarms: list[tuple[float, AttemptRecord]] = []
     best_step = float("-inf")
     for attempt in reversed(attempts):
@@ -899,7 +903,7 @@ def _unfit_checkpoints(
 def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> range:
     """Return the numbers of the attempts whose checkpoint folders must be searched.
 
-    If all attempts share one folder, the result has only the number of the last attempt.
+    If all attempts share one folder, the result contains only the number of the last attempt.
 
     Args:
         written: Value of the spec key `checkpoints`, in which placeholders are not replaced.
@@ -910,7 +914,7 @@ def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> r
 
 
 def _is_per_attempt(written: str) -> bool:
-    """Return True if each attempt has its own folder of checkpoints.
+    """Return True if each attempt writes its checkpoints to a folder of its own.
 
     This is the case if `written`, the value of the spec key `checkpoints`, contains a placeholder
     such as `${attempt.dir}`.
@@ -931,7 +935,7 @@ def _checkpoints_of_attempt(
     Args:
         place: Directory of the run.
         number: Number of the attempt.
-        component_name: Name of the component with checkpoints.
+        component_name: Name of the component that writes checkpoints.
         is_running: True if the trainer may still be writing checkpoints.
         spec: The spec of the run; see `_folder_of_attempt`.
 
@@ -945,18 +949,19 @@ def _checkpoints_of_attempt(
 def _folder_of_attempt(
     place: RunPlace, number: int, component_name: str, spec: RunSpec | None = None
 ) -> tuple[Path, str]:
-    """Return where the checkpoints of an attempt are.
+    """Return the folder in which an attempt stores its checkpoints.
 
     Args:
         place: Directory of the run.
         number: Number of the attempt.
-        component_name: Name of the component with checkpoints.
-        spec: The spec of the run, in which placeholders are not replaced yet. It is used if the
-            attempt has no spec file on this host, because the attempt ran on another host.
+        component_name: Name of the component that writes checkpoints.
+        spec: The spec of the run, in which placeholders are not replaced yet. Used if the attempt
+            ran on another host, so that this host has no spec file of the attempt.
 
     Returns:
-        The directory from which a relative path starts, and the value of the key `checkpoints`.
-        The value is empty if the spec of the attempt cannot be read.
+        - The directory from which a relative path starts.
+        - The value of the key `checkpoints`, or an empty string if the spec of the attempt cannot
+          be read.
     """
     attempt_spec = read_attempt_spec(place, number)
     if not attempt_spec and spec is not None:
@@ -967,14 +972,17 @@ def _folder_of_attempt(
             root = Path.cwd() / (component.cwd or spec.cwd)
             return root, substitute(folder, values.__getitem__)
     written = mapping_or_empty(mapping_or_empty(attempt_spec.get("components")).get(component_name))
-    # Start at the working directory, because earlier versions of Muster stored a relative `cwd`, or
-    # none at all.
+    # Earlier versions of Muster stored a relative `cwd` or no `cwd`. A relative path starts at the
+    # working directory of this process.
     root = Path.cwd() / (written.get("cwd") or attempt_spec.get("cwd") or ".")
     return root, str(written.get("checkpoints") or "")
 
 
 def _values_of_attempt(place: RunPlace, number: int) -> dict[str, str]:
-    """Return the values of the placeholders in an attempt's paths, such as `run.dir`, by name."""
+    """Return a mapping from the names of placeholders, such as `run.dir`, to their values.
+
+    The placeholders are those that may occur in the paths of an attempt.
+    """
     return {
         "run.id": place.run_id,
         "run.dir": str(place.directory),

@@ -36,46 +36,49 @@ from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
 from tasks.spec.own_settings import CODE_MIB, IMAGE
 
-#: Environment variable of a run's processes. Its value is the project folder from which the code of
-#: the run was copied.
+#: Environment variable of a run's processes. The value is the path of the project folder. The code
+#: of the run is a copy of this folder.
 PROJECT = "MUSTER_PROJECT"
-#: Names to ignore in a project without a git repository, in addition to its .gitignore.
+#: File names that are ignored in a project without a git repository, in addition to the names in
+#: the project's .gitignore.
 _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
-#: Matches the caches of Python and of other tools. They are not copied, because Python could load a
-#: compiled file of the project in place of the run's source file.
+#: Matches the cache files of Python and of other tools. These files are not copied: Python could
+#: load an outdated compiled file from the cache instead of the run's source file.
 _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
-#: Modification time of each file that Muster writes into a run's code folder, in UTC epoch seconds.
-#: A file with another time was changed since. The time is after 1980, because zip files cannot
-#: store earlier times.
+#: Modification time of all files that Muster writes into a run's code folder, in UTC epoch seconds.
+#: If a file has a different time, it was changed later. The time is after 1980, because zip files
+#: cannot store earlier times.
 _MADE_AT = 946684800
-#: Largest stored part of the patch with the changes since the last commit, in characters. The rest
-#: of the patch is cut off.
+#: Largest number of characters that are stored of the patch since the last commit. The rest of the
+#: patch is cut off.
 _DIFF_BYTES = 16_384
-#: Entries of the code store that were stored less than this number of seconds ago are never
-#: deleted, because a new run may need them.
+#: Minimum age in seconds of the entries that may be deleted. A new run may need a younger entry of
+#: the code store.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
-#: Function that gets the name of an entry of the code store. It returns the gzip-compressed content
-#: of the entry from another store, or None if that store has no such entry.
+#: Function that reads a missing entry of the code store from another store. The argument is the
+#: name of the entry. The result is the gzip-compressed content, or None if the other store has no
+#: such entry.
 Fetch = Callable[[str], bytes | None]
 
 
 class NoCode(MusterError):
-    """The code of a run is not available on this machine."""
+    """The code of a run cannot be found on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Entry of the code store with the files of a project and the project's last git commit."""
+    """Snapshot of a project in the code store: its files and its last git commit."""
 
-    #: Name of the code store's entry that contains the project's files as a tar archive.
+    #: Name of the entry in the code store that contains the project's files as a tar archive.
     tree: str
     #: Absolute path of the project folder.
     project: str
     #: Hash of the last git commit, or an empty string if there is none.
     commit: str = ""
-    #: Patch from the last commit to the project's files, cut after 16,384 characters.
+    #: Changes of the project's files since the last commit, as a patch. Cut after 16,384
+    #: characters.
     diff: str = ""
 
 
@@ -109,16 +112,16 @@ def store_project(root: Path) -> str:
 
 
 def _refuse_large_folder(root: Path, limit: int) -> None:
-    """Raise InvalidSpec if a folder is so large that git would need minutes to list its files.
+    """Raise InvalidSpec if a folder is too large for git to list its files quickly.
 
     Args:
         root: The project folder.
-        limit: Largest size of the project's files in bytes.
+        limit: Largest allowed size of the project's files in bytes.
     """
     try:
         counted = count_until(root, limit, _IGNORED)
     except (GitFailed, OSError):
-        # `_files` runs git again after this check, and reports the error.
+        # Ignore the error here: `_files` runs git again and reports it.
         return
     if counted is None:
         return
@@ -130,13 +133,13 @@ def _refuse_large_folder(root: Path, limit: int) -> None:
 
 
 def _too_large(root: Path, count: str, sizes: Mapping[str, int], limit: int) -> InvalidSpec:
-    """Return the error for a project whose files are too large for a copy.
+    """Return the error for a project that is too large to be copied.
 
     Args:
         root: The project folder.
         count: Text with the size and the number of the files.
-        sizes: Sizes in bytes of the counted files, by relative path.
-        limit: Largest size of the project's files in bytes.
+        sizes: Mapping from the relative path of each counted file to its size in bytes.
+        limit: Largest allowed size of the project's files in bytes.
     """
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
     listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
@@ -150,15 +153,15 @@ def _too_large(root: Path, count: str, sizes: Mapping[str, int], limit: int) -> 
 
 
 def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
-    """Return the snapshot of a project's files that the code store keeps under a name.
+    """Return the snapshot of a project from the code store.
 
     Args:
         name: Name of the snapshot's entry in the code store.
-        fetch: Function that returns the entry if it is not in this store.
+        fetch: Function that returns the content of an entry that is missing in this store.
 
     Raises:
-        NoCode: The entry is not available, or it is not a snapshot. For example, the name may be
-            that of the second entry to which a snapshot refers, with the files of the project.
+        NoCode: The entry is not available, or is not a snapshot. For example, the entry may contain
+            the files of a project.
         OSError: The entry could not be read.
     """
     try:
@@ -174,14 +177,15 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
 def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
     """Write the project files of a snapshot into a folder.
 
-    Missing and changed files are written again. Other files in the folder are kept. If the project
-    folder exists on this machine, the function also creates symbolic links to the files there that
-    git ignores, such as data.
+    Missing and changed files are written again. Other files in the folder are kept.
+
+    If the project folder exists on this machine, the folder also gets symbolic links to the files
+    that git ignores in the project, such as data.
 
     Args:
         code: Snapshot of the project.
         place: The folder, which is created if it is missing.
-        fetch: Function that returns the entry with the files if it is not in this code store.
+        fetch: Function that returns the content of an entry that is missing in this code store.
 
     Raises:
         NoCode: The entry with the files is not available.
@@ -203,8 +207,8 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 links[member.name] = member.linkname
             elif (file := tar.extractfile(member)) is not None:
                 _write(_path_in(folders, member.name), file.read(), member.mode)
-    # Symbolic links are created after all files. Otherwise a file could be written through a link
-    # to a place outside of the folder.
+    # Create symbolic links only after all files. Otherwise, writing a file through a link could
+    # change a file outside of the folder.
     for name, target in links.items():
         at = os.path.dirname(name)
         full = os.path.join(project, at, target)
@@ -223,8 +227,11 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 def hash_files(tree: str) -> dict[str, str]:
     """Return the file mode and the content hash of each project file in an entry of the code store.
 
-    The argument `tree` is the name of the entry. The keys of the result are relative paths. Each
-    value is a text such as `644 0a1b2c3d4e5f`.
+    Args:
+        tree: Name of the entry.
+
+    Returns:
+        Mapping from a relative path to a text such as `644 0a1b2c3d4e5f`.
 
     Raises:
         NoCode: The code store has no entry `tree`.
@@ -239,8 +246,12 @@ def hash_files(tree: str) -> dict[str, str]:
 def read_files(tree: str) -> dict[str, tuple[int, bytes]]:
     """Return the file mode and the content of each project file in an entry of the code store.
 
-    The argument `tree` is the name of the entry. The keys of the result are relative paths. The
-    content of a symbolic link is its target.
+    Args:
+        tree: Name of the entry.
+
+    Returns:
+        Mapping from a relative path to the mode and the content. The content of a symbolic link is
+        its target.
 
     Raises:
         NoCode: The code store has no entry `tree`.
@@ -262,10 +273,10 @@ def find_absolute_links(place: Path) -> list[str]:
 
 
 def measure_unchanged_files(place: Path) -> dict[str, int]:
-    """Return the sizes of the files that `check_out` wrote and that are unchanged since.
+    """Return the sizes of the files that `check_out` wrote and that nobody has changed since.
 
     Returns:
-        Sizes in bytes by relative path.
+        Mapping from a relative path to the size in bytes.
     """
     files = ((path, path.lstat()) for path in place.rglob("*"))
     return {
@@ -278,13 +289,13 @@ def measure_unchanged_files(place: Path) -> dict[str, int]:
 def list_import_folders(project: Path, place: Path, environment: Path | None) -> list[str]:
     """Return the folders from which a run's programs must import the packages of the project.
 
-    The Python environment of the run imports its editable packages from the project folder.
-    With the returned folders on PYTHONPATH, Python imports them from the run's copy of the project.
+    An editable package would be imported from the project folder. With the returned folders on
+    PYTHONPATH, Python imports the package from the run's copy of the project instead.
 
     Args:
         project: The project folder.
         place: Folder with the run's copy of the project.
-        environment: The Python environment of the run. None if that is Muster's own.
+        environment: Folder of the run's Python environment, or None for Muster's own environment.
     """
     found: dict[str, None] = {}
     roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
@@ -295,9 +306,9 @@ def list_import_folders(project: Path, place: Path, environment: Path | None) ->
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A .pth file names the folder that contains packages. The import finder of an
-                # editable package names the folder of the package itself, so the parent of that
-                # folder is returned.
+                # A .pth file contains the folder in which the packages are. The import finder of an
+                # editable package contains the folder of the package itself, so return the parent
+                # of that folder.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None
@@ -322,8 +333,8 @@ def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
     Args:
         name: Name of the entry.
-        fetch: Function that returns the entry if it is not in this store. The returned entry is
-            added to this store.
+        fetch: Function that returns the content of an entry that is missing in this store. The
+            content is then added to this store.
 
     Raises:
         NoCode: The entry is not available, or its content is damaged.
@@ -357,9 +368,9 @@ def read_compressed(name: str) -> bytes:
 
 
 def find_entry_names(text: str, fetch: Fetch = lambda _: None) -> set[str]:
-    """Return the names of all code store entries that a text mentions, such as a `spec.yaml`.
+    """Return the names of all code store entries that a text such as `spec.yaml` contains.
 
-    If an entry is a snapshot of a project, the result also has the name of the entry with the
+    If an entry is a snapshot of a project, the result also contains the name of the entry with the
     project's files.
     """
     names = set(_NAME.findall(text))
@@ -376,10 +387,10 @@ def delete_unused(named: Collection[str], *, is_dry: bool = False) -> dict[str, 
 
     Args:
         named: Names of the entries that runs need.
-        is_dry: True if nothing is deleted, and only the result is returned.
+        is_dry: True to delete nothing, and to return only the entries that would be deleted.
 
     Returns:
-        The size in bytes of each deleted entry, by its file name.
+        Mapping from the file name of each deleted entry to its size in bytes.
     """
     deleted_sizes = {}
     for path in sorted((muster_home() / "code").glob("*")):
@@ -394,7 +405,7 @@ def delete_unused(named: Collection[str], *, is_dry: bool = False) -> dict[str, 
 
 
 def describe_versions(code: Code | None, root: Path, python: Path) -> dict[str, object]:
-    """Return the code and the software versions of a run on this machine, for the run's record.
+    """Return the code and the software versions of a run for the run's record.
 
     Args:
         code: Snapshot of the project, or None if the run uses the files in `root` directly.
@@ -444,7 +455,7 @@ def _path(name: str) -> Path:
 
 
 def _here(name: str) -> bytes | None:
-    """Return the content of an entry of the code store, or None if it is missing or damaged."""
+    """Return the content of an entry in this code store, or None if it is missing or damaged."""
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, ValueError, zlib.error):
         data = gzip.decompress(read_compressed(name))
         return data if sha256(data).hexdigest() == name else None
@@ -464,9 +475,9 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
     """List the files of a project with git.
 
     Returns:
-        Two sets of relative paths. The first has the files and symbolic links of the project,
-        including those in nested repositories. The second has the paths that git ignores. If git
-        ignores a whole folder, the set has only the path of the folder.
+        - Relative paths of the project's files and symbolic links. Files in nested repositories are
+          included.
+        - Relative paths that git ignores. If git ignores a whole folder, only the folder is listed.
 
     Raises:
         InvalidSpec: git is missing, is too slow, or fails.
@@ -485,8 +496,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # Leave out a file that was deleted or is in Muster's home directory. Also leave out a
-            # file behind a symbolic link to a folder: git does not follow such links.
+            # Leave out a file that was deleted, is in Muster's home directory, or is behind a
+            # symbolic link to a folder. git does not follow such links.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)
@@ -506,7 +517,7 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:
-    """Return two sets: the paths in a folder that git does not ignore, and the ignored paths.
+    """Return the paths in a folder that git does not ignore, and the paths that git ignores.
 
     Raises:
         GitFailed: git is missing, is too slow, or fails.
@@ -514,8 +525,8 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     """
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
-            # The list is empty if the repository is in a parent folder and ignores the whole
-            # project folder. In that case, list the files as if there were no repository.
+            # The list is empty if the repository of a parent folder ignores the whole project
+            # folder. In this case, list the files as if there were no repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)
@@ -531,11 +542,11 @@ def _without_slash(names: Collection[str]) -> set[str]:
 
 
 def _changes(root: Path) -> dict[str, str]:
-    """Return the last commit of a project, and the patch from it to the project's present files.
+    """Return the last commit of a project, and the changes since this commit as a patch.
 
     Returns:
         The fields `commit` and `diff` of `Code`. The result is empty if the project has no commit,
-        or no trusted repository.
+        or if its repository is missing or not trusted.
     """
     if (repository := find_repository(root)) is None:
         return {}
@@ -551,7 +562,7 @@ def _changes(root: Path) -> dict[str, str]:
 
 
 def _packed(root: Path, names: Collection[str]) -> bytes:
-    """Return a tar archive of some files of a project. Files that were deleted are omitted.
+    """Return a tar archive of some files of a project. Deleted files are left out.
 
     Args:
         root: The project folder.
@@ -577,12 +588,12 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
-    """Create the parent folders for a project file that is to be written, and return its path.
+    """Create the parent folders of a project file, and return the path at which to write the file.
 
-    If a symbolic link or a file is in the place of a parent folder, it is deleted.
+    A symbolic link or a file in the place of a parent folder is deleted.
 
     Args:
-        folders: Absolute paths of the folders that were created before, by relative path. New
+        folders: Mapping from relative to absolute paths of the folders that exist already. New
             folders are added.
         name: Relative path of the file.
     """
@@ -597,7 +608,7 @@ def _path_in(folders: dict[str, str], name: str) -> str:
 
 
 def _write(path: str, data: bytes, mode: int) -> None:
-    """Write a project file, unless a file with the same content and mode is at the path already."""
+    """Write a project file, unless the same file is at the path already."""
     with suppress(FileNotFoundError):
         if _is_same_file(path, data, mode):
             return
@@ -610,11 +621,10 @@ def _write(path: str, data: bytes, mode: int) -> None:
 
 
 def _is_same_file(path: str, data: bytes, mode: int) -> bool:
-    """Return True if the file at a path has this content and mode, and was written by `_write`.
+    """Return True if `_write` has written the file at a path with this content and mode.
 
-    The function reads the file and compares its content. A comparison of size and modification time
-    would not find every change: all files that Muster writes have the same modification time, and
-    two versions of a file can have the same size.
+    The whole content is compared, because a comparison of size and modification time would miss
+    changes: all files that Muster writes have the same modification time.
 
     Raises:
         FileNotFoundError: There is no file at the path.
@@ -646,8 +656,7 @@ def _link(path: str, target: str) -> None:
 def _make_way(path: str) -> None:
     """Remove the file, symbolic link or folder at a path, so that a new file can be written there.
 
-    A file or link is deleted. A folder is renamed and not deleted, because it may contain files of
-    the user.
+    A file or link is deleted. A folder is only renamed, because it may contain files of the user.
     """
     try:
         os.unlink(path)

@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 #: Delay before a failed write is retried, in seconds.
 _RETRY_AFTER_S = 0.5
-#: Largest number of buffered bytes that are not yet appended to a file. Further lines are dropped.
+#: Largest number of bytes that wait to be appended to a file. Further lines are dropped.
 _MAX_PENDING_BYTES = 1 << 26
 
 
 def write_json(path: Path, content: object, *, durable: bool = False) -> None:
-    """Replace the content of a file atomically by an object as JSON, see `replace_file`."""
+    """Write an object as JSON to a file, and replace the file atomically; see `replace_file`."""
     replace_file(path, json_text(content), durable=durable)
 
 
 def json_text(content: object) -> str:
-    """Return an object as indented JSON, which is the format of all JSON files of a run."""
+    """Return an object as indented JSON text. All JSON files of a run have this format."""
     try:
         # Use pydantic, because it is three times faster than the module `json`.
         return to_json(content, indent=2).decode() + "\n"
@@ -43,18 +43,17 @@ def json_text(content: object) -> str:
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace the content of a file atomically: a reader sees the old or the new content.
+    """Replace the content of a file atomically: a reader sees either the old or the new content.
 
     Args:
         path: The file.
         content: The new content.
-        durable: True to force the content to the disk, so that the old or the new content is
-            readable after a power failure. This can take seconds on a busy disk. If False, a power
-            failure can leave an empty file on some file systems.
+        durable: True to protect the file against a power failure. This can take seconds on a busy
+            disk. If False, a power failure can leave an empty file on some file systems.
 
     Raises:
-        OSError: The file was not replaced. If `durable` is set, the new content may be in place,
-            but not safe from a power failure.
+        OSError: The file was not replaced. If `durable` is True, the file may have been replaced,
+            but is not protected against a power failure.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -85,7 +84,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sync(fd: int) -> None:
-    """Force an open file or directory to the disk, if its file system can do that.
+    """Force an open file or directory to the disk, if the file system supports this.
 
     Raises:
         OSError: The disk reports an error.
@@ -98,36 +97,37 @@ def _sync(fd: int) -> None:
 
 
 class DiskThread:
-    """Writes files in a thread of its own, and calls other functions that may wait for a disk.
+    """Thread that writes files and calls other functions that may wait for a disk.
 
-    All methods can be called from any thread. Only `flush` waits. The thread ends with the process.
+    All methods can be called from any thread. Only the method `flush` waits. The thread ends with
+    the process.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         #: Lock for all attributes below. Threads that wait for this condition are notified about
-        #: new work and about finished work.
+        #: new work and about completed work.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._has_new_work = False
         self._is_busy = False
-        #: Functions that return the new content of a file, by the path of the file to replace.
+        #: Mapping from the path of each file to replace to a function that returns the new content.
         self._replacements: dict[Path, Callable[[], str]] = {}
-        #: Lines that the disk thread must append, by the path of the file.
+        #: Mapping from the path of a file to the lines that the disk thread must append.
         self._lines: dict[Path, bytearray] = {}
         #: Functions that the disk thread must call.
         self._calls: list[Callable[[], None]] = []
-        #: Files whose last write failed, with the reason. A warning about them was already logged.
+        #: Mapping from each file whose last write failed to the reason. A warning about the failure
+        #: was already logged.
         self._failing_files: dict[Path, str] = {}
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
         """Let the disk thread replace the content of a file. The call itself does not wait.
 
-        The content is forced to the disk, so that a power failure leaves the old or the new
-        content. See `replace_file`.
+        After a power failure, the file has either the old or the new content; see `replace_file`.
 
         Args:
-            path: The file. An earlier replacement of this file that is still pending is dropped.
+            path: The file. If an earlier replacement of this file is still pending, it is dropped.
             make: Function that returns the new content. The disk thread calls this function before
                 each try to write the file.
         """
@@ -136,7 +136,7 @@ class DiskThread:
             self._wake()
 
     def append(self, path: Path, line: str) -> None:
-        """Let the disk thread append a line to a file. The lines of a file keep their order."""
+        """Let the disk thread append a line to a file. The order of the calls is kept."""
         with self._changed:
             lines = self._lines.setdefault(path, bytearray())
             if len(lines) < _MAX_PENDING_BYTES:
@@ -168,16 +168,15 @@ class DiskThread:
         """Wait until the disk thread has done all its work.
 
         Returns:
-            True if all work is done. False if `within_s` seconds have passed and work remains.
+            True if all work is done. False if the thread needs longer than `within_s` seconds.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._has_work(), within_s)
 
     def describe_unwritten_files(self) -> str:
-        """Return a text with each file that could not be written, and the reason.
+        """Return a text that lists each file that could not be written, with the reason.
 
-        The text is empty if no write has failed. A file whose disk does not respond is named
-        without a reason.
+        The text is empty if no write has failed. If a disk does not respond, there is no reason.
         """
         with self._changed:
             reasons = dict.fromkeys(
@@ -190,7 +189,7 @@ class DiskThread:
         return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
     def _wake(self) -> None:
-        """Notify the disk thread about new work. The first call starts this thread.
+        """Tell the disk thread that there is new work. The first call starts the thread.
 
         The caller must hold the lock.
         """
@@ -234,7 +233,7 @@ class DiskThread:
                 self._changed.notify_all()
 
     def _try_write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Call a function that writes a file. Return False if it failed and must be retried."""
+        """Call a function that writes a file. If it fails, return False, so that it is retried."""
         try:
             write()
         except OSError as error:
@@ -263,7 +262,7 @@ def _append(path: Path, lines: bytearray) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while lines:
-            # If the disk is nearly full, write(2) may write only a part of the bytes. So repeat the
+            # If the disk is nearly full, write(2) may write only some of the bytes. So repeat the
             # call with the remaining bytes.
             del lines[: os.write(fd, lines)]
     finally:

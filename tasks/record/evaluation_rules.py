@@ -24,9 +24,9 @@ def add_checkpoints(
 ) -> EvaluationsJson:
     """Return the record of a run's evaluations with the new complete checkpoints added.
 
-    A checkpoint at a known path is new if it has another step, or if a later attempt has saved it
-    again. An evaluation may write a file into the folder of a checkpoint. So a change of the files
-    during one attempt does not make the checkpoint a new checkpoint.
+    A checkpoint at a known path counts as new in two cases: its step differs, or a later attempt
+    has saved it again. Changed files alone do not make a checkpoint new, because an evaluation may
+    write files into the folder of a checkpoint.
 
     Args:
         content: The record before the call.
@@ -60,15 +60,15 @@ def add_checkpoints(
 def choose_evaluations(
     evaluations: Mapping[str, Evaluation], content: EvaluationsJson, *, is_last: bool = False
 ) -> list[EvaluationNote]:
-    """Return new entries of the record, which say which checkpoints are evaluated next.
+    """Return new entries for the record that say which checkpoints are evaluated next.
 
-    An entry has the state CHOSEN if the evaluation of the checkpoint must begin now, and SKIPPED if
-    the checkpoint is never evaluated.
+    - An entry with the state CHOSEN means that the evaluation of the checkpoint must start now.
+    - An entry with the state SKIPPED means that the checkpoint is never evaluated.
 
     Args:
-        evaluations: The evaluations of the run spec, by name.
+        evaluations: Mapping from the name of each evaluation to its part of the run spec.
         content: The record of the run's evaluations.
-        is_last: True if the training has ended, so that there will be no newer checkpoint.
+        is_last: True if the training has ended, so that no newer checkpoint will be saved.
     """
     notes: list[EvaluationNote] = []
     for name, evaluation in evaluations.items():
@@ -90,7 +90,7 @@ def choose_evaluations(
 def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> list[CheckpointNote]:
     """Return the checkpoints that an evaluation has neither evaluated nor skipped, oldest first.
 
-    A checkpoint is left out if a newer checkpoint was saved at the same path.
+    If a newer checkpoint was saved at the same path, the older checkpoint is left out.
     """
     done = {one.checkpoint for one in content.evaluations if one.name == name}
     current = content.current_numbers
@@ -104,7 +104,7 @@ def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> li
 
 
 def _is_active(name: str, content: EvaluationsJson) -> bool:
-    """Return True if an evaluation of at least one checkpoint has not ended yet.
+    """Return True if an evaluation has started for at least one checkpoint and has not ended.
 
     Args:
         name: Name of the evaluation in the run spec.
@@ -121,12 +121,12 @@ def find_best_checkpoint(
     If several checkpoints have the best value, the oldest of them is the best.
 
     Args:
-        rule: The key `keep_best` of the run spec, or the key `best` of a pipeline's stage. It names
-            the compared number, such as `math.accuracy`.
+        rule: Rule that names the number to compare, such as `math.accuracy`. It is the key
+            `keep_best` of a run spec, or the key `best` of a stage of a pipeline.
         evaluated: The evaluations of the run with the numbers in their results, oldest first.
 
     Returns:
-        The evaluation. None if no result contains the number that the rule names.
+        The evaluation, or None if no result contains the named number.
     """
     figures = [
         (figure, one)
@@ -143,10 +143,10 @@ def list_reasons_to_keep(
     content: EvaluationsJson,
     evaluated: Sequence[EvaluatedCheckpoint],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path of each checkpoint that evaluations need, with the reason.
+    """Yield the path of each checkpoint that must be kept for evaluations, with the reason.
 
     Args:
-        evaluations: The evaluations of the run spec, by name.
+        evaluations: Mapping from the name of each evaluation to its part of the run spec.
         keep_best: The key `keep_best` of the run spec, or None.
         content: The record of the evaluations.
         evaluated: The evaluations in the record, with the numbers in their results.

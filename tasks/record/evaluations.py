@@ -26,7 +26,7 @@ from tasks.record.result_file import InvalidResult, list_figures, read_result_fi
 class EvaluationState(Enum):
     """State of the evaluation of one checkpoint."""
 
-    #: The evaluation is chosen, but its run is not created yet.
+    #: The evaluation will be started, but its run is not created yet.
     CHOSEN = "chosen"
     #: The run of the evaluation is waiting in the queue or is starting.
     WAITING = "waiting"
@@ -34,19 +34,19 @@ class EvaluationState(Enum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    #: The checkpoint is not evaluated, because a newer checkpoint is evaluated instead.
+    #: The checkpoint is never evaluated, because a newer checkpoint is evaluated instead.
     SKIPPED = "skipped"
 
     @property
     def is_active(self) -> bool:
-        """True if the evaluation has not ended, so that it still needs its checkpoint."""
+        """True if the evaluation has not ended and so still needs the checkpoint."""
         return self in (EvaluationState.CHOSEN, EvaluationState.WAITING, EvaluationState.RUNNING)
 
 
 class CheckpointNote(Recorded):
     """A complete checkpoint of the run."""
 
-    #: Number of the checkpoint among the complete checkpoints of the run, from 1.
+    #: Number of the checkpoint. The complete checkpoints of a run are numbered from 1.
     number: int
     #: Absolute path or URL of the checkpoint.
     path: str
@@ -68,14 +68,14 @@ class EvaluationNote(Recorded):
     state: EvaluationState = EvaluationState.CHOSEN
     #: Prefect id of the evaluation's flow run. Empty if no run was created.
     flow_run_id: str = ""
-    #: Name of the evaluation's flow run. After the evaluation has begun, the name is its run id.
+    #: Name of the evaluation's flow run. When the evaluation starts, this name becomes its run id.
     run_id: str = ""
     #: Message about the state, such as the cause of a failure. May be empty.
     message: str = ""
 
 
 class EvaluationsJson(Recorded):
-    """Content of `evaluations.json`."""
+    """Content of `evaluations.json`, which records the evaluations of a run's checkpoints."""
 
     #: The complete checkpoints in the order in which they became complete.
     checkpoints: tuple[CheckpointNote, ...] = ()
@@ -84,7 +84,7 @@ class EvaluationsJson(Recorded):
 
     @staticmethod
     def read(place: RunPlace) -> EvaluationsJson:
-        """Return the record of a run's evaluations. It is empty if the file does not exist.
+        """Return the record of a run's evaluations. The record is empty if the file does not exist.
 
         Raises:
             OSError: The file cannot be read.
@@ -109,11 +109,14 @@ class EvaluationsJson(Recorded):
 
     @property
     def current_numbers(self) -> frozenset[int]:
-        """Numbers of the checkpoints that no newer checkpoint at the same path has replaced."""
+        """Numbers of the checkpoints that are still stored at their path.
+
+        A newer checkpoint at the same path replaces an older one.
+        """
         return frozenset({one.path: one.number for one in self.checkpoints}.values())
 
     def with_evaluation(self, changed: EvaluationNote) -> EvaluationsJson:
-        """Return the record with an evaluation added, or replaced by its changed version."""
+        """Return the record with a new evaluation, or with a changed evaluation."""
         key = (changed.name, changed.checkpoint)
         keys = [(one.name, one.checkpoint) for one in self.evaluations]
         if key not in keys:
@@ -127,10 +130,9 @@ class EvaluationsJson(Recorded):
 def lock_evaluations(place: RunPlace) -> Iterator[None]:
     """Hold the lock of a run's `evaluations.json` while the context is open.
 
-    The training and its evaluations write to the same record, so each of them takes a file lock
-    first. If the file system has no file locks, the record is not locked. If two evaluations then
-    end at the same moment, the recorded state of one of them may be wrong. Their results are still
-    complete, because each evaluation has a file of its own for its result.
+    The training and its evaluations write to the same file, so each of them takes the lock first.
+    On a file system without file locks, two writers may overwrite each other's changes of a state.
+    Results are not lost, because each evaluation has its own result file.
 
     Raises:
         OSError: The lock file cannot be opened.
@@ -154,7 +156,7 @@ def locate_evaluation_result(place: RunPlace, name: str, checkpoint: int) -> Pat
 
 
 def read_evaluation_figures(place: RunPlace, name: str, checkpoint: int) -> dict[str, float]:
-    """Return the numbers in the result of an evaluation, by their dotted keys.
+    """Return the numbers in the result of an evaluation, as a mapping from their dotted keys.
 
     Args:
         place: Directory of the training's run.
@@ -162,7 +164,7 @@ def read_evaluation_figures(place: RunPlace, name: str, checkpoint: int) -> dict
         checkpoint: Number of the checkpoint.
 
     Raises:
-        InvalidResult: The result cannot be used.
+        InvalidResult: The result file is missing or not valid.
     """
     try:
         return list_figures(read_result_file(locate_evaluation_result(place, name, checkpoint)))
@@ -176,19 +178,19 @@ class EvaluatedCheckpoint:
 
     evaluation: EvaluationNote
     checkpoint: CheckpointNote
-    #: Numbers in the result of the evaluation, by their dotted keys. Empty before the evaluation
-    #: has written a result.
+    #: Mapping from dotted keys to the numbers in the result of the evaluation. Empty if the
+    #: evaluation has not written a result yet.
     figures: dict[str, float]
-    #: True if no newer checkpoint was saved at the same path.
+    #: True if the checkpoint was not replaced by a newer checkpoint at the same path.
     is_current: bool
 
     @property
     def state(self) -> EvaluationState:
-        """State of the evaluation: the recorded state, or COMPLETED if a result exists.
+        """State of the evaluation: COMPLETED if a result exists, otherwise the recorded state.
 
-        The recorded state may be out of date, because only the flow process of the training records
-        states. After that process has ended, an evaluation with a result may still be recorded as
-        waiting or running.
+        The recorded state may be outdated, because only the flow process of the training records
+        states. An evaluation that ends after that process may still be recorded as waiting or
+        running.
         """
         if self.evaluation.state.is_active and self.figures:
             return EvaluationState.COMPLETED
@@ -198,14 +200,14 @@ class EvaluatedCheckpoint:
         """Return a number of the evaluation's result, or None if the result has no such number.
 
         Args:
-            by: Name of the number: `EVALUATION.KEY`, such as `math.accuracy`. The result is also
-                None if `by` names another evaluation.
+            by: Name of the number, `EVALUATION.KEY`, such as `math.accuracy`. If EVALUATION is the
+                name of another evaluation, the result is None.
         """
         name, _, key = by.partition(".")
         return self.figures.get(key) if name == self.evaluation.name else None
 
     def list_named_figures(self) -> dict[str, float]:
-        """Return the numbers of the evaluation's result by names such as `math.accuracy`."""
+        """Return a mapping from names such as `math.accuracy` to the numbers of the result."""
         name = self.evaluation.name
         return {f"{name}.{key}" if key else name: value for key, value in self.figures.items()}
 
@@ -215,7 +217,7 @@ def read_evaluated_checkpoints(
 ) -> list[EvaluatedCheckpoint]:
     """Return the evaluations of a run with the numbers in their results, in the recorded order.
 
-    If the result of an evaluation cannot be used, the evaluation is returned without numbers.
+    If the result of an evaluation is missing or not valid, its numbers are empty.
 
     Args:
         place: Directory of the training's run.
@@ -249,11 +251,11 @@ def _join_figures(place: RunPlace, content: EvaluationsJson) -> Iterator[Evaluat
 
 
 def list_evaluation_rows(place: RunPlace) -> list[dict[str, Any]]:
-    """Return the results of a run's evaluations: one mapping for each training step with a result.
+    """Return the results of a run's evaluations, with one mapping for each training step.
 
-    A mapping has the step, the number of the attempt that saved the checkpoint, and the numbers in
-    the results by names such as `math.accuracy`. If several checkpoints of a step were evaluated,
-    the newest of them is used.
+    Each mapping contains the step, the number of the attempt that saved the checkpoint, and results
+    under names such as `math.accuracy`. If several checkpoints of a step were evaluated, the newest
+    checkpoint is used.
 
     Raises:
         OSError: The record of the evaluations cannot be read.
@@ -276,11 +278,13 @@ def list_evaluation_rows(place: RunPlace) -> list[dict[str, Any]]:
 
 
 def read_evaluation_curve(place: RunPlace, by: str) -> dict[float, float]:
-    """Return a figure of a run's evaluations by training step, in the order of the steps.
+    """Return one result of a run's evaluations as a mapping from training steps to values.
+
+    The steps are in ascending order.
 
     Args:
         place: Directory of the training's run.
-        by: Name of the figure, such as `math.accuracy`.
+        by: Name of the result, such as `math.accuracy`.
 
     Raises:
         OSError: The record of the evaluations cannot be read.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Field(Generic[T]):
-    """Property of `Event` that reads a field of the event and converts its value."""
+    """Descriptor for a property of `Event` that returns a converted field of the event."""
 
     def __init__(
         self, default: T, convert: Callable[[Any], T] = lambda value: value, key: str = ""
@@ -38,7 +38,7 @@ class _Field(Generic[T]):
         Args:
             default: Value of the property if the field is missing, null, or cannot be converted.
             convert: Function that converts the JSON value to the type of the property.
-            key: Name of the field, or an empty string if the property has the same name.
+            key: Name of the field. Empty if the field has the same name as the property.
         """
         self._default = default
         self._convert = convert
@@ -57,7 +57,7 @@ class _Field(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a run.
+    """An event in the history of a run, such as the end of a component.
 
     The fields that Muster itself reads are also properties. `docs/events.md` describes all fields.
     """
@@ -68,7 +68,7 @@ class Event:
     name: str
     #: Name of the component, or None if the event belongs to the whole run.
     component: str | None = None
-    #: Further fields of the event, by name.
+    #: Mapping from the names of further fields of the event to their values.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     address = _Field("")
@@ -80,14 +80,14 @@ class Event:
     directory = _Field(Path(), Path)
     exit_code = _Field[int | None](None)
     failure = _Field[Failure | None](None, Failure.model_validate)
-    #: GPU utilisation of each node, from 0 to 1.
+    #: Mapping from each node to its GPU utilisation, from 0 to 1.
     gpus = _Field[Mapping[str, float]]({}, dict)
     group = _Field(0, int)
     #: Id of a recovery of failed engines.
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
-    #: Leftover processes of a component that could not be ended.
+    #: Processes of a component that Muster could not end.
     left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)
@@ -95,25 +95,26 @@ class Event:
     path = _Field("", str)
     pid = _Field[int | None](None)
     pids = _Field[tuple[int | str, ...]]((), tuple)
-    #: Node on which a Ray job runs, such as `node 10.0.0.7`; or path of a file or folder that does
-    #: not answer.
+    #: Node of a Ray job, such as `node 10.0.0.7`, or path of a file or folder that does not
+    #: respond.
     place = _Field("", str)
-    #: Kind of a probe: `live` for a liveness probe.
+    #: Kind of a health check. The value `live` stands for a liveness probe.
     probe = _Field("", str)
     rank = _Field(0, int)
     ranks = _Field[tuple[int, ...]]((), tuple)
     reason = _Field("", str)
     record = _Field[Path | None](None, Path)
-    #: Response times of the inference fleet since the last event of this kind, in seconds. The keys
-    #: are `p50`, `p99` and `max`.
+    #: Response times of the inference servers since the previous event of this kind, in seconds.
+    #: The keys are `p50`, `p99` and `max`.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
-    #: Choice of the checkpoint for an attempt, with the keys `from`, `rule`, `refused`, `notes`.
+    #: Record of the checkpoint that Muster chose for an attempt, with the keys `from`, `rule`,
+    #: `refused` and `notes`.
     resume = _Field[Mapping[str, Any]]({}, dict)
     run_id = _Field("", str)
     #: Name of a signal, such as `SIGTERM`.
     signal = _Field[str | None](None)
-    #: Time since which a file or folder does not answer, in UTC epoch seconds.
+    #: Time at which a file or folder stopped responding, in UTC epoch seconds.
     since = _Field(0.0, float)
     #: State of the run.
     state = _Field("", str)
@@ -123,9 +124,9 @@ class Event:
     submission_id = _Field("", str)
     text = _Field("", str)
     took_s = _Field(0.0, float)
-    #: Number of the try to recover a failed engine, from 1.
+    #: Number of this try to recover a failed engine, counted from 1.
     tried = _Field(1, int, "try")
-    #: Texts about machines that could not be checked for leftover processes of a component.
+    #: Texts about machines on which Muster could not search for leftover processes of a component.
     unseen = _Field[tuple[str, ...]]((), tuple)
     url = _Field("", str)
     why = _Field("", str)
@@ -158,21 +159,21 @@ def read_events(path: Path) -> Iterator[Event]:
     """Yield the events in an event log, or nothing if the file does not exist."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
-            # Skip a line that is no valid event. The last line may be incomplete.
+            # Skip an invalid line, because the last line may be incomplete.
             with suppress(ValueError):
                 yield Event.from_line(line)
 
 
 Listener = Callable[[Event], None]
-#: Function with the signature of `EventLog.emit`.
+#: Type of the method `EventLog.emit`.
 Emit = Callable[..., None]
 
 
 class EventLog:
-    """Writes events to a file and passes each event to the listeners, in order.
+    """Writes events to a file, and passes each event to the listeners in order.
 
-    Its methods can be called from any thread. If the file cannot be written or a listener fails,
-    the error is only logged. A full disk must not end a run.
+    The methods can be called from any thread. If the file cannot be written or a listener fails,
+    the error is only logged, so that for example a full disk does not end the run.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class EventLog:
     ) -> None:
         """
         Args:
-            path: The file, or None to pass events to the listeners only.
+            path: The file, or None to pass events only to the listeners.
             listeners: Functions that are called with each event, one event at a time.
             mask: Function that returns a text with its secrets masked.
             clock: Function that returns the current time in UTC epoch seconds.
-            disk: Thread that writes the file, and retries if the disk is full. If this argument is
-                None, `emit` writes the file itself and does not retry.
+            disk: Thread that writes the file, and retries if the disk is full. If None, `emit`
+                writes the file itself and does not retry.
         """
         self._path = path
         self._listeners = listeners
@@ -241,13 +242,14 @@ class EventLog:
             )
 
 
-#: Functions that are called with each event of the runs that are started in the current context.
+#: Functions that are called with each event. They apply to all runs that are started in the current
+#: context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 
 @contextmanager
 def listen_to_events(listener: Listener) -> Iterator[None]:
-    """Inside the `with` block, call a function with each event of the runs that are started there.
+    """Call a function with each event of the runs that are started inside the `with` block.
 
     The function is stored in a context variable (`contextvars`).
     """
@@ -258,17 +260,17 @@ def listen_to_events(listener: Listener) -> Iterator[None]:
         event_listeners.reset(token)
 
 
-#: Keys in the payload of each event about a run with a flow process.
+#: Keys of the payload that all events about a run with a flow process have.
 _RUN = ("run_id", "workload", "attempt", "host")
-#: Keys in the payload of each event about a run in the queue.
+#: Keys of the payload that all events about a queued run have.
 _QUEUED = ("run_id", "pool", "queue")
 _COMPONENT = (*_RUN, "component", "pid", "submission_id", "log")
 _ENGINE = (*_RUN, "component", "engine", "ranks")
 _FLEET = (*_RUN, "component", "serving", "engines", "min_active")
 _FAILURE = ("kind", "component", "exit_code", "signal", "message", "hint", "log", "log_tail")
 
-#: Keys in the payload of each event for the Prefect server. A payload always has all its keys; an
-#: unknown value is null.
+#: Mapping from the name of each event for the Prefect server to the keys of its payload. A payload
+#: always contains all its keys. An unknown value is null.
 PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.run.waiting": (*_QUEUED, "message"),
     "muster.run.admitted": (*_QUEUED, "nodes", "gpus", "waited_s"),
@@ -308,8 +310,8 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.node.undrained": ("node", "pool", "by"),
 }
 
-#: Events of an attempt that are also sent to the Prefect server. The keys are the names of the
-#: events in `events.jsonl`. The values are the names of the events on the Prefect server.
+#: Mapping from the names of events in `events.jsonl` to their names on the Prefect server. Only
+#: these events of an attempt are also sent to the server.
 SERVER_EVENT_NAMES: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",
@@ -324,7 +326,7 @@ SERVER_EVENT_NAMES: Mapping[str, str] = {
 
 
 def build_payload(name: str, **values: Any) -> dict[str, Any]:
-    """Return the payload of an event for the Prefect server, with None for values that are missing.
+    """Return the payload of an event for the Prefect server, with None for missing values.
 
     Raises:
         KeyError: `PAYLOADS` has no such event, or the event has no such key.

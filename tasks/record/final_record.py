@@ -21,13 +21,14 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Value of `Failure.rule` if an attempt failed only because its flow process was killed.
+#: Value of `Failure.rule` for an attempt whose flow process was killed. The attempt had no other
+#: failure.
 FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
-#: Reason why Muster starts no further attempt after the loss of the flow process.
+#: Reason why Muster does not retry a run after its flow process was killed.
 _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
-#: Advice to the user after the loss of the flow process. `{retry}` stands for the possible ways to
-#: retry the run.
+#: Advice to the user after the flow process was killed. `{retry}` is replaced by the possible ways
+#: to retry the run.
 _ADVICE_AFTER_LOSS = (
     "To continue the run: {retry}. If the spec has the key `checkpoints`, the next attempt "
     "resumes from the last complete checkpoint."
@@ -38,30 +39,30 @@ _ADVICE_AFTER_LOSS = (
 class FlowLoss:
     """Facts about a run whose flow process was killed, and the results of `muster reconcile`."""
 
-    #: Process id of the flow process that was killed. 0 if it is unknown.
+    #: Process id of the killed flow process, or 0 if it is unknown.
     pid: int
-    #: True if the flow run is cancelling or cancelled on the Prefect server.
+    #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
-    #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. With True or None, a run that waits according to `run.json` continues to wait.
+    #: True if the flow run is scheduled again on the Prefect server, or None if the server did not
+    #: answer. In both cases, a run that was waiting continues to wait.
     is_waiting: bool | None = False
-    #: Name of the worker on another host that has taken over the run, or an empty string. The run
-    #: may already have ended on that host.
+    #: Name of the worker on another host that continued the run, or an empty string. The run may
+    #: already have ended on that host.
     elsewhere: str = ""
-    #: Process ids of leftover processes that were ended.
+    #: Process ids of the leftover processes that Muster has ended.
     killed: tuple[int, ...] = ()
-    #: Leftover files and directories that were removed.
+    #: Leftover files and directories that Muster has deleted.
     removed: tuple[Path, ...] = ()
-    #: Submission ids of leftover Ray jobs that were ended.
+    #: Submission ids of the leftover Ray jobs that Muster has ended.
     jobs: tuple[str, ...] = ()
-    #: Phrase with the names of the Ray jobs that still run or have an unknown state. An empty
-    #: string if there are none.
+    #: Phrase that lists the Ray jobs that still run or have an unknown state. Empty if there are
+    #: none.
     jobs_left: str = ""
-    #: Text with the names of the nodes that could not be checked for leftover processes after the
-    #: end of the Ray jobs. An empty string if all nodes were checked.
+    #: Text that lists the nodes on which Muster could not search for leftover processes of the Ray
+    #: jobs. Empty if all nodes were searched.
     unseen: str = ""
-    #: Final record that the flow process of the run could not write to `run.json`, or None. It
-    #: contains only the last attempt, without its components.
+    #: Final record that the killed flow process could not write to `run.json`, or None. It contains
+    #: only the last attempt, without components.
     end: RunJson | None = None
 
     @property
@@ -84,11 +85,10 @@ class FlowLoss:
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 
     def make_failure(self, record: RunJson) -> Failure:
-        """Return the failure of the attempt that ran when the flow process was killed."""
+        """Return the failure of the attempt during which the flow process was killed."""
         retry = f"muster retry {record.run_id}"
-        # Mention Prefect's button Retry only for a run of a deployment, because Prefect shows the
-        # button only for these runs. A run of `muster train` has no deployment. It is recognised by
-        # the path of a spec file in its record.
+        # Prefect shows its button Retry only for runs of a deployment, so mention the button only
+        # for these runs. A run without a deployment has the path of a spec file in its record.
         if "spec_file" not in (record.provenance or {}):
             retry += ", or choose Retry on its page in the Prefect UI"
         hint = _ADVICE_AFTER_LOSS.format(retry=retry)
@@ -96,11 +96,11 @@ class FlowLoss:
 
 
 def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str:
-    """Return a text for the user that says what Muster does after the loss of a flow process.
+    """Return a text for the user about the steps that Muster takes after a flow process was killed.
 
     Args:
         run_id: Id of the run.
-        is_adopted: True if the Ray jobs of the run continue, and a new flow process attaches to
+        is_adopted: True if the Ray jobs of the run continue, and a new flow process will supervise
             them.
     """
     if is_adopted:
@@ -116,10 +116,10 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
 
 
 def has_failed_by_loss(record: RunJson) -> bool:
-    """Return True if a run failed only because its flow process was killed."""
+    """Return True if a run failed for the only reason that its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # All failures except the loss of the flow process are recorded in an attempt. So if a failed
-    # run has no attempt, its flow process was killed.
+    # Every other failure is recorded in an attempt. So a failed run without an attempt failed
+    # because its flow process was killed.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 
@@ -137,7 +137,8 @@ def write_final_record(
         clock: Function that returns the current time in UTC epoch seconds.
 
     Returns:
-        Two values: the record, or None if it cannot be read; and True if the record was changed.
+        - The record, or None if it cannot be read.
+        - True if the record was changed.
 
     Raises:
         OSError: The record or the event log cannot be accessed.
@@ -162,16 +163,19 @@ def write_final_record(
 def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     """Return the record with the final state of a run whose flow process was killed.
 
-    The attempt keeps its final state if it has one. Otherwise it is CANCELLED if the Prefect server
-    says that the run was cancelled. In all other cases it is FAILED, because its flow process died.
+    The state of the last attempt is determined first:
 
-    The run takes the state of its last attempt, with one exception. The run waits for its next
-    attempt if the Prefect server has scheduled it again, or if another host has taken it over.
+    - A recorded final state is kept.
+    - The state is CANCELLED if the run was cancelled on the Prefect server.
+    - Otherwise the state is FAILED.
+
+    The run gets the same state. But if the Prefect server has scheduled the run again, or another
+    host has continued the run, the run waits for its next attempt.
 
     Args:
-        record: The record as it was found. It is returned unchanged if its state is final.
+        record: The record before the change. It is returned unchanged if its state is final.
         loss: Facts about the run, whose flow process was killed.
-        now: End time to write, in UTC epoch seconds.
+        now: End time for the record, in UTC epoch seconds.
 
     Raises:
         IllegalTransition: The recorded state cannot change to the new state.
@@ -192,7 +196,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
         record = record.with_last(attempt)
 
     state, message = _decide_state(record, loss)
-    # Call this only because it raises an error if the transition is illegal.
+    # The result is not needed. The call raises an error if the transition is illegal.
     find_recovery_transitions(record.state, state)
     record = record.with_changes(state=state, message=message)
     if state.is_final:
@@ -201,10 +205,9 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
 
 def _add_decision(record: RunJson, loss: FlowLoss) -> RunJson:
-    """Return the record with the decision whether the run is retried after the last attempt.
+    """Return the record with the decision whether the run is retried after its last attempt.
 
-    Usually, the flow process adds this decision. The killed flow process may not have done so. A
-    decision that is already in the record is kept.
+    Usually, the flow process adds this decision before it ends. An existing decision is kept.
     """
     attempt = record.attempt
     if attempt is None or attempt.decision is not None:
@@ -221,7 +224,7 @@ def _add_decision(record: RunJson, loss: FlowLoss) -> RunJson:
 
 
 def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
-    """Return the record with the final state that the flow process had set but could not write.
+    """Return the record with the final state that the flow process could not write to the disk.
 
     Args:
         record: The record in `run.json`.
@@ -239,9 +242,9 @@ def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
 
 
 def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
-    """Return the components of an attempt by name, with missing end times set to `at`.
+    """Return the component records of an attempt, in which missing end times are set to `at`.
 
-    Their exit code and signal stay unknown, because no process observed their end.
+    Exit codes and signals stay unknown, because no process observed the end of the components.
     """
     return {
         name: component if component.ended_at is not None else component.with_changes(ended_at=at)
@@ -264,8 +267,8 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
 
-    # A run that was cancelled while it waited for its next attempt is CANCELLED, although its last
-    # attempt failed. If a run was cancelled during an attempt, the state of the attempt decides.
+    # A run that was cancelled between two attempts is CANCELLED, although its last attempt failed.
+    # If a run was cancelled during an attempt, the run gets the state of the attempt.
     was_waiting = attempt is None or record.state in _WAITING
     is_attempt_cancelled = attempt is not None and attempt.state is RunState.CANCELLED
     if (loss.is_cancelled and was_waiting) or is_attempt_cancelled:
@@ -278,7 +281,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
 def _log_events(
     place: RunPlace, before: RunJson, after: RunJson, loss: FlowLoss, clock: Callable[[], float]
 ) -> None:
-    """Write events about the clean-up and the new states to the last attempt's event log.
+    """Write events about the clean-up and the new states to the event log of the last attempt.
 
     Args:
         place: Directory of the run.

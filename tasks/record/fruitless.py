@@ -18,13 +18,12 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
 
-#: Kinds of failure that end an attempt before its components have run.
+#: Kinds of failure that end an attempt before its components are started.
 _NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
-#: A single attempt that saved nothing is reported only if it lasted at least this number of
-#: seconds. A shorter attempt has lost little work.
+#: If a single attempt without a saved checkpoint was shorter than this number of seconds, Muster
+#: does not report it, because little work was lost.
 _REPORTED_ALONE_S = 600.0
-#: The durations of several attempts count as equal if the longest is at most this multiple of the
-#: shortest.
+#: Attempts count as equally long if the longest took at most this multiple of the shortest.
 _EQUAL_DURATIONS = 1.5
 
 
@@ -36,17 +35,17 @@ def has_saved_checkpoint(
 ) -> bool | None:
     """Return True if the last attempt saved a checkpoint from which the next attempt can start.
 
-    The checkpoint must be newer than the checkpoint from which the attempt itself started.
+    The checkpoint must be newer than the checkpoint from which the last attempt started.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run. The last attempt has ended.
-        foreign: Signatures of the checkpoints of other runs, by path, as returned by
-            `find_foreign_checkpoints`.
+        foreign: Mapping from the path of each checkpoint of another run to its signature, as
+            returned by `find_foreign_checkpoints`.
 
     Returns:
-        None if the spec names no checkpoints, or if their folder cannot be read.
+        None if the run spec has no key `checkpoints`, or if the folder cannot be read.
     """
     if not _has_checkpoints(spec):
         return None
@@ -67,11 +66,11 @@ def _has_checkpoints(spec: RunSpec) -> bool:
 
 
 def list_fruitless_attempts(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return the failed attempts without a lasting result at the end of a run, in order.
+    """Return the failed attempts at the end of a run that left no lasting result, in order.
 
-    A lasting result is a newer checkpoint. If Muster cannot tell whether an attempt saved a
-    checkpoint, a higher step than in all earlier attempts counts as a lasting result. Attempts that
-    failed before their components ran are ignored.
+    A lasting result is a newer checkpoint. If it is unknown whether an attempt saved a checkpoint,
+    a higher training step than in all earlier attempts counts instead. Attempts that failed before
+    their components were started are ignored.
     """
     fruitless: list[AttemptRecord] = []
     for index in reversed(range(len(attempts))):
@@ -104,8 +103,8 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         attempts: All attempts of the run. All of them have ended.
 
     Returns:
-        The sentence. It is an empty string if the last attempt had a lasting result. It is also
-        empty if only the last attempt had no lasting result and took less than 10 minutes.
+        The sentence. An empty string if the last attempt had a lasting result, or if only this
+        attempt had none and took less than 10 minutes.
     """
     fruitless = list_fruitless_attempts(attempts)
     durations = [
@@ -138,13 +137,16 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
 
 
 def _start_step(attempt: AttemptRecord) -> float:
-    """Return the step of the checkpoint from which an attempt started; 0 if unknown."""
+    """Return the training step of the checkpoint from which an attempt started, or 0 if unknown."""
     step = attempt.resume.step if attempt.resume is not None else None
     return step or 0.0
 
 
 def _describe_durations(durations: Sequence[float]) -> str:
-    """Return the duration of several attempts: one duration if they are similar, else a range."""
+    """Return a text with the duration of several attempts.
+
+    The text contains one duration if all durations are similar, otherwise a range.
+    """
     shortest = min(durations)
     longest = max(durations)
     if longest <= shortest * _EQUAL_DURATIONS:
@@ -153,5 +155,5 @@ def _describe_durations(durations: Sequence[float]) -> str:
 
 
 def _format(duration: float) -> str:
-    """Return a duration such as `3 min 20 s`. A second unit that is zero is left out: `10 h`."""
+    """Return a duration as text, such as `3 min 20 s` or `10 h`."""
     return re.sub(r" 0+ (s|min|h)$", "", format_duration(duration))

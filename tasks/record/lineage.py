@@ -31,60 +31,61 @@ from tasks.spec.run import RunSpec
 from tasks.spec.start_from import find_run_id
 from tasks.spec.step import ARGS_VARIABLE, RESULT_FILE, RESULT_VARIABLE
 
-#: Largest number of outputs in a lineage. The oldest checkpoints are dropped first.
+#: Largest number of outputs in a lineage. If there are more, the oldest checkpoints are left out.
 _MAX_OUTPUTS = 500
 #: Largest number of inputs in a lineage.
 _MAX_INPUTS = 100
-#: Largest number of paths that are recorded from the commands and variables of a run spec.
+#: Largest number of paths in the commands and variables of a run spec that are recorded.
 _MAX_PATHS = 200
-#: Largest number of figures (numbers in the result of a pipeline step) that are recorded for one
-#: output.
+#: Largest number of figures that are recorded for one output. A figure is a number in the result of
+#: a pipeline step.
 _MAX_FIGURES = 20
-#: Largest size in bytes of the result of a pipeline step that is read.
+#: Largest size in bytes of a pipeline step's result. A larger result is not read.
 _MAX_RESULT_BYTES = 1 << 20
-#: Matches the names of options whose values name the data of a training. The name has no leading
-#: dashes, `_` instead of `-`, and no Hydra groups such as `data.`.
+#: Matches the names of options for the data of a training. Before the match, leading dashes and
+#: Hydra groups such as `data.` are removed from the name, and `-` is replaced by `_`.
 _DATA_OPTION = re.compile(
     r"(?:(?:train|training|val|valid|validation|test|eval|prompt|input|pretrain|sft)_)?"
     r"(?:data|datasets?)(?:_(?:paths?|files?|dir|name|folder|set))?"
     r"|(?:train|training|val|valid|validation|test|eval|prompt)_files?|prompts|prompt_path"
 )
-#: Matches an option with its value in one word, such as `--data=FILE` or `data.train_files=FILE`.
+#: Matches an option and its value in a single word, such as `--data=FILE` or
+#: `data.train_files=FILE`.
 _ASSIGNMENT = re.compile(r"(?:--?|\+{1,2})?([A-Za-z][\w.-]*)=(.+)", re.DOTALL)
-#: Matches the ends of the names of data files. A value with such an end is a path.
+#: Matches the suffixes of data files. A value with such a suffix is a path.
 _DATA_FILE = re.compile(
     r"\.(?:parquet|arrow|jsonl?|csv|tsv|txt|tfrecords?|bin|npy|npz|pt|tar|gz|zst|xz)$"
 )
 
 
 class DataKind(StrEnum):
-    """Kind of the data that a run reads or makes."""
+    """Kind of the data that a run reads or writes."""
 
     #: Files or a data set.
     DATA = "data"
     CHECKPOINT = "checkpoint"
     #: JSON result of a pipeline step.
     RESULT = "result"
-    #: JSON result of a pipeline step that read a checkpoint, if the result contains numbers.
+    #: JSON result of a pipeline step that evaluated a checkpoint. The result contains numbers.
     EVALUATION = "evaluation"
-    #: File or folder that a pipeline step made from a checkpoint.
+    #: File or folder that a pipeline step created from a checkpoint.
     EXPORT = "export"
 
 
 class LineageInput(Recorded):
-    """Data from which a run is made."""
+    """Data that a run reads, such as a data set or a checkpoint."""
 
-    #: Absolute path, URI, or the name of a data set as the command contains it.
+    #: Absolute path, URI, or name of a data set as in the command of the run.
     uri: str = ""
     kind: DataKind = DataKind.DATA
-    #: Id of the run that made the data. None if the path of the data does not contain a run id.
+    #: Id of the run that wrote the data, as found in the path. None if the path contains no run id.
     run: str | None = None
     #: Training step of a checkpoint, or None if unknown.
     step: float | None = None
 
 
 class LineageResume(Recorded):
-    """Start of an attempt from a checkpoint that the run itself had saved."""
+    """Record of an attempt that started from a checkpoint of the same run."""
 
     attempt: int = 0
     uri: str = ""
@@ -92,45 +93,45 @@ class LineageResume(Recorded):
 
 
 class LineageOutput(Recorded):
-    """Checkpoint, file or result that a run made."""
+    """Checkpoint, file or result that a run has written."""
 
     if_any = ("step", "signature", "figures", "path")
 
-    #: Absolute path or URI. For the result of a pipeline step, it is `muster://runs/RUN/result`.
+    #: Absolute path or URI. The result of a pipeline step has the URI `muster://runs/RUN/result`.
     uri: str = ""
     kind: DataKind = DataKind.DATA
     #: Training step of a checkpoint, or None if unknown.
     step: float | None = None
-    #: Number of the attempt that made the output, or None if unknown.
+    #: Number of the attempt that wrote the output, or None if unknown.
     attempt: int | None = None
     #: Time at which the output was saved, in UTC epoch seconds.
     at: float = 0.0
-    #: Hash of the files of a checkpoint. It differs if the checkpoint is saved again.
+    #: Hash of the files of a checkpoint. It changes if the checkpoint is saved again.
     signature: str = ""
-    #: Numbers of an evaluation, by their dotted keys in the result.
+    #: Mapping from dotted keys in the result of an evaluation to numbers.
     figures: Mapping[str, float] = {}
-    #: Path of the file with the result of a pipeline step. An empty string for other outputs.
+    #: Path of the result file of a pipeline step. Empty for other outputs.
     path: str = ""
 
 
 class Lineage(Recorded):
-    """The data that one run reads, and the data that it makes: content of `lineage.json`."""
+    """The data that a run reads and writes. This is the content of `lineage.json`."""
 
     run_id: str = ""
     flow_run_id: str = ""
     workload: str = ""
-    #: Absolute paths and URIs in the commands and variables of the run's spec. If one of them is an
-    #: output of another run, it is an input of this run.
+    #: Absolute paths and URIs in the commands and variables of the run's spec. A path that is an
+    #: output of another run is an input of this run.
     paths: tuple[str, ...] = ()
     inputs: tuple[LineageInput, ...] = ()
     resumes: tuple[LineageResume, ...] = ()
-    #: Outputs in the order of their times.
+    #: Outputs, sorted by the time at which they were saved.
     outputs: tuple[LineageOutput, ...] = ()
 
     def including(self, earlier: Lineage) -> Lineage:
-        """Return this lineage, extended by the outputs that only an earlier lineage has.
+        """Return this lineage, with outputs added that only an earlier lineage contains.
 
-        For example, such an output is a checkpoint that was removed since then.
+        For example, an output may be a checkpoint that was deleted in the meantime.
 
         Args:
             earlier: Lineage of the same run at an earlier time.
@@ -174,7 +175,7 @@ def describe_lineage(
     *,
     is_running: bool,
 ) -> Lineage:
-    """Return the lineage of a run, as the run's files show it now.
+    """Return the lineage of a run according to its files at this moment.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -205,7 +206,7 @@ def describe_lineage(
 
 
 def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...]:
-    """Return the data that a run reads, as far as the run's spec names them.
+    """Return the data that a run reads, as far as the run's spec contains their names.
 
     The data are:
 
@@ -214,12 +215,10 @@ def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...
     - the values of options such as `--dataset`
     - files of other runs
 
-    Files of the run itself are omitted.
-
     Args:
         spec: The run spec as plain data. If it is the spec of an attempt, relative paths become
             absolute.
-        run_id: Id of the run.
+        run_id: Id of the run. Files of this run are left out.
     """
     inputs: dict[str, LineageInput] = {}
     start = mapping_or_empty(spec.get("start_from"))
@@ -243,7 +242,7 @@ def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...
 
 
 def classify_uri(uri: str) -> DataKind:
-    """Return the probable kind of the data at a path or URI. Only the path is considered."""
+    """Return the probable kind of the data at a path or URI, according to the path alone."""
     if (run_id := find_run_id(uri)) and uri == make_result_uri(run_id):
         return DataKind.RESULT
     kind = classify_name(uri.rstrip("/").rpartition("/")[2])
@@ -262,10 +261,10 @@ def list_spec_paths(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _list_spec_texts(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of environment variables, and the words of commands, of a run spec.
+    """Yield the values of environment variables and the words of the commands in a run spec.
 
-    An option such as `--data=FILE` yields FILE. The arguments of a `call` step are yielded one by
-    one.
+    An option such as `--data=FILE` yields FILE. Each argument of a `call` step is yielded
+    separately.
     """
     components = [*mapping_or_empty(spec.get("components")).values()]
     for part in (spec, *components):
@@ -292,7 +291,7 @@ def _list_texts(value: Any) -> Iterator[str]:
 
 
 def _list_option_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the values of those options in a command that name the data of a training.
+    """Yield the values of options for the data of a training, such as `--dataset`.
 
     Args:
         words: The command as a list of words.
@@ -305,8 +304,8 @@ def _list_option_values(words: Sequence[str]) -> Iterator[str]:
             name = word.lstrip("-")
             values = []
             for following in words[position + 1 :]:
-                # An option may have several values. Take a second word only if it names a data
-                # file, because another word may be an argument of the program itself.
+                # An option may have several values. Use a further word as a value only if it is the
+                # name of a data file. Other words may be arguments of the program itself.
                 if following.startswith("-") or (values and not _DATA_FILE.search(following)):
                     break
                 values.append(following)
@@ -316,15 +315,15 @@ def _list_option_values(words: Sequence[str]) -> Iterator[str]:
         if not _DATA_OPTION.fullmatch(plain_name):
             continue
         for value in values:
-            # Split a list: Hydra writes a list as [a,b].
+            # The value may be a list, which Hydra writes as [a,b].
             yield from filter(None, (part.strip("\"' ") for part in value.strip("[]").split(",")))
 
 
 def _locate_value(value: str, root: str) -> str:
-    """Return the value of an option: a path as an absolute path, and a name unchanged.
+    """Return the value of an option, with a relative path changed to an absolute path.
 
-    A relative path without the end of a data file, such as `openai/gsm8k`, counts as the name of a
-    data set.
+    A value such as `openai/gsm8k`, without the suffix of a data file, is the name of a data set. A
+    name is returned unchanged.
     """
     is_path = value.startswith(("./", "../")) or _DATA_FILE.search(value) is not None
     return _locate(value, root) if is_path else value
@@ -333,14 +332,14 @@ def _locate_value(value: str, root: str) -> str:
 def _as_storable(text: str) -> str:
     """Return a text that can be encoded as UTF-8.
 
-    If a path has bytes that are not UTF-8, Python represents each of them by a surrogate. Each
-    surrogate is replaced by its escape sequence, such as `\\udcff`.
+    Python represents each byte of a path that is not valid UTF-8 by a surrogate. Such a surrogate
+    is replaced by an escape sequence, such as `\\udcff`.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _locate(text: str, root: str) -> str:
-    """Return a relative path as an absolute path, and a URI or an absolute path unchanged.
+    """Return an absolute path for a relative path. Return a URI or an absolute path unchanged.
 
     Args:
         text: The path or URI.
@@ -392,7 +391,7 @@ def _list_checkpoints(
 def _list_step_outputs(
     spec: RunSpec, place: RunPlace, record: RunJson, inputs: Sequence[LineageInput]
 ) -> Iterator[LineageOutput]:
-    """Yield the result of a completed pipeline step, and the files that the result names.
+    """Yield the result of a completed pipeline step, and the files whose paths are in the result.
 
     Nothing is yielded if the run is not a pipeline step.
     """
@@ -431,7 +430,7 @@ def _read_result(path: Path) -> Any:
 
 
 def _list_figures(result: Any) -> list[tuple[str, float]]:
-    """Return finite numbers in the result of a pipeline step, as pairs with their dotted keys.
+    """Return pairs of a dotted key and a finite number in the result of a pipeline step.
 
     At most the first 20 numbers are returned.
     """
@@ -454,22 +453,22 @@ def _list_figures(result: Any) -> list[tuple[str, float]]:
 
 
 class LineageIndex:
-    """Finds the run that made the inputs of another run, from the lineages of many runs."""
+    """Finds the runs that wrote the inputs of another run, by a search in many lineages."""
 
     def __init__(self, lineages: Mapping[str, Lineage]) -> None:
         """
         Args:
-            lineages: The lineages by run id.
+            lineages: Mapping from run ids to lineages.
         """
         self.lineages = lineages
-        #: Id of the run that made an output, and the output, by the URI of the output.
+        #: Mapping from the URI of an output to the id of the run that wrote it, and the output.
         self._outputs: dict[str, tuple[str, LineageOutput]] = {}
         for run_id, lineage in lineages.items():
             for output in lineage.outputs:
                 self._outputs[output.uri] = (run_id, output)
 
     def list_inputs(self, run_id: str) -> list[LineageInput]:
-        """Return the inputs of a run, each with the run that made it if that run is known."""
+        """Return the inputs of a run, each with the run that wrote the input, if known."""
         lineage = self.lineages.get(run_id)
         if lineage is None:
             return []
@@ -486,10 +485,10 @@ class LineageIndex:
         """Return the other runs that read outputs of a run.
 
         Args:
-            run_id: Id of the run that made the outputs.
+            run_id: Id of the run that wrote the outputs.
 
         Returns:
-            For each other run, by run id, those of its inputs that the run `run_id` has made.
+            Mapping from the id of each other run to its inputs that the run `run_id` wrote.
         """
         users: dict[str, list[LineageInput]] = {}
         for other_id in self.lineages:
@@ -499,18 +498,18 @@ class LineageIndex:
         return users
 
     def find_output(self, data: LineageInput) -> LineageOutput | None:
-        """Return the output of another run from which an input was taken, or None if unknown.
+        """Return the output of another run that this input comes from, or None if unknown.
 
-        The path of the output is the path of the input, or a folder that contains the input.
+        The path of the output is the path of the input, or is a folder that contains the input.
         """
         maker = self._find_maker(data.uri, "")
         return maker[1] if maker is not None else None
 
     def _complete(self, data: LineageInput, run_id: str) -> LineageInput:
-        """Return an input, completed from the lineage of the run that made it.
+        """Return an input with additional fields from the lineage of the run that wrote the input.
 
-        The run id, the kind of data and the training step are filled in. If no known run made the
-        input, it is returned unchanged.
+        These fields are the run id, the kind of data and the training step. If no known run wrote
+        the input, the input is returned unchanged.
 
         Args:
             data: The input.
@@ -523,14 +522,16 @@ class LineageIndex:
         return data.with_changes(run=maker_id, kind=output.kind, step=output.step)
 
     def _find_maker(self, path: str, run_id: str) -> tuple[str, LineageOutput] | None:
-        """Return the id of the run that made the file or folder at a path, and the run's output.
-
-        The output is at the path itself, or is a folder that contains the path. None if no known
-        run has such an output.
+        """Find the run that wrote the file or folder at a path.
 
         Args:
             path: The path or URI.
             run_id: Id of the run that reads the path. The result is never this run.
+
+        Returns:
+            The id of the run that wrote the path, and the output of that run. The path of the
+            output is `path` itself, or a folder that contains `path`. None if no known run has such
+            an output.
         """
         while path.strip("/"):
             maker = self._outputs.get(path)

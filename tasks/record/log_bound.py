@@ -13,43 +13,43 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Smallest allowed value of the key `log_max_bytes`.
+#: Smallest allowed value of the spec key `log_max_bytes`.
 SMALLEST_BOUND_BYTES = 1 << 16
-#: The first lines of a log, which are always kept, take up to 1/4 of `log_max_bytes`.
+#: The first lines of a log are always kept. They take up to 1/4 of `log_max_bytes`.
 _HEAD_DIVISOR = 4
-#: After each call of `LogBound.apply`, the newest lines of a log take 1/2 of `log_max_bytes`. The
-#: log can then grow up to `log_max_bytes` before the next call.
+#: Share of `log_max_bytes` for the newest lines of a log: 1/2. After each call of `LogBound.apply`,
+#: the log can grow until it reaches `log_max_bytes` again.
 _TAIL_DIVISOR = 2
-#: Number of bytes that are searched for the end of a line. The removed part of a log begins and
-#: ends at the end of a line.
+#: Number of bytes in which the end of a line is searched. The deleted part of a log begins and ends
+#: between two lines.
 _LINE_BYTES = 1 << 16
 #: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _PUNCH_HOLE = 0x02 | 0x01
-#: Line that replaces the removed bytes. It stands at the beginning of the hole, which reads as zero
-#: bytes. The number has a fixed width, so that a later call can overwrite the line.
+#: Line at the beginning of the deleted part, which otherwise reads as zero bytes. The number has a
+#: fixed width, so that a later call can overwrite the line.
 _MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
 _MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
-#: Matches the zero bytes that the kernel returns for a hole in a log.
+#: Matches the zero bytes of the deleted part of a log.
 ZEROS = re.compile(rb"\0{16,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogBound:
-    """Largest size of a log on the disk."""
+    """Limit for the disk space that a log may take."""
 
     limit_bytes: int
 
     def apply(self, log: Path) -> int:
-        """Release the disk space of the middle of a log that has more than `limit_bytes` bytes.
+        """Delete the middle of a log with more than `limit_bytes` bytes, to release disk space.
 
         The first lines (a quarter of `limit_bytes`) and the newest lines (half of `limit_bytes`)
-        stay. A line between them says how many bytes were left out.
+        are kept. A line between them says how many bytes were deleted.
 
         Args:
             log: The log file.
 
         Returns:
-            Number of bytes that this call and all earlier calls have left out; 0 if the log is
+            Number of bytes that this call and all earlier calls have deleted, or 0 if the log is
             complete.
 
         Raises:
@@ -78,9 +78,9 @@ class LogBound:
         return left_out
 
     def _find_hole(self, fd: int) -> tuple[int, int]:
-        """Return the offsets in the log at which the part that `apply` has removed begins and ends.
+        """Return the offsets at which the deleted part of the log begins and ends.
 
-        If nothing was removed yet, both values are the offset at which the removed part will begin.
+        If nothing was deleted yet, both values are the offset at which the deleted part will begin.
         """
         head = os.pread(fd, self.limit_bytes // _HEAD_DIVISOR + len(_MARKER) + _LINE_BYTES, 0)
         if marker := _MARKER_PATTERN.search(head):
@@ -95,8 +95,8 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     """Release the disk space of a part of a file. The size of the file stays the same.
 
     Args:
-        fd: File descriptor that may write to the file.
-        offset: Number of bytes before the part.
+        fd: File descriptor that is open for writing.
+        offset: Offset of the part in bytes.
         length: Length of the part in bytes.
 
     Raises:

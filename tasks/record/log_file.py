@@ -12,10 +12,10 @@ from tasks.record import tail
 from tasks.record.log_bound import ZEROS
 from tasks.record.tail import Tail
 
-#: Number of bytes before a start position that are remembered. If the bytes there differ later, the
+#: Number of remembered bytes before a start position. If the file later has other bytes there, the
 #: file was truncated or rewritten.
 _COMPARED_BYTES = 64
-#: A line with more bytes is returned in several parts.
+#: Largest length of a line in bytes. A longer line is returned in several parts.
 _LONGEST_LINE_BYTES = 8 << 20
 
 
@@ -29,26 +29,27 @@ class _OpenLog:
         self._path = path
         self.file = FileIO(path)
         stat = os.fstat(self.file.fileno())
-        #: Device number and inode number, which identify the file even after it is renamed.
+        #: Device number and inode number. They identify the file even after it is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
         self._tail = Tail()
-        #: Copy of the log that contains the unread end of the old content, after log rotation has
-        #: truncated the file. None if the file itself is read.
+        #: Copy of the log that log rotation made before it truncated the file. Unread lines of the
+        #: old content are read from this copy. None if there is no copy to read.
         self._copy: FileIO | None = None
-        #: Bytes that were read but not yet returned, because their line has no newline yet.
+        #: Bytes that were read but not returned yet, because the end of their line is still
+        #: missing.
         self.pending = b""
 
     def read_more(self) -> bool:
-        """Append the next bytes of the file to `pending`. Return False if there are none yet."""
+        """Append the next bytes of the file to `pending`. Return False if there are none."""
         content = self._read_content()
         self.pending += content or b""
         return content is not None
 
     def _read_content(self) -> bytes | None:
-        """Return the next bytes of the file without the zeros of holes, or None at its end.
+        """Return the next bytes of the file, or None at its end. Zero bytes of holes are left out.
 
-        If log rotation has copied and truncated the file, the unread end of the old content is read
-        from the copy.
+        If log rotation has copied and truncated the file, the unread part of the old content is
+        read from the copy.
         """
         if self._copy is None:
             content = self._tail.read(self.file.fileno())
@@ -61,8 +62,8 @@ class _OpenLog:
                 return content
             self._copy.close()
             self._copy = None
-        # Log rotation has truncated the file. The old content was read completely, or log rotation
-        # has made no copy of it. Read the new content of the file from its beginning.
+        # Log rotation has truncated the file. Either the old content was read completely, or there
+        # is no copy of it. So read the new content of the file from its beginning.
         self._tail.restart()
         return self._advance(self._tail.read(self.file.fileno()) or b"")
 
@@ -73,7 +74,7 @@ class _OpenLog:
 
         Args:
             is_last: True if the file will not grow any more. An incomplete last line is then
-                yielded as well, and the file is closed.
+                yielded, too, and the file is closed.
         """
         content: bytes | None = self.pending
         self.pending = b""
@@ -98,8 +99,8 @@ class _OpenLog:
     def read_rest(self) -> Iterator[bytes]:
         """Yield all bytes of the file that were not read yet, and close the file.
 
-        The bytes are yielded in blocks as they are read, and not split into lines. If the last line
-        of the file has no newline, a newline is added.
+        The blocks of bytes may begin and end in the middle of a line. If the last line of the file
+        has no newline, a newline is added.
         """
         content: bytes | None = self.pending
         self.pending = b""
@@ -120,7 +121,7 @@ class _OpenLog:
             count: Number of lines.
 
         Returns:
-            False if the file has fewer lines. The read position is then unchanged.
+            False if the file has fewer lines. In this case, the read position is unchanged.
         """
         size = os.fstat(self.file.fileno()).st_size
         start = size
@@ -131,8 +132,8 @@ class _OpenLog:
             block = os.pread(self.file.fileno(), end - start, start)
             at = len(block)
             if end == size:
-                # Each counted newline separates two lines. So do not count a newline at the end of
-                # the file.
+                # Each counted newline separates two lines, so skip a newline at the end of the
+                # file.
                 at -= block.endswith(b"\n")
             while newlines_left > 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
                 newlines_left -= 1
@@ -143,10 +144,10 @@ class _OpenLog:
         return False
 
     def repeats(self, other: _OpenLog) -> bool:
-        """Return True if another log begins with the whole content of this log.
+        """Return True if the content of another log begins with the whole content of this log.
 
         Args:
-            other: The other log. The call does not change its read position.
+            other: The other log. Its read position does not change.
         """
         source = other._copy or other.file
         offset = 0
@@ -157,9 +158,10 @@ class _OpenLog:
         return True
 
     def _advance(self, content: bytes) -> bytes | None:
-        """Move the read position behind bytes that were read, and return these bytes.
+        """Move the read position past some bytes, and return these bytes.
 
-        The zero bytes of a hole are left out. `log_bound` makes such a hole to limit a log's size.
+        The zero bytes of a hole are left out. `log_bound` makes such a hole to limit the size of a
+        log.
 
         Args:
             content: The bytes that were read.
@@ -175,7 +177,7 @@ class _OpenLog:
     def _find_copy(self) -> FileIO | None:
         """Return the copy that log rotation made before it truncated the log file.
 
-        The bytes that were written to the log after the last read are only in this copy.
+        Lines that were written shortly before the truncation are only in this copy.
 
         Returns:
             The open copy, or None if there is no copy.
@@ -189,23 +191,22 @@ class _OpenLog:
         return None
 
     def _read_before(self, position: int) -> bytes:
-        """Return the last bytes before a position of the file."""
+        """Return the remembered number of bytes before a position of the file."""
         start = max(0, position - _COMPARED_BYTES)
         return os.pread(self.file.fileno(), position - start, start)
 
 
 class HeldLog:
-    """A log file that can be read to its end, even if it is moved or removed meanwhile.
+    """A log file that can be read to its end, even if the file is renamed or deleted meanwhile.
 
-    `hold` opens the file. While the file is open, the kernel keeps the file, and `source` is a path
-    that leads to the file. A program that has the same file open continues to write to this file
-    even after the file was moved.
+    The method `hold` opens the file, and `source` is a path to the open file. A program that has
+    opened the same file continues to write to it even after the file was renamed.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Args:
-            path: Path of the log. The file need not exist yet.
+            path: Path of the log. The file may be missing at first.
         """
         self.path = path
         self._file: FileIO | None = None
@@ -214,17 +215,16 @@ class HeldLog:
     def source(self) -> Path:
         """Path from which the log can be read.
 
-        After a call of `hold`, this is a link in /proc/self/fd to the open file. The link leads to
-        the same file even if log rotation has renamed or removed that file.
+        After a call of `hold`, this is a link in /proc/self/fd to the open file. The link stays
+        valid if log rotation renames or deletes the file.
         """
         return self.path if self._file is None else Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def hold(self) -> None:
-        """Open the log file, so that it can be read even after log rotation has removed it.
+        """Open the log file, so that it can be read even after log rotation has deleted it.
 
-        The file is created if it does not exist. If this object has an open file already, that file
-        is closed. Call this method shortly before a program opens the log, so that both open the
-        same file. Log rotation may have replaced the file since an earlier call.
+        Call this method shortly before a program opens the log, so that both open the same file. A
+        missing file is created. If `hold` was called before, the earlier file is closed.
 
         Raises:
             OSError: The file cannot be opened or created.
@@ -238,13 +238,13 @@ class HeldLog:
         self._file = FileIO(fd)
 
     def release(self) -> None:
-        """Close the file that `hold` opened. Afterwards, `source` is the path of the log."""
+        """Close the file that `hold` opened. Afterwards, `source` is the path of the log again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def size(self) -> int:
-        """Return the size of the log in bytes; -1 if it does not exist."""
+        """Return the size of the log in bytes, or -1 if the log does not exist."""
         try:
             return self.source.stat().st_size
         except OSError:
@@ -252,7 +252,7 @@ class HeldLog:
 
 
 def _rotated_files(log: Path) -> list[Path]:
-    """Return the older files of a log that log rotation has renamed or copied, newest first.
+    """Return the older files of a log, newest first. Log rotation has renamed or copied them.
 
     Examples: `trainer.log.1`, `trainer.log-20260102`. Compressed files are not returned.
     """
@@ -265,7 +265,7 @@ def _rotated_files(log: Path) -> list[Path]:
 
 
 class LogFile:
-    """Reads the new lines of a log file, also when the log file is rotated.
+    """Reads the new lines of a log file, even if log rotation replaces the file.
 
     Each line is returned exactly once. Log rotation may rename the file, or may copy and then
     truncate the file.
@@ -273,7 +273,7 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        #: Open files of the log, by device number and inode number.
+        #: Mapping from device number and inode number to the open files of the log.
         self._open_logs: dict[tuple[int, int], _OpenLog] = {}
         self._was_read = False
 
@@ -282,21 +282,23 @@ class LogFile:
 
         Args:
             is_last: True if the log will not grow any more. An incomplete last line is then
-                yielded as well.
+                yielded, too.
         """
         for block in self.read_blocks(is_last=is_last):
             for line in block.removesuffix(b"\n").split(b"\n"):
                 yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
 
     def skip_to_last_lines(self, count: int) -> bool:
-        """Skip all lines except the last lines of the log file. Call it before the first read.
+        """Skip all lines before the last lines of the log file.
+
+        Call this method before the first read.
 
         Args:
-            count: Number of lines that are not skipped.
+            count: Number of last lines that are not skipped.
 
         Returns:
-            False if the log file has fewer lines, or does not exist. Nothing is skipped then,
-            because older files of the log, which log rotation made, may contain the missing lines.
+            False if the log file does not exist or has fewer lines. Nothing is skipped then,
+            because the older files of the log may contain the missing lines.
         """
         self._open(self._path)
         self._was_read = any([log.skip_to_last_lines(count) for log in self._open_logs.values()])
@@ -314,7 +316,7 @@ class LogFile:
 
         Args:
             is_last: True if the log will not grow any more. An incomplete last line is then
-                yielded as well.
+                yielded, too.
         """
         self._open_all()
         for log in self._open_logs.values():
@@ -331,10 +333,10 @@ class LogFile:
             yield from log.read_rest()
 
     def _open_all(self) -> None:
-        """Open the log file, and before the first read also the older files of the log.
+        """Open the log file. Before the first read, open the older files of the log, too.
 
-        Log rotation renames the log file, and the program may still continue to write to the old
-        file. So old files stay open, and each later read also reads the old files.
+        Old files stay open and are read again at each later read: a program may continue to write
+        to a file that log rotation has renamed.
         """
         if not self._was_read:
             self._open_rotated_files()
@@ -343,9 +345,8 @@ class LogFile:
     def _open_rotated_files(self) -> None:
         """Open the older files of the log before the first read, so that their lines come first.
 
-        An older file is skipped if it is a copy of content that is still in the log file. The log
-        file is read both before and after the search for older files. Otherwise a rotation during
-        the search could lose lines.
+        An older file is skipped if the log file still contains the same lines. The log file is read
+        both before and after the search, because log rotation may happen during the search.
         """
         self._open(self._path)
         current = self._open_logs
@@ -365,7 +366,7 @@ class LogFile:
         self._was_read = any(log.pending for log in self._open_logs.values())
 
     def _open(self, path: Path) -> None:
-        """Open a file of the log, unless it is already open under this or another name."""
+        """Open a file of the log, unless the same file is open already, even under another name."""
         with suppress(OSError):
             log = _OpenLog(path)
             if self._open_logs.setdefault(log.file_id, log) is not log:

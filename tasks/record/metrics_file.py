@@ -19,17 +19,16 @@ from tasks.record.tail import Tail
 
 #: Largest number of bytes that one call of `MetricsFile.read_new` reads.
 _CHUNK_BYTES = 1 << 22
-#: Number of bytes at the beginning and at the end of a metrics file that are hashed for its
-#: fingerprint.
+#: Number of bytes at the beginning and at the end of a metrics file that are hashed. The hash is
+#: part of the file's fingerprint.
 _FINGERPRINT_EDGE_BYTES = 256
 
 
 class FileFingerprint(Recorded):
-    """Identity of a file at one moment, used to detect later that the file was replaced.
+    """Identity of a file at one moment. A later comparison shows whether the file was replaced.
 
-    It does not contain the modification time, which may come from the clock of another machine. It
-    does not contain the device number either, because each host has its own number for the same
-    network file system.
+    The fingerprint contains neither the modification time, which may come from the clock of another
+    machine, nor the device number, which differs between hosts on a network file system.
     """
 
     #: Inode number, or 0 if the file did not exist.
@@ -51,8 +50,8 @@ class FileFingerprint(Recorded):
     def at(file: BinaryIO, length: int) -> FileFingerprint:
         """Return the fingerprint of the first `length` bytes of a file.
 
-        If lines were only appended since the file was `length` bytes long, this is the fingerprint
-        that the file had at that time.
+        If lines were only appended to the file, this is the fingerprint that the file had when its
+        size was `length`.
         """
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 
@@ -68,40 +67,40 @@ class FileFingerprint(Recorded):
 class MetricsFile:
     """Reads the JSON lines that a training appends to its metrics file.
 
-    If the training replaces, truncates or rewrites the file, reading starts again at the beginning
-    of the new content. If the file was moved or removed, its last lines are read before that.
+    If the training replaces, truncates or rewrites the file, the new content is read from its
+    beginning. If the file was renamed or deleted, its last lines are read first.
     """
 
     def __init__(self, path: Path, *, since: FileFingerprint | None = None) -> None:
         """
         Args:
-            path: The metrics file. It need not exist yet.
-            since: Fingerprint of the content that an earlier attempt wrote, or None. That content
+            path: The metrics file. The file may be missing at first.
+            since: Fingerprint of the content that an earlier attempt wrote, or None. This content
                 is skipped.
         """
         self.path = path
         #: Number of times that the file was replaced, truncated or rewritten since the first read.
         self.restarts = 0
-        #: True if the last call of `read_new` did not read the whole file.
+        #: True if the last call of `read_new` did not read the file to its end.
         self.has_more = False
-        #: Fingerprint of the content that was already read. Its field `length` is the read
+        #: Fingerprint of the content that was already read. The field `length` is the read
         #: position.
         self._consumed = since or FileFingerprint()
         self._was_opened = False
-        #: Last line that was read, if it had no newline yet.
+        #: Last line that was read, if it had no newline. Otherwise empty.
         self._incomplete_line = b""
-        #: The file that was read last. It stays open, so that it can be read to its end after it
-        #: was moved or removed. None before the first read.
+        #: The file that was read last, or None before the first read. It stays open so that its end
+        #: can be read after the file was renamed or deleted.
         self._last_file: FileIO | None = None
 
     def read_new(self) -> list[dict[str, Any]]:
         """Return the JSON objects that were appended to the metrics file since the last call.
 
-        The last line also counts if it has no newline yet, but is complete JSON. A later call then
-        returns the same object again. Lines that are not JSON objects are skipped.
+        A last line without a newline is used, too, if it is complete JSON. In this case, a later
+        call returns the same object again. Lines that are not JSON objects are skipped.
 
         Returns:
-            The objects in file order; an empty list if the file does not exist or has not grown.
+            The objects in file order. Empty if the file does not exist or has not grown.
         """
         try:
             data = self._read_moved_file()
@@ -113,8 +112,8 @@ class MetricsFile:
             self.has_more = False
             return []
         if not data:
-            # The file has not grown. If its last line has no newline yet, an earlier call has
-            # already returned the content of that line.
+            # The file has not grown. If the last line has no newline, an earlier call has already
+            # returned its content.
             return []
 
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
@@ -122,10 +121,10 @@ class MetricsFile:
         return [parsed for parsed in objects if parsed]
 
     def _read_moved_file(self) -> bytes:
-        """Return the next bytes of a metrics file that was moved or removed since the last read.
+        """Return the next bytes of a metrics file that was renamed or deleted since the last read.
 
         Returns:
-            The bytes. Empty if the file was not moved or removed, or was read to its end.
+            The bytes. Empty if the file was not renamed or deleted, or was read to its end.
         """
         if self._last_file is None:
             return b""
@@ -142,7 +141,7 @@ class MetricsFile:
         return data
 
     def _read_file(self) -> bytes:
-        """Open the metrics file again, and return the bytes that follow those of the last read.
+        """Open the metrics file again, and return the bytes after the read position.
 
         Raises:
             OSError: The file cannot be opened or read.
@@ -157,16 +156,16 @@ class MetricsFile:
         return data
 
     def close(self) -> None:
-        """Close the file. A later read opens it again."""
+        """Close the file. A later read opens the file again."""
         if self._last_file is not None:
             self._last_file.close()
             self._last_file = None
 
     def _restart_if_replaced(self, file: BinaryIO) -> None:
-        """Go back to the beginning if the content that was already read has changed."""
+        """Move the read position to the beginning if the content that was read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # Count a restart of the file only if this attempt has read the file before. If the
-            # content differs at the first read, the file was replaced before the attempt.
+            # Count a replacement of the file only if this attempt has read the file before.
+            # Otherwise, the file was replaced before the attempt.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

@@ -14,7 +14,7 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import get_number
 
-#: Key of the training step in the lines of a metrics file, if the spec names no other key.
+#: Key of the training step in each line of a metrics file. Used if the spec contains no other key.
 DEFAULT_STEP_KEY = "step"
 
 
@@ -25,14 +25,16 @@ class MetricsRow:
     #: Number of the attempt that wrote the line.
     attempt: int
     step: float
-    #: Metrics by name. Values may be mappings with further metrics.
+    #: Mapping from the names of metrics to their values. A value may be a mapping with further
+    #: metrics.
     metrics: Mapping[str, Any]
 
 
 def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[Path, str]:
-    """Return the path of an attempt's metrics file, and the key of the step in each line.
+    """Return the path of an attempt's metrics file, and the key of the training step in each line.
 
-    If the spec names no metrics file, the path is `metrics.jsonl` in the attempt's directory.
+    If the spec does not contain a metrics file, the path is `metrics.jsonl` in the attempt's
+    directory.
 
     Args:
         spec: The spec that the attempt stored in its directory. May be empty.
@@ -47,9 +49,9 @@ def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[P
 
 
 def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[MetricsRow]:
-    """Yield the lines of the metrics files that have a step, in the order of the attempts.
+    """Yield the lines of the metrics files that contain a training step, attempt by attempt.
 
-    If several attempts share a file, each line is yielded for the attempt that wrote it.
+    If several attempts share a file, each line is yielded only for the attempt that wrote it.
 
     Args:
         place: Directory of the run.
@@ -69,7 +71,7 @@ def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[Me
 
 
 class MetricReader:
-    """Reads one metric of a run by step, while the attempts of the run append to their files."""
+    """Reads one metric of a run while the attempts of the run append to their files."""
 
     def __init__(self, place: RunPlace, key: str) -> None:
         """
@@ -79,15 +81,15 @@ class MetricReader:
         """
         self._place = place
         self._key = key
-        #: Metrics file, key of the step in each line, and values of the metric by step. The keys of
-        #: the mapping are the numbers of the attempts.
+        #: Mapping from the number of an attempt to its metrics file, the key of the step in each
+        #: line, and the values of the metric. The values are a mapping from steps.
         self._attempts: dict[int, tuple[MetricsFile, str, dict[float, float | None]]] = {}
 
     @property
     def values(self) -> dict[float, float]:
-        """Finite values of the metric by step, sorted by step.
+        """Mapping from training steps to finite values of the metric, sorted by step.
 
-        If several attempts reached a step, the value is from the last of them.
+        If several attempts reached a step, the value comes from the last of these attempts.
         """
         merged: dict[float, float] = {}
         for number in sorted(self._attempts):
@@ -109,13 +111,13 @@ class MetricReader:
 
         Raises:
             OSError, ValueError: The record of the run cannot be read, for example because the run
-                has not begun.
+                has not started yet.
         """
         for attempt in RunJson.read(self._place.record).attempts:
             if attempt.number not in self._attempts:
                 spec = read_attempt_spec(self._place, attempt.number)
                 if not spec:
-                    # Skip the attempt for now: it has just begun, and its spec is not written yet.
+                    # Skip an attempt that has just started and whose spec is not written yet.
                     continue
                 path, step_key = find_metrics_file(spec, self._place.attempt(attempt.number))
                 file = MetricsFile(path, since=attempt.metrics)
@@ -136,17 +138,17 @@ class MetricReader:
                 if step is not None:
                     value = get_number(line, self._key)
                     values[step] = values.get(step) if value is None else value
-        # Close the metrics file until the next call. The caller may read the metrics of more runs
-        # than this process may have open files.
+        # Close the metrics file until the next call. Otherwise, a caller that reads many runs could
+        # exceed the limit on open files.
         file.close()
 
 
 def merge_rows(rows: Iterator[MetricsRow]) -> list[dict[str, Any]]:
-    """Return one mapping per step, in the order of the steps.
+    """Return one mapping per training step, in the order of the steps.
 
-    A mapping has the metrics and the key `attempt`: the number of the attempt that wrote them. If
-    several attempts reached a step, the metrics are from the last of them. Lines that one attempt
-    wrote for the same step are merged.
+    Each mapping contains the metrics, and the key `attempt` with the number of the attempt that
+    wrote them. If several attempts reached a step, the metrics come from the last of these
+    attempts. Lines of the same attempt and step are merged.
     """
     merged: dict[float, dict[str, Any]] = {}
     for row in rows:

@@ -22,21 +22,21 @@ from tasks.spec.formatting import join_commas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """The end of a process: its exit code or its signal, and the time."""
+    """The end of a process: its exit code or signal, and the time of the end."""
 
     #: Exit code, or None if a signal ended the process or the status is unknown.
     exit_code: int | None
     #: Number of the signal that ended the process, or None.
     signal: int | None
     #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. All
-    #: processes of a machine share this clock, so their times can be compared.
+    #: processes of a machine share this clock.
     at_monotonic_s: float
     #: Text that explains an unusual or unknown exit status, or an empty string.
     note: str = ""
 
     @staticmethod
     def from_return_code(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
-        """Return how a process ended, from a return code as in the module `subprocess`.
+        """Return the end of a process, for a return code as in the module `subprocess`.
 
         Args:
             code: The exit code, the negative number of a signal, or None if unknown.
@@ -70,7 +70,7 @@ class Exit:
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal, such as `SIGSEGV`, or `signal 35` if it has no name."""
+    """Return the name of a signal, such as `SIGSEGV`. If it has no name, return `signal 35`."""
     try:
         return signals.Signals(signum).name
     except ValueError:
@@ -80,13 +80,13 @@ def signal_name(signum: int) -> str:
 class Recorded(BaseModel):
     """Base class of the objects in `run.json`.
 
-    The JSON keys are written in the order of the fields. Keys that this version of Muster does not
-    know, because another version has written them, are kept.
+    The JSON keys have the order of the fields. Unknown keys, which another version of Muster has
+    written, are kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    #: Names of the fields that are not written to `run.json` if they are empty.
+    #: Names of the fields that are left out of `run.json` if they are empty.
     if_any: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
@@ -98,7 +98,7 @@ class Recorded(BaseModel):
         return content
 
     def with_changes(self, **changes: object) -> Self:
-        """Return a copy of the object in which the named fields have new values."""
+        """Return a copy of the object in which some fields have new values."""
         return self.model_copy(update=changes)
 
     def as_json(self) -> dict[str, Any]:
@@ -109,24 +109,24 @@ class Recorded(BaseModel):
 class Failure(Recorded):
     """Cause of a failed attempt.
 
-    The field `component` names the component that failed first. Other components often fail later
-    as a consequence of the first failure.
+    The field `component` contains the component that failed first. Often, other components fail
+    later as a consequence.
     """
 
     #: Kind of the failure.
     kind: FailureKind
-    #: Name of the component that failed first. None if no component failed, for example because the
-    #: cluster can never provide enough GPUs for the run.
+    #: Name of the component that failed first, or None if no component failed. For example, the
+    #: cluster may have too few GPUs for the run.
     component: str | None = None
-    #: Exit code of the component. None if a signal ended the component, or if it did not end.
+    #: Exit code of the component. None if the component was ended by a signal or has not ended.
     exit_code: int | None = None
     #: Name of the signal that ended the component, such as `SIGSEGV`, or None.
     signal: str | None = None
-    #: Message for the user that says what happened and which values were found.
+    #: Message for the user about the failure, with the values that were found.
     message: str
-    #: Name of the rule that recognised the cause, such as `cuda-oom`, or an empty string.
+    #: Name of the rule for log lines that matched, such as `cuda-oom`, or an empty string.
     rule: str = ""
-    #: Log line that the rule matched, or an empty string.
+    #: Log line that matched the rule, or an empty string.
     line: str = ""
     #: Advice for the user, or an empty string.
     hint: str = ""
@@ -135,9 +135,10 @@ class Failure(Recorded):
 
     @property
     def has_ended(self) -> bool:
-        """True if the component had ended by itself when it failed.
+        """True if the component ended by itself.
 
-        False if it was alive, for example if it hung. Muster then stops it after the failure.
+        False if the component was still alive, for example because it stopped responding. Muster
+        then ends the component.
         """
         return self.exit_code is not None or self.signal is not None
 
@@ -150,21 +151,22 @@ class Failure(Recorded):
 class Verdict:
     """Result of an attempt: its final state, a message, and the cause of a failure."""
 
-    #: Final state of the attempt: COMPLETED, FAILED or CANCELLED. The state is RUNNING if the
-    #: attempt continues after this flow process ends.
+    #: Final state of the attempt: COMPLETED, FAILED or CANCELLED. The state is RUNNING if this flow
+    #: process ends and the attempt continues.
     state: RunState
-    #: Message for the user: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
+    #: Message for the user, such as `60/60 steps` or `RUNTIME_ERROR: trainer killed by SIGSEGV
+    #: ...`.
     message: str
     #: Cause of the failure if the state is FAILED, otherwise None.
     failure: Failure | None = None
-    #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. If several parts of
-    #: Muster report a result for an attempt, the earliest result is used.
+    #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. Several parts of
+    #: Muster can report a result for an attempt. The earliest result is used.
     at_monotonic_s: float = 0.0
-    #: Descriptions of the leftover processes that Muster could not end, by component. Records of
-    #: earlier versions have the pids instead.
+    #: Mapping from a component to descriptions of the leftover processes that Muster could not end.
+    #: Records of earlier versions contain process ids instead.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    #: Texts that describe the machines that could not be checked for leftover processes, by
-    #: component.
+    #: Mapping from a component to texts about machines on which Muster could not search for
+    #: leftover processes.
     unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -178,7 +180,7 @@ class Verdict:
         )
 
     def with_leftovers(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
-        """Return the result with the state FAILED, because leftover processes could not be ended.
+        """Return the result with the state FAILED, because Muster could not end some processes.
 
         Args:
             left: The leftover processes of each component; see the field `left`.
@@ -190,11 +192,11 @@ class Verdict:
         return self._with_incomplete_teardown(problem, left)
 
     def with_failed_ends(self, errors: Mapping[str, str]) -> Verdict:
-        """Return the result with the state FAILED, because Muster failed to end a component.
+        """Return the result with the state FAILED, because Muster could not end a component.
 
         Args:
-            errors: The error of each component. The errors are added to the field `left`, because
-                processes of the components may remain.
+            errors: Mapping from a component to the error. The errors are added to the field `left`,
+                because processes of these components may still run.
         """
         listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
         problem = (
@@ -223,12 +225,12 @@ class Verdict:
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
 
     def with_unseen(self, unseen: Mapping[str, tuple[str, ...]]) -> Verdict:
-        """Return the result with a note about machines that could not be checked for leftovers.
+        """Return the result with a note about machines on which leftover processes may exist.
 
         The state stays the same.
 
         Args:
-            unseen: Texts that describe the machines with possible leftover processes, by component.
+            unseen: Mapping from a component to texts about the machines that could not be searched.
         """
         if not unseen:
             return self
@@ -248,24 +250,23 @@ def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUpReason:
-    """Reason why Muster gives up a component and ends it, although it is still alive."""
+    """Reason why Muster ends a component that is still alive, and treats it as failed."""
 
-    #: Kind of the failure, or None if the log of the component must be searched for the kind.
+    #: Kind of the failure, or None if the kind must be found in the log of the component.
     kind: FailureKind | None
-    #: Name of the check that the component did not pass, such as `live` for the liveness probe.
+    #: Name of the failed check, such as `live` for the liveness probe.
     rule: str
-    #: Message for the user that says why Muster gives up the component.
+    #: Message for the user that explains why Muster ends the component.
     message: str
-    #: Exit status of a child process of the component, if Muster gives up the component because
-    #: that process has ended. Otherwise None.
+    #: Exit status of a child process whose end is the reason. None if there is another reason.
     exit: Exit | None = None
 
 
 class ComponentFailed(Exception):
-    """A component could not be started, or it was not ready in time.
+    """A component could not be started, or was not ready in time.
 
     For example, a port is in use, or a Ray cluster rejects the component's Ray job. The attribute
-    `reason` describes the failure. If the component is a Ray job, the caller must still end it.
+    `reason` describes the failure. A Ray job may still be running, so the caller must end it.
     """
 
     def __init__(self, reason: GiveUpReason) -> None:

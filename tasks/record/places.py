@@ -26,7 +26,7 @@ from tasks.spec.ownership import (
 
 _log = logging.getLogger(__name__)
 
-#: Names of the folders that Muster keeps in its home directory (`MUSTER_HOME`).
+#: Names of the folders in Muster's home directory (`MUSTER_HOME`) that Muster itself creates.
 _OWN = (
     "cache",
     "claims",
@@ -41,27 +41,27 @@ _OWN = (
     "temp",
     "unseen",
 )
-#: Names of the folders in Muster's home that other users may never read, even if MUSTER_UMASK lets
-#: them read other files.
+#: Names of the folders in Muster's home directory that other users may never read. This applies
+#: even if MUSTER_UMASK allows them to read other files.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
 #: Names of all files and folders that Muster creates directly in its home directory.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
-#: Mode bits of a file that let its group or all users write.
+#: Mode bits of a file that allow writing for the group or for all users.
 _WRITE_BITS = 0o022
-#: Environment variable with the name or id of the user who owns Muster's home directory. Another
-#: user sets it to read files in this home.
+#: Environment variable with the name or id of the user who owns Muster's home directory. Other
+#: users set this variable to read files in that directory.
 _OWNER_VARIABLE = HOME_OWNER.name
-#: Environment variable in which `note_callers_umask` stores the umask of the caller, as an octal
-#: number.
+#: Environment variable with the umask of the process that called Muster, as an octal number. The
+#: function `note_callers_umask` sets it.
 CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
-#: Advice to the user if another user could change files in Muster's home directory.
+#: Advice to the user if other users could change files in Muster's home directory.
 _REMEDY = (
     "Muster's home directory, its files and the folders above it must belong to you or to root, "
     "and no other user may write there. Correct their owners and modes, or set MUSTER_HOME to a "
     f"folder of your own. To use the home of another user whom you trust, set {_OWNER_VARIABLE} to "
     "that user's name."
 )
-#: Home directories of Muster that this process has checked and found trusted. Each entry consists
+#: Muster home directories that this process has already checked and found safe. Each entry consists
 #: of the directory's path, the id of this user, and the ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
@@ -69,10 +69,11 @@ _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 def muster_home() -> Path:
     """Return the absolute path of Muster's home directory: `$MUSTER_HOME`, by default `~/.muster`.
 
+    The home directory, the folders above it, and Muster's files in it must belong to a trusted
+    user. No other user may have the right to write to them.
+
     Raises:
-        UntrustedPath: Another user could change the content of the home directory. The home
-            directory, the folders above it, and Muster's files in it must belong to a trusted user.
-            No other user may write to them.
+        UntrustedPath: Another user could change the content of the home directory.
     """
     home = Path(HOME.read()).expanduser().absolute()
     owners = home_owners()
@@ -85,8 +86,8 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
-    # Remember only for an existing directory that it is trusted. A directory that does not exist
-    # yet could be created by another user later, so it must be checked again.
+    # Remember the result only for an existing directory. Another user could create a missing
+    # directory later, so it must be checked again.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home
@@ -95,7 +96,7 @@ def muster_home() -> Path:
 def home_owners() -> frozenset[int]:
     """Return the ids of the users whose files in Muster's home directory are trusted.
 
-    These are this user, root, and the user in the environment variable MUSTER_HOME_OWNER.
+    These are the current user, root, and the user in the environment variable MUSTER_HOME_OWNER.
 
     Raises:
         UntrustedPath: The user in MUSTER_HOME_OWNER does not exist.
@@ -138,8 +139,8 @@ def read_own_file(path: Path) -> bytes:
     """Return the content of a file that Muster wrote.
 
     Raises:
-        PermissionError: The file is a symbolic link or not a regular file, belongs to another user,
-            or other users may write to it.
+        PermissionError: The file is not trusted. It is a symbolic link or not a regular file,
+            belongs to another user, or is writable for other users.
         OSError: The file could not be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -163,10 +164,10 @@ def read_own_file(path: Path) -> bytes:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return True if a path still leads to a file that this process opened earlier.
+    """Return True if a path still leads to the file that this process opened earlier.
 
-    Use this function for lock files. If a lock file was deleted or replaced after this process
-    opened it, other processes lock a different file.
+    Use this function for lock files. If a lock file was deleted or replaced, other processes lock a
+    different file.
 
     Args:
         fd: Descriptor of the open file.
@@ -181,23 +182,23 @@ def is_at(fd: int, path: Path) -> bool:
 def keep_private() -> None:
     """Set the umask of this process, and remove other users' access to Muster's home directory.
 
-    Child processes inherit the umask. By default, only this user can read new files. With
-    MUSTER_UMASK=027 the group can read them, with 022 all users can.
+    By default, only this user can read new files. MUSTER_UMASK=027 allows the group to read them,
+    and 022 allows all users. Child processes inherit the umask.
 
-    If other users could read the home directory until now, the modes of all files in Muster's
-    folders are corrected. Files of other users, and files in other folders, are not changed.
+    If other users could read the home directory before, the modes of all files in Muster's folders
+    are corrected. Files of other users and files in other folders are not changed.
 
     Raises:
         InvalidVariable: MUSTER_UMASK is not an octal number.
-        UntrustedPath: Muster's home directory is not trusted, or MUSTER_UMASK would let other users
-            write.
+        UntrustedPath: Muster's home directory is not trusted, or MUSTER_UMASK would allow other
+            users to write.
     """
     mask = _umask()
     note_callers_umask()
     os.umask(mask)
     home = muster_home()
-    # Change the mode of Muster's home directory first, so that other users cannot reach its files
-    # while the modes of these files are changed.
+    # First change the mode of Muster's home directory. Other users then cannot reach its files
+    # while the modes of the files are changed.
     was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
     for name in _OWN:
         hidden = 0o077 if name in _OF_SERVERS else mask
@@ -209,9 +210,8 @@ def keep_private() -> None:
 def note_callers_umask() -> None:
     """Store the umask of this process in the environment variable `MUSTER_CALLERS_UMASK`.
 
-    The programs of the user later get this umask, although Muster changes its own umask. Therefore
-    call this function before the change. If the variable is already set, a parent process has set
-    it, and it is not changed.
+    Call this function before Muster changes its own umask. The programs of the user later get the
+    stored umask. If a parent process has already set the variable, the variable is not changed.
     """
     if CALLERS_UMASK not in os.environ:
         mask = os.umask(0o077)
@@ -220,7 +220,7 @@ def note_callers_umask() -> None:
 
 
 def callers_umask() -> int | None:
-    """Return the umask of the user's shell or service, from which Muster was started.
+    """Return the umask of the shell or service that started Muster.
 
     Programs of the user get this umask for their own files.
 
@@ -235,10 +235,10 @@ def callers_umask() -> int | None:
 
 
 def write_for_caller(path: Path, text: str) -> None:
-    """Write a text file into a project of the user. The file is not one of Muster's own files.
+    """Write a text file into a project of the user.
 
-    A new file gets the mode that a program of the user's shell would give it. An existing file
-    keeps its mode.
+    A new file gets the same mode as a file that a program in the user's shell creates. An existing
+    file keeps its mode.
     """
     is_new = not path.exists()
     path.write_text(text, encoding="utf-8")
@@ -261,14 +261,14 @@ def _umask() -> int:
             "runs. Set MUSTER_UMASK to 077 (only you can read the files), 027 (your group can "
             "read them) or 022 (all users can read them)."
         )
-    # The mask must not remove the rights of this user, who could not read new files otherwise.
+    # Remove only rights of other users. Without its own rights, this user could not read new files.
     return mask & 0o077
 
 
 def _is_more_than_a_home(path: Path) -> bool:
     """Return True if the folder is `/` or the home directory of this user.
 
-    Such a folder contains other files than those of Muster, so its mode must not be changed.
+    Such a folder also contains files of other programs, so its mode must not be changed.
     """
     with suppress(RuntimeError):
         return path in (Path("/"), Path.home())
@@ -276,12 +276,14 @@ def _is_more_than_a_home(path: Path) -> bool:
 
 
 def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
-    """Set the mode of a file or folder of this user as if it had been created with a umask.
+    """Change the mode of a file or folder to the mode that it would get with a umask.
+
+    Only a file or folder of this user is changed.
 
     Args:
         path: The file or folder.
         mask: The umask.
-        only: True if permissions may be removed but not added.
+        only: True to remove permissions, but never to add any.
 
     Returns:
         True if the mode was changed.
@@ -313,7 +315,7 @@ def password_file() -> Path:
 def server_password() -> str:
     """Return `user:password` for the Prefect servers that use Muster's home directory.
 
-    The result is an empty string if no password was created yet, or if the password file cannot be
+    The result is an empty string if there is no password yet, or if the password file cannot be
     read or is not trusted.
     """
     with suppress(OSError):
@@ -322,7 +324,7 @@ def server_password() -> str:
 
 
 def make_server_password() -> str:
-    """Return `user:password` for the Prefect servers. Create a password if there is none yet.
+    """Return `user:password` for the Prefect servers. If there is no password yet, create one.
 
     Raises:
         PermissionError: The password file is not trusted.
@@ -352,13 +354,13 @@ def _new_password() -> str:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return the content of a secret file, and create the file if it is missing.
+    """Return the content of a secret file. If the file is missing, create it.
 
     Only this user may read the file.
 
     Args:
         path: The secret file.
-        make: Function that returns the content of a new file.
+        make: Function that returns the content for a new file.
 
     Raises:
         PermissionError: The file is not trusted; see `read_own_file`.
@@ -372,8 +374,8 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{make()}\n")
         try:
-            # If two processes create the file at the same time, both use the file that was linked
-            # first.
+            # If two processes create the file at the same time, both use the content of the first
+            # process.
             with suppress(FileExistsError):
                 os.link(draft, path)
         finally:
@@ -387,7 +389,8 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
     """Return the run id of a flow run: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
 
-    The id of a flow run never changes. It contains the creation time of the flow run in UTC.
+    The run id never changes. The date and the time are those of the creation of the flow run, in
+    UTC.
     """
     return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
 
@@ -418,14 +421,14 @@ class AttemptPlace:
     def submission(self) -> Path:
         """Path of the submission record of the attempt's first Ray job.
 
-        The method `submissions` returns the paths of the records of all Ray jobs.
+        The method `submissions` returns the records of all Ray jobs.
         """
         return self.directory / "submission.json"
 
     def submissions(self) -> list[Path]:
         """Return the paths of the submission records of all Ray jobs of the attempt.
 
-        A record exists even before its job is submitted.
+        A record is written before its job is submitted.
         """
         return sorted(self.directory.glob("submission*.json"))
 
@@ -464,7 +467,7 @@ class RunPlace:
 
     @property
     def lineage(self) -> Path:
-        """Path of the file that lists the data which the run reads and makes."""
+        """Path of the file that lists the data that the run reads and writes."""
         return self.directory / "lineage.json"
 
     def attempt(self, number: int) -> AttemptPlace:

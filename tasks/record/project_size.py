@@ -17,18 +17,18 @@ from pathlib import Path
 from tasks.record.places import muster_home
 from tasks.record.repository import GitView, find_repository, git_view
 
-#: Number of folders that are read between two questions to git about ignored files.
+#: Number of folders that are read before git is asked which of their files are ignored.
 _FOLDERS_AT_ONCE = 200
-#: A folder with fewer files and folders than this number counts as small. The size of a small
-#: folder need not be checked in advance, because git lists its files quickly.
+#: A folder is small if it contains fewer files and folders than this number. git lists the files of
+#: a small folder quickly, so the size is not checked in advance.
 _SMALL_PROJECT = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedFiles:
-    """Files of a folder that were counted before the count stopped at a limit."""
+    """Files of a folder that were counted before the limit was reached."""
 
-    #: Sizes in bytes of the counted files, by their path relative to the folder.
+    #: Mapping from the path of each counted file, relative to the folder, to its size in bytes.
     sizes: dict[str, int]
 
     @property
@@ -38,18 +38,17 @@ class CountedFiles:
 
 
 def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> CountedFiles | None:
-    """Count the files of a large folder until they are larger than a limit.
+    """Count the files of a large folder until their total size reaches a limit.
 
     Files that git ignores, and the files of nested repositories, are not counted.
 
     Args:
         root: The folder.
-        limit_bytes: Size of all files in bytes at which the count stops.
+        limit_bytes: Total size in bytes at which the count stops.
         excluded: Names of files and folders that are not counted.
 
     Returns:
-        The files that were counted, or None if the folder is small, or if the limit was not
-        reached.
+        The counted files. None if the folder is small, or if all its files are below the limit.
 
     Raises:
         GitFailed: A git command failed.
@@ -95,9 +94,10 @@ def _is_small(root: Path, excluded: Collection[str]) -> bool:
 def _read_folder(
     root: Path, folder: str, excluded: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the files in a folder, and its inner folders, by relative path.
+    """Return the sizes of the files in a folder, and the paths of its subfolders.
 
-    The result is empty if the folder cannot be read, or if it is a nested repository.
+    The sizes are a mapping from relative paths. The result is empty if the folder cannot be read,
+    or if it is a nested repository.
 
     Args:
         root: Folder at which relative paths start.

@@ -19,16 +19,16 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Exit code of a process that the launcher itself has stopped.
+#: Exit code of a process that the launcher of the training has stopped.
 _STOPPED = -signal.SIGTERM
-#: Matches one entry of torchrun's table.
-#: Source: torch/distributed/elastic/multiprocessing/errors, ChildFailedError.
+#: Matches one entry in torchrun's table of failed ranks. Source:
+#: torch/distributed/elastic/multiprocessing/errors, ChildFailedError.
 _TABLE_ENTRY = re.compile(
     r"^[ \t]*rank +: (?P<rank>\d+) \(local_rank: \d+\)\s*?\n"
     r"[ \t]*exitcode +: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
     re.MULTILINE,
 )
-#: Line of torchrun's table before the entry of the rank whose failure was observed first.
+#: Line in torchrun's table before the entry of the rank that torchrun saw failing first.
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 #: Matches the message of DeepSpeed's launcher. Source: deepspeed/launcher/launch.py.
 _DEEPSPEED = re.compile(
@@ -43,18 +43,17 @@ _SPAWNED = re.compile(
 _NAMED_PROCESS = re.compile(
     r"^Process (?P<name>[\w.-]{1,60}(?::\d+)?):$(?=\s+Traceback)", re.MULTILINE
 )
-#: Matches one entry of the table of failed ranks that torchrun prints, with the entry's traceback
-#: if it has one.
+#: Matches one entry in torchrun's table of failed ranks. The entry may contain a traceback.
 _TABLE_BLOCK = re.compile(r"^\[\d+\]:[ \t]*\n(?:[ \t][^\n]*\n?|\n)*", re.MULTILINE)
-#: Matches the line in which torchrun reports the exit code of one rank.
-#: Source: torch/distributed/elastic/multiprocessing/api.py.
+#: Matches the line in which torchrun reports the exit code of one rank. Source:
+#: torch/distributed/elastic/multiprocessing/api.py.
 _REPORTED_EXIT = re.compile(
     r"^[^\n]{0,200}failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (?P<pid>\d+)\)[^\n]*\n?",
     re.MULTILINE,
 )
 #: Matches a log message of torchrun or of DeepSpeed's launcher about the processes of the ranks.
-#: The name of torchrun's module follows the level and the time, in one of three formats:
-#: `W1127 08:21:44.3 321 torch/...`, `[2024-05-01 10:00:00,1] torch...` and `WARNING:torch...`.
+#: torchrun writes the level, the time and the name of its module in one of three formats: `W1127
+#: 08:21:44.3 321 torch/...`, `[2024-05-01 10:00:00,1] torch...` and `WARNING:torch...`.
 _LAUNCHER_MESSAGE = re.compile(
     r"^(?:[WEIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/(?:elastic|launcher|run\.py)"
     r"|\[\d{4}-[^\]\n]{1,40}\] torch\.distributed\.(?:elastic|launcher|run)"
@@ -67,37 +66,39 @@ _EXIT_REPORT = re.compile(
     r"\bSignal \d+ \(SIG\w+\) received by PID \d+|failed \(exitcode: -?\d+\) local_rank: \d+"
     r"|\bexitcode +: -?\d+ \(pid: \d+\)"
 )
-#: Matches a traceback, which begins at the start of a line. The last line is in the group `error`.
+#: Matches a traceback that begins at the start of a line. The group `error` contains the last line.
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):[ \t]*\n(?P<frames>(?:[ \t][^\n]*\n)+)"
     r"(?P<error>\S[^\n]*(?:\n|$))",
     re.MULTILINE,
 )
-#: Matches the error of a launcher that only reports the end of a rank, or its own stop by a signal.
-#: Source: torch/distributed/elastic/multiprocessing/errors and api.py.
+#: Matches an error of a launcher that only says that a rank ended or that a signal stopped the
+#: launcher. Source: torch/distributed/elastic/multiprocessing/errors and api.py.
 _LAUNCHER_ERROR = re.compile(
     r"torch\.distributed\.elastic\.multiprocessing\.\S*(?:ChildFailedError|SignalException):"
 )
-#: Matches a line of a traceback in the program `accelerate launch`, which starts the training.
+#: Matches a traceback line that belongs to the program `accelerate launch`, which starts the
+#: training.
 _ACCELERATE_FRAME = re.compile(r"[/\\]accelerate[/\\]commands[/\\]launch\.py")
-#: Matches torchrun's table of the failed ranks, from the first to the last line of `=`.
+#: Matches torchrun's table of the failed ranks. The first and the last line of the table consist of
+#: `=`.
 _TABLE = re.compile(
     r"^={20,}[ \t]*\n[^\n]* FAILED[ \t]*\n-{20,}[ \t]*\nFailures:[ \t]*\n"
     r"(?:(?!={20})[^\n]*\n)*(?:={20,}[ \t]*(?:\n|$))?",
     re.MULTILINE,
 )
-#: Matches the rank that PyTorch writes at the beginning of a line: `[rank1]: ` before a traceback,
-#: `[Rank 1] ` in messages of ProcessGroupNCCL.
+#: Matches the rank that PyTorch writes at the beginning of a line: `[rank1]: ` before a line of a
+#: traceback, `[Rank 1] ` in messages of ProcessGroupNCCL.
 _RANK_PREFIX = re.compile(r"^(?:\[[^\[\]\n]{1,60}\]:? ?){0,2}?\[[Rr]ank ?(\d+)\]", re.MULTILINE)
-#: Matches errors of a rank that lost its connection to another rank. Python's own exceptions are
-#: not matched, because a rank may also lose the connection to a server.
+#: Matches errors of a rank that lost its connection to another rank. Exceptions of Python itself do
+#: not match, because they may be about the connection to a server.
 _LOST_PEER = re.compile(
     r"(?<!\bErrno 32\] )(?<!\bErrno 104\] )"
     r"(?:Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe)"
     r"|ncclRemoteError|DistBackendError|DistNetworkError|DistStoreError|remote process exited"
     r"|Socket recv failed|recvValue failed|Connection was likely closed|connectFullMesh failed"
 )
-#: Matches errors of a rank that waited in vain for another rank.
+#: Matches errors of a rank that waited too long for another rank.
 _WAITED_IN_VAIN = re.compile(r"Timed out waiting \d+ms|[Ww]atchdog|NCCL .{0,80}[Tt]imeout")
 #: Exit code of a Python program that ends with an exception.
 _EXCEPTION_EXIT_CODE = 1
@@ -105,7 +106,7 @@ _EXCEPTION_EXIT_CODE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """The process of a distributed training that failed first."""
+    """The process of a distributed training that failed before all others."""
 
     #: Name of the process: `rank 1`, `local rank 1`, `process 1` or `Process-2`.
     name: str
@@ -113,28 +114,28 @@ class RankFailure:
     rank: int | None = None
     #: Process id, or None if unknown.
     pid: int | None = None
-    #: Exit code, or the negative number of the signal that ended the process. None if the process
-    #: ended with an exception whose traceback is in the log.
+    #: Exit code, or negative signal number, of the process. None if the process ended with an
+    #: exception and its traceback is in the log.
     exit_code: int | None = None
-    #: Ranks that this rank waited for in vain, although they were alive.
+    #: Other ranks that were alive, but did not respond to this rank in time.
     alive: tuple[int, ...] = ()
-    #: True if other processes of the training on this machine failed later.
+    #: True if other processes of the training failed later on this machine.
     others_failed: bool = False
 
     @property
     def short_name(self) -> str:
-        """Name of the process without its command line: `rank 1` or `process 812`."""
+        """Short name of the process: `rank 1` or `process 812`."""
         return self.name if self.pid is None or "`" not in self.name else f"process {self.pid}"
 
     @property
     def signal_name(self) -> str | None:
-        """Name of the signal that ended the process; None if no signal is known."""
+        """Name of the signal that ended the process, or None if no signal is known."""
         if self.exit_code is None or self.exit_code >= 0:
             return None
         return _name_signal(-self.exit_code)
 
     def __str__(self) -> str:
-        """Return the name of the process with its end, such as `rank 1 (pid 7) got SIGKILL`."""
+        """Return the name of the process and how it ended, such as `rank 1 (pid 7) got SIGKILL`."""
         subject = self.name if self.pid is None else f"{self.name} (pid {self.pid})"
         if self.exit_code is None:
             return f"{subject} failed first"
@@ -158,7 +159,7 @@ def find_first_rank(text: str) -> RankFailure | None:
         text: The end of the log of the launcher and of its processes.
 
     Returns:
-        The process. None if the log contains no message of a launcher that names a process.
+        The process, or None if no message of a launcher names a failed process.
     """
     if (failure := _read_table(text)) is not None:
         return failure
@@ -174,9 +175,9 @@ def find_first_rank(text: str) -> RankFailure | None:
 
 
 def _find_named_process(text: str) -> RankFailure | None:
-    """Return the first process of `multiprocessing` whose traceback is in the log, or None.
+    """Return the first process of `multiprocessing` with a traceback in the log, or None.
 
-    A process that only lost its connection to another process did not fail first.
+    A process that only lost its connection to another process is skipped.
     """
     matches = [*_NAMED_PROCESS.finditer(text)]
     for number, match in enumerate(matches, start=1):
@@ -187,10 +188,10 @@ def _find_named_process(text: str) -> RankFailure | None:
 
 
 def select_lines_of_rank(text: str, failure: RankFailure) -> str:
-    """Return the log without the lines about other ranks than the failed rank.
+    """Return the log without the lines about ranks other than the failed rank.
 
-    These are the lines that PyTorch marks as those of other ranks, and the exits of other ranks
-    that torchrun reports.
+    Omitted are lines that PyTorch marks with the number of another rank, and lines in which
+    torchrun reports the exit of another rank.
     """
 
     def keep_own_exit(match: re.Match[str]) -> str:
@@ -213,11 +214,10 @@ def select_lines_of_rank(text: str, failure: RankFailure) -> str:
 
 
 def is_consequence(line: str, failure: RankFailure) -> bool:
-    """Return True if a line of a log is only a consequence of the death of the failed process.
+    """Return True if a log line only shows a consequence of the death of the failed process.
 
-    Another process then wrote the line. For example, the process that failed first cannot have lost
-    its connection to a dead process, so such an error is from another process. A line that PyTorch
-    marks with the rank of the failed process is never a consequence.
+    Such a line was written by another process. An example is an error about a lost connection to
+    the failed process. A line that PyTorch marks with the failed rank is never a consequence.
 
     Args:
         line: A line of the log that `select_lines_of_rank` returned, as it was printed.
@@ -232,22 +232,22 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     may_be_own = code == _EXCEPTION_EXIT_CODE and not failure.others_failed
     if _LOST_PEER.search(line):
         return not may_be_own
-    # A process that waited in vain for another process ends with the exit code of an exception. If
-    # the watchdog of NCCL ends the process, it ends with SIGABRT.
+    # A process that waited too long for another process ends with the exit code of an exception, or
+    # with SIGABRT if the watchdog of NCCL ends the process.
     is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT)
     return has_rank and not is_end_of_waiting and _WAITED_IN_VAIN.search(line) is not None
 
 
 def has_lost_peer(text: str) -> bool:
-    """Return True if a rank has lost its connection to another rank, or waited for it in vain."""
+    """Return True if a rank lost its connection to another rank, or waited too long for it."""
     return (_LOST_PEER.search(text) or _WAITED_IN_VAIN.search(text)) is not None
 
 
 def has_error_file(text: str, failure: RankFailure) -> bool:
-    """Return True if the error file of torchrun can be about the failed process.
+    """Return True if torchrun's error file may be about the failed process.
 
-    torchrun writes the error of the rank whose failure it observed first. This rank is the last
-    entry of its table. If the log contains no table, the rank of the error file is unknown.
+    torchrun writes the error of the rank that it saw failing first. This rank is the last entry in
+    torchrun's table. If the log contains no table, the rank of the error file is unknown.
 
     Args:
         text: The end of the log.
@@ -259,10 +259,10 @@ def has_error_file(text: str, failure: RankFailure) -> bool:
 
 
 def is_victim(text: str, rank: int) -> bool:
-    """Return True if a rank failed only because another rank was lost or did not respond.
+    """Return True if a rank failed only because another rank died or did not respond.
 
-    The result depends only on the lines about the rank in the log. These are the lines that PyTorch
-    marks with the number of the rank, and the entry of the rank in torchrun's table.
+    Only log lines about this rank are used. These are the lines that PyTorch marks with the number
+    of the rank, and the entry of the rank in torchrun's table.
     """
     own_text = _select_marked_lines(text, rank)
     for block in _TABLE_BLOCK.finditer(text):
@@ -273,13 +273,13 @@ def is_victim(text: str, rank: int) -> bool:
 
 
 def select_traceback_of_rank(text: str, failure: RankFailure) -> str:
-    """Return the lines that PyTorch marks as those of the failed rank, if they have a traceback.
+    """Return the lines that PyTorch marks with the failed rank, if they contain a traceback.
 
-    PyTorch also marks warnings. Without a traceback, the marked lines may be much older than the
-    end of the rank.
+    PyTorch also marks warnings. Lines without a traceback may be much older than the failure of the
+    rank.
 
     Returns:
-        An empty string if no traceback has the mark of the rank.
+        An empty string if the marked lines contain no traceback.
     """
     lines = _select_marked_lines(text, failure.rank)
     return lines if "Traceback (most recent call last)" in lines else ""
@@ -295,10 +295,10 @@ def _select_marked_lines(text: str, rank: int | None) -> str:
 
 
 def remove_launcher_reports(text: str) -> str:
-    """Return a log without the reports of torchrun, accelerate and deepspeed about their ranks.
+    """Return a log without the reports that launchers such as torchrun write about their ranks.
 
-    These reports are the table of the failed ranks, the traceback of the launcher itself, and its
-    messages about the processes. If the log has no other lines, it is returned unchanged.
+    These reports are the table of the failed ranks, the traceback of the launcher, and its messages
+    about processes. A log that consists only of such reports is returned unchanged.
     """
     lines_of_ranks = _TABLE.sub("", text)
     lines_of_ranks = _TRACEBACK.sub(_remove_launcher_traceback, lines_of_ranks)
@@ -312,7 +312,7 @@ def is_exit_report(line: str) -> bool:
 
 
 def _remove_launcher_traceback(match: re.Match[str]) -> str:
-    """Return an empty string for the traceback of a launcher, and any other traceback unchanged."""
+    """Return an empty string for the traceback of a launcher. Return other tracebacks unchanged."""
     is_of_accelerate = (
         _ACCELERATE_FRAME.search(match["frames"]) and "CalledProcessError" in (match["error"])
     )
@@ -320,7 +320,7 @@ def _remove_launcher_traceback(match: re.Match[str]) -> str:
 
 
 def _read_table(text: str) -> RankFailure | None:
-    """Return the rank that failed first according to the last table of torchrun, or None."""
+    """Return the rank that failed first according to torchrun's last table, or None."""
     root_at = text.rfind(_ROOT_CAUSE)
     if root_at < 0:
         return None
@@ -334,9 +334,8 @@ def _read_table(text: str) -> RankFailure | None:
     alive: Sequence[int] = ()
     was_stopped = int(root["code"]) == _STOPPED
     if was_stopped or is_victim(text, int(root["rank"])):
-        # torchrun may name the wrong rank, because it checks its ranks one after the other. If two
-        # ranks die in the same moment, torchrun may first see the rank that only lost its
-        # connection to the other rank. So prefer a rank that died for another reason.
+        # torchrun may name the wrong rank if two ranks die at nearly the same time: it may first
+        # see the rank that only lost its connection. So prefer a rank that died for another reason.
         own_deaths = [
             entry
             for entry in others

@@ -30,23 +30,24 @@ from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_presen
 
 #: Time limit for a git command, in seconds.
 _ANSWERS_WITHIN_S = 60.0
-#: Largest number of object stores that are followed in a chain. In a git repository, an object
-#: store can name another one, called its alternate. Source: git has the same limit.
+#: Largest number of object stores in a chain. An object store of git can refer to another object
+#: store, called its alternate. git has the same limit.
 _ALTERNATES_DEPTH = 5
-#: Largest number of files in a patch. The patch is cut after 16,384 characters anyway.
+#: Largest number of files in a patch. More are not needed, because a patch is cut after 16,384
+#: characters.
 _PATCHED_FILES = 300
-#: Largest number of changed files with a git filter (such as git-lfs) that are compared with the
-#: last commit. The patch only names the others, because each comparison runs a git command.
+#: Largest number of changed files with a git filter, such as git-lfs, that are compared with the
+#: last commit. Each comparison runs a git command, so further files are only listed by name.
 _COMPARED_FILES = 100
 
-#: Names of the repository's settings that are passed to git. They are safe: git does not execute
-#: the value of any of these settings as a program.
+#: Names of the settings of a repository that are passed to git. git never executes the values of
+#: these settings as programs.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
 )
-#: Settings that are passed to each git command. They override the settings of the user and of the
-#: machine, so that git runs no other program.
+#: Settings for each git command. They override the settings of the user and of the machine, so that
+#: git does not run other programs.
 _SWITCHED_OFF = (
     *("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null"),
     *("core.pager=cat", "core.askPass=", "core.sshCommand=false", "credential.helper="),
@@ -54,9 +55,9 @@ _SWITCHED_OFF = (
     *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
-#: Content of the file `info/attributes` in the git directory that Muster creates. This line removes
-#: the attribute `filter`, which names a program, from all files. It takes precedence over the
-#: `.gitattributes` files of the repository, whose other attributes still apply.
+#: Content of the file `info/attributes` in Muster's own git directory. This line removes the
+#: attribute `filter` from all files, because a filter is a program. Other attributes in
+#: `.gitattributes` files still apply.
 _ATTRIBUTES = "* -filter\n"
 #: Matches the text that git-lfs commits in place of a large file. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
@@ -66,7 +67,7 @@ _LFS_POINTER = re.compile(
 
 
 class GitFailed(MusterError):
-    """A git command failed: git is missing, is too slow, or rejects the repository."""
+    """A git command failed, because git is missing, is too slow, or rejects the repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +76,19 @@ class Repository:
 
     #: Absolute path of the folder that contains `.git`, with symbolic links resolved.
     work_tree: Path
-    #: Path of the git directory of this work tree. It contains HEAD and the index.
+    #: Path of the git directory for this work tree. The directory contains HEAD and the index.
     git_dir: Path
-    #: Path of the git directory that all work trees of the repository share. It contains the
-    #: objects, the branches and the settings. It differs from `git_dir` if `git worktree` was used.
+    #: Path of the git directory with the objects, branches and settings that all work trees share.
+    #: Differs from `git_dir` only for work trees that `git worktree` created.
     common_dir: Path
 
 
 def find_repository(folder: Path) -> Repository | None:
     """Return the git repository that contains a folder, or None if there is no trusted repository.
 
-    The folder and its parent folders are searched. The search ends at a folder that belongs to
-    another user or that other users may write to. If a repository is found but not trusted, the
-    reason is logged.
+    The folder and its parent folders are searched. The search stops at a folder that belongs to
+    another user or is writable for other users. If a repository is not trusted, the reason is
+    logged.
     """
     place = folder.resolve()
     for above in (place, *place.parents):
@@ -105,7 +106,7 @@ def find_repository(folder: Path) -> Repository | None:
 
 
 def repository_at(work_tree: Path) -> Repository | None:
-    """Return the git repository whose `.git` is in a folder.
+    """Return the git repository whose `.git` is directly in a folder.
 
     Return None if the repository is incomplete or not trusted. The reason is logged.
     """
@@ -130,10 +131,10 @@ def repository_at(work_tree: Path) -> Repository | None:
 
 
 def _named_in(file: Path, prefix: str) -> Path:
-    """Return the folder whose path is written in a file of a repository, such as the file `.git`.
+    """Return the folder whose path is the content of a file, such as the file `.git`.
 
     Args:
-        file: The file.
+        file: The file, which belongs to a git repository.
         prefix: Text before the path in the file, such as `gitdir: `.
 
     Raises:
@@ -168,11 +169,11 @@ def _fault_of(git_dir: Path, common_dir: Path) -> str:
 def _alternates_fault(objects: Path, depth: int) -> str:
     """Return the reason why an alternate object store is not trusted, or an empty string.
 
-    Alternate object stores are folders of other repositories in which git also looks for objects.
+    git also searches for objects in alternate object stores, which belong to other repositories.
 
     Args:
-        objects: The object store that may name alternate stores.
-        depth: Number of stores that led to this store, 0 for the repository's own store.
+        objects: An object store that may refer to alternate stores.
+        depth: Number of stores in the chain before this store, 0 for the repository's own store.
 
     Raises:
         OSError: A file could not be checked.
@@ -199,7 +200,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
 
 
 class GitView:
-    """Runs git commands that read a folder. `git_view` creates an instance."""
+    """Runs git commands that read a folder. The function `git_view` creates an instance."""
 
     def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
         """
@@ -207,7 +208,7 @@ class GitView:
             folder: Folder whose files are compared with a commit.
             repository: Git repository that contains the folder, or None. Without a repository, git
                 treats all files as new.
-            place: Empty folder in which git keeps its data for these comparisons.
+            place: Empty folder for the data of git. It becomes Muster's own git directory.
         """
         self._folder = folder
         self._repository = repository
@@ -232,8 +233,8 @@ class GitView:
         """
         if not names:
             return set()
-        # Add the prefix `./`, so that git does not read a path such as `:(top)x` as a pattern. This
-        # command does not accept the option `--literal-pathspecs`.
+        # Add the prefix `./` to each path. Otherwise, git would read a path such as `:(top)x` as a
+        # pattern. This command has no option `--literal-pathspecs`.
         listed_names = "".join(f"./{name}\0" for name in names)
         words = ("--no-literal-pathspecs", "check-ignore", "-z", "--stdin")
         # The command exits with 1 if git ignores none of the paths.
@@ -245,20 +246,20 @@ class GitView:
         if self._repository is None:
             return ""
         with suppress(GitFailed):
-            # Let git itself read the branch from the repository's own git directory, because git
-            # stores branches in several formats. This is safe: `git rev-parse` runs no program that
-            # the settings of the repository name.
+            # Let git itself find the last commit in the repository's git directory, because
+            # branches are stored in several formats. The command `git rev-parse` is safe: it runs
+            # no programs from the repository's settings.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
         return ""
 
     def diff(self, commit: str) -> str:
-        """Return the patch from a commit to the current files that git tracks.
+        """Return the changes of the tracked files since a commit, as a patch.
 
-        Files with a git filter, for example of git-lfs, are not part of the patch. The lines after
-        the patch name the files with a filter that differ from the commit, or that cannot be
-        compared without running the filter.
+        Files with a git filter, such as git-lfs, are not part of the patch. Lines after the patch
+        list the changed files with a filter, and the files that cannot be compared without running
+        a filter.
 
         Raises:
             GitFailed: A git command failed.
@@ -284,11 +285,14 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the names of git filters by file path. Files without a git filter are omitted."""
+        """Return a mapping from file paths to the names of their git filters.
+
+        Files without a git filter are omitted.
+        """
         if not names:
             return {}
-        # Delete the file `info/attributes` during the next git command. This file switches off all
-        # git filters, so git would report no filter.
+        # Delete the file `info/attributes` while this git command runs. The file removes all
+        # filters, so git would not report any.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:
@@ -310,8 +314,8 @@ class GitView:
                 `_COMPARED_FILES` of these files are compared.
 
         Returns:
-            The line, with a newline at its end. If the file was not compared, the line says that.
-            If the file is unchanged, an empty string is returned.
+            The line with a newline, or an empty string if the file is unchanged. If the file was
+            not compared, the line says so.
         """
         if position >= _COMPARED_FILES:
             return f"{name}: this file was not compared, because a Git filter creates its content\n"
@@ -329,8 +333,8 @@ class GitView:
                 return f"{name}: this Git LFS file is not a regular file any more\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
-                    # git-lfs has not replaced the pointer text in the file by the real content, so
-                    # the file does not differ from the commit.
+                    # The file still contains the pointer text of git-lfs instead of the real
+                    # content, so the file does not differ from the commit.
                     return ""
                 file.seek(0)
                 is_same = status.st_size == int(match[2])
@@ -344,10 +348,10 @@ class GitView:
         )
 
     def _lend(self) -> None:
-        """Copy the index and some settings of the repository into Muster's own git directory.
+        """Copy the index and safe settings of the repository into Muster's own git directory.
 
-        git commands then use that directory. So they cannot run a program that the settings of the
-        repository name, and cannot change the repository.
+        git commands then use this directory. So they cannot change the repository, and cannot run
+        programs that are named in the repository's settings.
 
         Raises:
             OSError: A file could not be read or written.
@@ -369,8 +373,8 @@ class GitView:
         git_dir = self._repository.git_dir
         common_dir = self._repository.common_dir
         with suppress(FileNotFoundError):
-            # copy2 keeps the modification time of the index. git needs it to find files that were
-            # changed after the index was written.
+            # copy2 keeps the modification time of the index. Without this time, git cannot detect
+            # files that were changed after the index was written.
             shutil.copy2(git_dir / "index", self._git_dir / "index")
         for part in git_dir.glob("sharedindex.*"):
             shutil.copy2(part, self._git_dir / part.name)
@@ -378,17 +382,17 @@ class GitView:
             shutil.copyfile(common_dir / "info" / "exclude", self._git_dir / "info" / "exclude")
 
     def _settings_of(self, repository: Repository) -> tuple[str, ...]:
-        """Return the harmless settings of a repository, each as `name=value`.
+        """Return the safe settings of a repository, each as `name=value`.
 
-        Muster passes only these settings to git, because other settings can make git run a program.
-        Settings in included files are ignored.
+        Other settings are not passed to git, because they could make git run a program. Settings in
+        included files are ignored.
         """
         pattern = "|".join(map(re.escape, (*_SETTINGS, "extensions.objectformat")))
         words = ("config", "--file", str(repository.common_dir / "config"), "--no-includes")
         try:
             output = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
         except GitFailed:
-            # This git command fails if the repository has none of the settings.
+            # The command fails if the repository has none of these settings.
             return ()
         pairs = (item.partition("\n") for item in output.split("\0") if item)
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
@@ -396,13 +400,13 @@ class GitView:
     def _ask(
         self, cwd: Path, *words: str, input: str = "", successes: Collection[int] = (0,)
     ) -> str:
-        """Run git with the git directory that Muster created, and return its output.
+        """Run a git command in Muster's own git directory, and return its output.
 
         Args:
             cwd: Working directory of the command.
             words: The git command and its arguments.
             input: Standard input of the command.
-            successes: Exit codes after which the command counts as successful.
+            successes: Exit codes that mean success.
 
         Raises:
             GitFailed: The command failed.
@@ -426,13 +430,13 @@ class GitView:
             options: Options before the git command, such as `--git-dir`.
             words: The git command and its arguments.
             input: Standard input of the command.
-            successes: Exit codes after which the command counts as successful.
+            successes: Exit codes that mean success.
 
         Raises:
             GitFailed: The command failed or did not end in time.
         """
-        # Remove the variables GIT_*. A git hook sets them to the repository of the hook. If Muster
-        # runs in a hook, git would read that repository instead of the project's.
+        # Remove the variables GIT_*. If a git hook has started Muster, these variables refer to the
+        # repository of the hook, and git would use it instead of the project's repository.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",

@@ -16,14 +16,14 @@ from tasks.spec.probes import get_number
 
 #: Largest size in bytes of the result of a pipeline step.
 MAX_RESULT_BYTES = 16 << 20
-#: Largest number of figures (finite numbers) that are used from one result.
+#: Largest number of figures that are read from one result. A figure is a finite number.
 _MAX_FIGURES = 100
 
 
 class InvalidResult(MusterError):
-    """A pipeline step has completed, but its result is missing or cannot be used.
+    """A pipeline step has completed, but its result file is missing or not valid.
 
-    A person must correct the step and run it again.
+    A person must correct the step and run the step again.
     """
 
 
@@ -57,9 +57,9 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def list_figures(result: Any) -> dict[str, float]:
-    """Return the finite numbers in a result by their dotted keys, at most 100 of them.
+    """Return a mapping from dotted keys to the finite numbers in a result, at most 100.
 
-    A result that is a single number has the key "".
+    If the result is a single number, its key is "".
     """
     figures: dict[str, float] = {}
     for key, value in _walk_values(result, ""):
@@ -70,7 +70,7 @@ def list_figures(result: Any) -> dict[str, float]:
 
 
 def _walk_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings with their dotted keys. Lists are skipped."""
+    """Yield dotted keys and values from nested mappings. Lists are skipped."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _walk_values(inner, f"{key}.{name}" if key else str(name))

@@ -9,25 +9,24 @@ from tasks.record.run_json import ResumeRecord
 
 
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
-    """Return a warning if the trainer does not seem to have loaded the checkpoint.
+    """Return a warning if the trainer has probably not loaded the checkpoint that Muster chose.
 
-    A trainer may ignore the path that Muster passes to it. It may load the checkpoint that is named
-    in a file of its own, such as `latest_checkpointed_iteration.txt`.
+    Some trainers ignore the path that Muster passes. They load the checkpoint whose name is in a
+    file of their own, such as `latest_checkpointed_iteration.txt`.
 
     Args:
         resume: Record of the checkpoint that Muster chose for the attempt.
         first_step: First training step that the trainer reports in the attempt.
-        next_step: Last of the steps that were read from the metrics file at the same time as
-            `first_step`. It can be higher, because some trainers write the metrics of earlier
-            attempts again, up to the step of the checkpoint.
+        next_step: Last training step that was read together with `first_step`. It can be higher,
+            because some trainers first write the metrics of earlier attempts again.
 
     Returns:
         The warning, or an empty string if the first step fits the step of the checkpoint.
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
-    # After the start from a checkpoint, the first step that a trainer reports is the step of this
-    # checkpoint, or the next step. Find a refused checkpoint that fits the reported step.
+    # The first step that a trainer reports is the step of the loaded checkpoint, or the next step.
+    # Search the refused checkpoints for one with a matching step.
     other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
     if chosen is None:
         if other is None or first_step <= 1:

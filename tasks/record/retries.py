@@ -16,19 +16,19 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind, NodeBlame
 from tasks.spec.formatting import format_datetime
 from tasks.spec.run import Retry, RunSpec
 
-#: Factor by which the delay before a retry grows with each attempt.
+#: Factor by which the delay before a retry grows from attempt to attempt.
 _GROWTH = 2.0
-#: Largest share of a delay that is added or subtracted at random. Without this change, runs that
+#: Largest random change of a delay, as a share of the delay. Without a random change, runs that
 #: were requeued at the same time would all be retried at the same time.
 _JITTER = 0.1
-#: Largest exponent of `_GROWTH`. The delay reaches its maximum with a much lower exponent. A larger
-#: power would not fit into a float.
+#: Largest exponent of `_GROWTH`. A larger exponent would overflow a float. It is not needed,
+#: because the delay reaches its maximum with a much smaller exponent.
 _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0
 
-#: Name of the rule of a failure that was found before any component started, when Muster checked
-#: the nodes of the run.
+#: Name of the rule for failures that Muster finds before any component starts, when it checks the
+#: nodes of the run.
 PREFLIGHT = "preflight"
 _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
@@ -41,11 +41,11 @@ class RetryDecision:
     text: str
     #: Delay before the next attempt in seconds, or None if there will be no further attempt.
     delay_s: float | None = None
-    #: True if the run is put back into the queue to wait for resources. The failed attempt then
-    #: does not count against the limit `attempts` of a retry policy.
+    #: True if the run returns to the queue and waits for resources. The failed attempt then does
+    #: not count against the limit `attempts` of a retry policy.
     is_requeue: bool = False
-    #: Text about the checkpoint from which the next attempt starts: `from PATH`. An empty string if
-    #: the attempt starts without a checkpoint.
+    #: Phrase about the checkpoint of the next attempt: `from PATH`. Empty if the attempt starts
+    #: without a checkpoint.
     start: str = ""
 
 
@@ -60,9 +60,9 @@ def decide_retry(
 ) -> RetryDecision:
     """Decide whether the run is retried after an attempt.
 
-    The run itself does not cause a failure of a kind in `REQUEUED`. After such a failure, the run
-    is requeued, and the attempt does not count against the retry limit `attempts` of other kinds.
-    Each kind in `REQUEUED` has a count of its own.
+    A failure of a kind in `REQUEUED` is not caused by the run itself. After such a failure, the run
+    returns to the queue. Each of these kinds is counted separately, and not against the retry limit
+    of the other kinds.
 
     Args:
         verdict: Result of the attempt.
@@ -70,11 +70,11 @@ def decide_retry(
             attempt that did not fail; see `list_counted_failures`.
         policy: Retry policy of the spec for this kind of failure. None if a run is never retried
             after a failure of this kind.
-        start: Text about the checkpoint from which the next attempt starts: `from PATH`. An empty
-            string if the next attempt starts without a checkpoint.
+        start: Phrase about the checkpoint of the next attempt: `from PATH`. Empty if the next
+            attempt starts without a checkpoint.
         is_unloadable: True if the attempt failed before its first step, and its checkpoint may be
-            the cause. The run is then retried, whether `policy` allows that or not.
-        uniform: Returns a random number between two bounds.
+            the cause. The run is then retried even if `policy` does not allow it.
+        uniform: Function that returns a random number between two bounds.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
         return RetryDecision(text=f"final: {verdict.state.value}")
@@ -90,7 +90,7 @@ def decide_retry(
     if policy is None:
         return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')
     if verdict.left:
-        # Do not retry the run: a leftover process still holds GPUs, ports and files.
+        # Do not retry the run, because a leftover process still uses GPUs, ports and files.
         return RetryDecision(
             text=f"final: {kind.value}, and no new attempt is started because processes of this "
             "attempt are still running"
@@ -105,8 +105,8 @@ def decide_retry(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return RetryDecision(text=text)
 
-    # Some failures end an attempt before its components are started. After such a failure, the
-    # delay depends only on the number of such failures since the components last ran.
+    # Some failures end an attempt before its components start. In this case, the delay depends only
+    # on the number of consecutive failures of this kind.
     delay_step = used_attempts
     if kind.properties.ends_before_components_run:
         delay_step = 1 + sum(1 for _ in takewhile(_has_never_run, reversed(before)))
@@ -135,10 +135,11 @@ def list_counted_failures(
 ) -> list[FailureKind | None]:
     """Return the kinds of failure of the earlier attempts that count against the retry limit.
 
-    The limit is the key `attempts` of a retry policy. If an attempt reached a higher training step
-    than all attempts before it, counting starts again with this attempt. Counting also starts again
-    if a person has retried the run after its end. Attempts that failed because of their checkpoint
-    do not count.
+    The limit is the key `attempts` of a retry policy. Attempts that failed because of their
+    checkpoint do not count. Counting starts again in two cases:
+
+    - An attempt reached a higher training step than all attempts before it.
+    - A person has retried the run after its end.
 
     Args:
         spec: The spec of the run.
@@ -170,13 +171,12 @@ def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -
 
 
 def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
-    """Return those nodes of an attempt that probably caused the failure of the attempt.
+    """Return the nodes that probably caused the failure of an attempt.
 
-    The result is empty if a failure of this kind is never caused by a node.
-
-    If the log line or the message of the failure names nodes, these nodes are returned. Otherwise
-    all nodes of the attempt are returned. After a timeout of a collective operation, the result is
-    empty unless the log line or the message names a rank.
+    - If a node never causes this kind of failure, the result is empty.
+    - If the log line or the message of the failure contains nodes, these nodes are returned.
+    - After a timeout of a collective operation, the result is empty if no rank is mentioned.
+    - Otherwise, all nodes of the attempt are returned.
 
     Args:
         failure: Cause of the failed attempt, or None.
@@ -195,14 +195,14 @@ def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str
 
 
 def _names_node(text: str, node: str) -> bool:
-    # Remove the suffix after a slash, which does not occur in logs. It tells nodes with the same
-    # host name apart.
+    # Remove the suffix after a slash. It distinguishes nodes with the same host name, and does not
+    # occur in logs.
     host_name = re.escape(node.partition("/")[0])
     return re.search(rf"(?<![\w.-]){host_name}(?![\w-]|\.\w)", text) is not None
 
 
 def build_attempt_table(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
-    """Return the attempts as the rows of a table for the user, with None for an empty cell."""
+    """Return a table of the attempts for the user, as a list of rows. Empty cells are None."""
     rows: list[dict[str, object]] = []
     for attempt in attempts:
         failure = attempt.failure

@@ -31,14 +31,15 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: New state of the run after an event, by the name of the event. Other events do not change it.
+#: Mapping from the name of an event to the new state of the run. Other events do not change the
+#: state.
 _STATE_AFTER = {
     "attempt.begun": RunState.STARTING,
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
-#: Names of events after which `run.json` is written immediately. The file is also written after
-#: each event of a Ray job.
+#: Names of events after which `run.json` is written immediately. Events of a Ray job have the same
+#: effect.
 _SAVED = (
     "component.spawned",
     "component.ready",
@@ -50,8 +51,8 @@ _SAVED = (
 )
 #: Names of the fields that are copied from an event of a Ray job into the record of the job.
 _JOB_FIELDS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
-#: Number of last attempts that are recorded with all details. Records of earlier attempts are
-#: shortened.
+#: Number of attempts, counted from the last, that are recorded with all details. Records of earlier
+#: attempts are shortened.
 _COMPLETE_ATTEMPTS = 100
 #: States of a run in which its components run or will soon be started.
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
@@ -81,54 +82,57 @@ class JobRecord(Recorded):
     submission_id: str = ""
     #: URL of the Ray dashboard.
     address: str = ""
-    #: Ray's status of the job, in lower case.
+    #: Status of the job as Ray reports it, in lower case.
     status: str = ""
     #: Nodes on which the driver process of the Ray job runs.
     nodes: tuple[str, ...] = ()
-    #: Texts about nodes that could not be checked for leftover processes after the end of the job.
+    #: Texts about nodes on which Muster could not search for leftover processes after the job
+    #: ended.
     unseen: tuple[str, ...] = ()
 
 
 class AlarmRecord(Recorded):
-    """Alarm that a rule under the spec key `watch` has raised."""
+    """Alarm that a rule in the spec key `watch` has raised."""
 
     rule: str = ""
     message: str = ""
     #: Training step at which the alarm was raised.
     step: float = 0.0
-    #: First of the consecutive training steps at which the condition of the rule held.
+    #: First training step of the period in which the condition of the rule was true without
+    #: interruption.
     since: float = 0.0
 
 
 class RefusedCheckpoint(Recorded):
-    """Checkpoint that is newer than the one from which an attempt starts, and that was refused."""
+    """Newer checkpoint from which an attempt does not start, with the reason."""
 
     path: str = ""
-    #: Reason why the checkpoint was refused, for the user.
+    #: Reason for the user why the attempt does not start from the checkpoint.
     why: str = ""
 
 
 class ResumeRecord(Recorded):
-    """The checkpoint that Muster chose for an attempt, and the checkpoints that Muster refused."""
+    """The checkpoint that Muster chose for an attempt, and newer checkpoints that were not used."""
 
     model_config = ConfigDict(frozen=True, extra="allow", serialize_by_alias=True)
     if_any = ("expected", "notes", "step", "signature")
 
     #: Checkpoint that Muster passed to the components as `${attempt.resume_from}`, or None.
     passed: str | None = Field(None, alias="from")
-    #: Evidence that the checkpoint is complete, or the reason why the trainer got no checkpoint.
+    #: Evidence that the checkpoint is complete, or the reason for a start without a checkpoint.
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
-    #: Checkpoint that the trainer should find by itself, because the spec does not use
+    #: Checkpoint that the trainer should find by itself. Used if the spec does not contain
     #: `${attempt.resume_from}`. Otherwise None.
     expected: str | None = None
-    #: Remarks for the user, for example that the trainer's pointer file names another checkpoint.
+    #: Remarks for the user. Example: the trainer's pointer file contains the name of another
+    #: checkpoint.
     notes: tuple[str, ...] = ()
     #: Training step of the checkpoint, or None if unknown.
     step: float | None = None
-    #: Hash of the checkpoint's files at the start of the attempt. If the trainer saves the
-    #: checkpoint again, its files have another hash.
+    #: Hash of the checkpoint's files at the start of the attempt. It changes if the trainer saves
+    #: the checkpoint again.
     signature: str = ""
 
 
@@ -156,13 +160,13 @@ class AttemptRecord(Recorded):
     failure: Failure | None = None
     #: Components by name.
     components: Mapping[str, ComponentRecord] = {}
-    #: Ray jobs in the format of `run.json`: the fields of the first job, and the other jobs under
-    #: the key `others`. Use the property `jobs` to read the jobs.
+    #: Data about the Ray jobs in the format of `run.json`: the fields of the first job, and the
+    #: other jobs under the key `others`. Use the property `jobs` to read them.
     ray: Mapping[str, Any] = {}
-    #: Reserved port numbers by placeholder name, such as `api.port`.
+    #: Mapping from a placeholder, such as `api.port`, to the reserved port number.
     ports: Mapping[str, int] = {}
-    #: Name of the host on which the flow process of the attempt runs. The files of the attempt are
-    #: on this host.
+    #: Name of the host on which the flow process of the attempt runs. This host has the files of
+    #: the attempt.
     host: str | None = None
     #: Checkpoint that was passed to the components as `${attempt.resume_from}`.
     resume_from: str | None = None
@@ -170,9 +174,8 @@ class AttemptRecord(Recorded):
     resume: ResumeRecord | None = None
     #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()
-    #: Files and folders that do not answer, for example on a network file system whose server is
-    #: down. The keys are the paths. Each value is the time of the first unanswered read, in UTC
-    #: epoch seconds.
+    #: Mapping from each file or folder that does not respond to the time of the first failed read,
+    #: in UTC epoch seconds. Example: files on a network file system whose server is down.
     unanswered: Mapping[str, float] = {}
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None
@@ -181,38 +184,38 @@ class AttemptRecord(Recorded):
     step: float | None = None
     #: Highest training step that the attempt has reported, or None.
     best_step: float | None = None
-    #: True if the attempt saved a complete checkpoint that is newer than the checkpoint from which
-    #: it started. None if unknown.
+    #: True if the attempt saved a complete checkpoint that is newer than its start checkpoint. None
+    #: if unknown.
     saved_checkpoint: bool | None = None
-    #: Number of consecutive attempts without a lasting result, up to and including this attempt.
-    #: Such an attempt saved no newer checkpoint. If this is unknown, it reached no higher training
-    #: step. None if this attempt had a lasting result.
+    #: Number of consecutive attempts without a lasting result, including this attempt. None if this
+    #: attempt had a lasting result, which is a newer checkpoint. If it is unknown whether a
+    #: checkpoint was saved, a higher training step counts instead.
     fruitless_attempts: int | None = None
-    #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
+    #: Entries whose values differ from `RunJson.provenance`, such as another host or another
+    #: commit.
     provenance: Mapping[str, Any] = {}
-    #: Text for the user that says whether the run is retried after the attempt, such as
-    #: `requeued: ...` or `final: ...`. None if this is not decided yet.
+    #: Text for the user with the decision about a retry, such as `requeued: ...` or `final: ...`.
+    #: None if not decided yet.
     decision: str | None = None
 
     @property
     def jobs(self) -> dict[str, JobRecord]:
-        """Ray jobs by component name, in the order of their submission."""
+        """Mapping from component names to Ray jobs, in the order of submission."""
         first = {self.ray.get("component", ""): self.ray} if self.ray else {}
         jobs = {**first, **self.ray.get("others", {})}
         return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
 
     @property
     def highest_step(self) -> float | None:
-        """Highest step that the attempt has reported, or None if it has reported none."""
-        # An earlier version of Muster wrote records without `best_step`. Use the last reported step
-        # of such a record.
+        """Highest training step that the attempt has reported, or None."""
+        # Records of an earlier version of Muster have no `best_step`. Use their last reported step.
         return self.step if self.best_step is None else self.best_step
 
     @property
     def checkpoint(self) -> str | None:
-        """Checkpoint from which the attempt should have started, or None if there is none.
+        """Checkpoint from which the attempt should start, or None if there is none.
 
-        The checkpoint was either passed to the trainer, or the trainer should find it by itself.
+        Either Muster passes the path to the trainer, or the trainer finds the checkpoint by itself.
         """
         return self.resume_from or (self.resume.expected if self.resume else None)
 
@@ -227,7 +230,7 @@ class AttemptRecord(Recorded):
         return self.failure.kind.value if self.failure else self.state.value
 
     def in_brief(self) -> AttemptRecord:
-        """Return a shortened record, without details that the files of the attempt also contain."""
+        """Return a shortened record. The omitted details are also in the files of the attempt."""
         failure = self.failure.with_changes(log_tail="") if self.failure else None
         resume = self.resume.with_changes(refused=(), notes=()) if self.resume else None
         return self.with_changes(
@@ -235,11 +238,11 @@ class AttemptRecord(Recorded):
         )
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
-        """Return a copy of the record with a final state, an end time, and a failure or None."""
+        """Return a copy of the record with a final state, an end time, and perhaps a failure."""
         return self.with_changes(state=state, ended_at=at, failure=failure)
 
     def observed(self, event: Event) -> AttemptRecord:
-        """Return a copy of the record, updated by an event of the attempt or of a component."""
+        """Return a copy of the record, updated after an event of the attempt or of a component."""
         if event.name == "run.alarm":
             alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
             return self.with_changes(alarms=(*self.alarms, AlarmRecord(**alarm)))
@@ -287,36 +290,35 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: Method by which Muster ends all processes of the run, such as a cgroup. The mapping also
-    #: contains the guarantee of this method, and the reason why no better method is possible.
+    #: Method with which Muster ends all processes of the run, such as a cgroup. The mapping also
+    #: says what the method guarantees, and why Muster could not use a better method.
     containment: Mapping[str, Any] | None = None
-    #: Code, Python interpreter, installed packages and host of the first attempt. If a person
-    #: started this run from a checkpoint, the key `parent` has this checkpoint and its run. If
-    #: `muster train` started this run, the key `spec_file` has the path of the spec file.
+    #: Code, Python interpreter, installed packages and host of the first attempt. The key `parent`
+    #: contains the checkpoint, and its run, from which a person started this run. The key
+    #: `spec_file` contains the spec file for a run of `muster train`.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Checkpoints that this run must not use. The keys are the paths of the checkpoints. The values
-    #: are their signatures, which identify the content of each checkpoint. Checkpoints that existed
-    #: before the run belong to other runs. If a person has retried the run from an earlier step,
-    #: the run's own checkpoints after this step are included.
+    #: Mapping from the path of each checkpoint that this run must not use to its signature. A
+    #: signature identifies the content. The checkpoints existed before the run, or a person retried
+    #: the run from an earlier step and these checkpoints are after that step.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
-    #: Absolute path of the run's directory on the host that wrote the record. Empty if an earlier
-    #: version of Muster wrote it.
+    #: Absolute path of the run's directory on the host that wrote the record. Empty in records of
+    #: earlier versions of Muster.
     directory: str = ""
 
     @staticmethod
     def read(path: Path) -> RunJson:
-        """Return the record in a file. Raises: OSError, or ValueError if the file is not valid."""
+        """Return the record in a file. Raises: OSError, or ValueError for invalid content."""
         return RunJson.model_validate_json(read_own_file(path))
 
     @staticmethod
     def read_for_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
-        """Return the record of a flow run from a file, or None if the file does not exist.
+        """Return the record of a flow run, or None if the file does not exist.
 
         Raises:
-            FileExistsError: The record belongs to another flow run.
+            FileExistsError: The file contains the record of another flow run.
             OSError: The file cannot be read.
             ValueError: The file is not a valid record.
         """
@@ -334,7 +336,7 @@ class RunJson(Recorded):
 
     @property
     def attempt(self) -> AttemptRecord | None:
-        """The last attempt of the run, which may have ended, or None if there was no attempt."""
+        """Last attempt of the run, which may have ended, or None if there was no attempt."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -344,13 +346,11 @@ class RunJson(Recorded):
         return last if last is not None and last.ended_at is None else None
 
     def find_best_step(self, *, before: int, since: int = 1) -> float | None:
-        """Return the highest training step that the earlier attempts reported.
-
-        Return None if no earlier attempt reported a step.
+        """Return the highest training step that certain attempts reported, or None.
 
         Args:
-            before: Number of an attempt. Only attempts with lower numbers count.
-            since: Number of the first attempt that counts.
+            before: Number of an attempt. Only attempts with lower numbers are used.
+            since: Number of the first attempt that is used.
         """
         steps = [one.highest_step for one in self.attempts if since <= one.number < before]
         return max((step for step in steps if step is not None), default=None)
@@ -360,10 +360,10 @@ class RunJson(Recorded):
         return self.with_changes(attempts=(*self.attempts[:-1], attempt))
 
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
-        """Return the attempt that another flow process can continue, or None.
+        """Return the attempt that a new flow process can continue, or None.
 
         If the components are already being stopped, the attempt can be continued only if Ray was
-        not asked to stop any of its jobs.
+        not yet asked to stop any of its jobs.
 
         Args:
             place: Directory of the run.
@@ -375,14 +375,14 @@ class RunJson(Recorded):
             files = map(SubmissionJson.read, place.attempt(attempt.number).submissions())
             return None if any(file.stop_asked_at is not None for file in files) else attempt
         except (OSError, ValueError):
-            # It is unknown whether Ray was asked to stop a job, so the attempt cannot be continued.
+            # Ray may already have been asked to stop a job, so the attempt cannot be continued.
             return None
 
     def decided(self) -> RunJson:
-        """Return a copy of the record with the decision that no attempt follows the last one.
+        """Return a copy of the record with the decision that no further attempt follows.
 
-        Return the record unchanged if the run has not ended, or if the field `decision` of the last
-        attempt has a value already.
+        The record is returned unchanged if the run has not ended, or if the last attempt already
+        has a decision.
         """
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
@@ -390,15 +390,16 @@ class RunJson(Recorded):
         return self.with_last(last.with_changes(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
-        """Return the record with which a flow process on another host continues the run.
+        """Return a changed record, with which a flow process on another host continues the run.
 
-        An attempt that has not ended gets the state FAILED. Its flow process may still be alive on
-        the lost host, but the Prefect server has already given the run to another host.
+        An attempt that has not ended gets the state FAILED, because the Prefect server has given
+        the run to another host.
 
         Args:
             now: End time of the attempt, in UTC epoch seconds.
-            adopts: True if the Ray jobs of the run outlive its flow process. The attempt then stays
-                open, because a second attempt would run at the same time as those jobs.
+            adopts: True if the Ray jobs of the run continue without its flow process. The attempt
+                is then not ended, because a second attempt would run at the same time as those
+                jobs.
         """
         if adopts and self.state in (*_OPEN, RunState.STOPPING):
             return self
@@ -426,13 +427,13 @@ class SubmissionJson(Recorded):
     attempt: int = 0
     component: str = ""
     argv: Sequence[str] = ()
-    #: Status of the job: `submitting`, `refused`, `unknown`, or the status that Ray reports, in
+    #: Status of the job: `submitting`, `refused`, `unknown`, or the status that Ray reports in
     #: lower case.
     status: str = ""
-    #: Time of the submission request. None if the job was never submitted.
+    #: Time at which the job was sent to Ray. None if this has not happened.
     submit_began_at: float | None = None
-    #: Name of the session of the Ray cluster at the time of the submission. A restarted cluster has
-    #: another session.
+    #: Name of the Ray cluster's session when the job was submitted. A restarted cluster has a
+    #: different session.
     session: str | None = None
     gcs_address: str | None = None
     #: Time at which the cluster confirmed the job.
@@ -446,16 +447,16 @@ class SubmissionJson(Recorded):
     ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: Leftover processes of the job that could not be ended. None if Muster has not searched for
-    #: leftover processes yet.
+    #: Processes of the job that Muster could not end. None if Muster has not searched for leftover
+    #: processes yet.
     left: Sequence[int | str] | None = None
-    #: Nodes that could not be checked for leftover processes after the end of the job. None if
-    #: Muster has not searched for leftover processes yet.
+    #: Nodes on which Muster could not search for leftover processes of the job. None if Muster has
+    #: not started the search yet.
     unseen: Sequence[str] | None = None
 
     @staticmethod
     def read(path: Path) -> SubmissionJson:
-        """Return the content of a file. Raises: OSError, or ValueError if the file is not valid."""
+        """Return the content of a file. Raises: OSError, or ValueError for invalid content."""
         return SubmissionJson.model_validate_json(read_own_file(path))
 
 
@@ -477,18 +478,18 @@ class RunRecord:
     ) -> None:
         """Start a new record, or continue the record of an earlier flow process of the run.
 
-        If the run has ended before, for example before a retry by Prefect, it is queued again and
-        keeps its attempts.
+        If the run has ended before, for example before a retry by Prefect, the run is queued again
+        and keeps its attempts.
 
         Args:
             path: The file `run.json`.
             run_id: Id of the run, for a new record.
             flow_run_id: Id of the flow run on the Prefect server.
             clock: Function that returns the current time in UTC epoch seconds.
-            on_move: Called with each new state of the run and its message.
-            earlier: Record of the run from another host, or None. It is used if it has more
+            on_move: Function that is called with each new state of the run and its message.
+            earlier: Record of the run from another host, or None. It is used if it contains more
                 attempts than the file.
-            adopts: True if the Ray jobs of the run outlive its flow processes.
+            adopts: True if the Ray jobs of the run continue without its flow process.
             disk: Thread that writes the file, and retries if the disk is full. If None, each method
                 that changes the record writes the file itself and does not retry.
             extra_fields: Further keys of a new record.
@@ -532,10 +533,11 @@ class RunRecord:
 
         Args:
             state: The new state.
-            message: Message for the user. If it is empty, the record keeps its previous message.
+            message: Message for the user. If this argument is empty, the record keeps its previous
+                message.
 
         Raises:
-            IllegalTransition: The table of legal transitions does not allow the change.
+            IllegalTransition: The run cannot change from its present state to the new state.
         """
         with self._lock:
             if state is self.state:
@@ -551,8 +553,8 @@ class RunRecord:
             if state.is_final:
                 content = content.with_changes(ended_at=self._clock()).decided()
             self._save(content)
-        # Release the lock of this object before the callback, to prevent a deadlock. The callback
-        # may wait for another lock, whose holder may wait for the lock of this object.
+        # Release the lock before the callback to prevent a deadlock. The callback may wait for a
+        # thread that waits for this lock.
         self._on_move(state, message)
 
     def begin_attempt(
@@ -560,9 +562,9 @@ class RunRecord:
     ) -> None:
         """Add a new attempt to the record.
 
-        If the record says that the run is not retried after the previous attempt, a user has
-        started the run again. If the record says nothing, the flow process was killed. In both
-        cases, "begun again" is added to the decision about the previous attempt.
+        If no attempt should have followed the previous attempt, a user has started the run again.
+        If the record contains no decision, the flow process was killed. In both cases, "begun
+        again" is added to the decision about the previous attempt.
 
         Args:
             number: Number of the attempt, starting at 1.
@@ -575,9 +577,9 @@ class RunRecord:
             )
             last = content.attempt
             if last is not None and (last.decision is None or last.is_last):
-                # According to the recorded decision, no attempt was to follow, or no decision was
-                # recorded. So a user has started the run again, or the flow process was killed
-                # before it recorded a decision.
+                # The recorded decision says that no attempt follows, or there is no decision. So a
+                # user has started the run again, or the flow process was killed before it recorded
+                # a decision.
                 decision = f"{last.decision}; " if last.decision else ""
                 content = content.with_last(last.with_changes(decision=f"{decision}begun again"))
 
@@ -596,7 +598,7 @@ class RunRecord:
             self._save(content.with_changes(attempts=tuple(attempts)))
 
     def end_attempt(self, verdict: Verdict, **fields: object) -> None:
-        """Record the result of the current attempt. Do nothing if the attempt has already ended.
+        """Record the result of the current attempt. Do nothing if the attempt has ended before.
 
         Args:
             verdict: Result of the attempt.
@@ -610,8 +612,8 @@ class RunRecord:
     def describe(self, provenance: Mapping[str, object]) -> None:
         """Record the code, the software versions and the host of the current attempt.
 
-        The values of the first attempt are stored for the whole run. For a later attempt, only
-        values that differ from those of the first attempt are stored.
+        The values of the first attempt are stored for the whole run. For each later attempt, only
+        the values that differ are stored.
 
         Args:
             provenance: Code, interpreter and host of the attempt, as `code_store.describe_versions`
@@ -622,8 +624,8 @@ class RunRecord:
                 return
             of_run = self.content.provenance or {}
             if "host" not in of_run:
-                # The record of a new run may already contain the spec file and the earlier run from
-                # which a person started this run. Keep these values.
+                # Keep the values that the record of a new run already contains: the spec file, and
+                # the earlier run whose checkpoint a person chose for this run.
                 merged = {**of_run, **provenance}
                 self._save(self.content.with_changes(provenance=merged))
                 return
@@ -637,8 +639,8 @@ class RunRecord:
         """Record checkpoints that this run must not use.
 
         Args:
-            signatures: Text that identifies the content of each checkpoint, by the path of the
-                checkpoint.
+            signatures: Mapping from the path of each checkpoint to a text that identifies its
+                content.
         """
         with self._lock:
             known = self.content.foreign_checkpoints
@@ -649,20 +651,20 @@ class RunRecord:
         """Replace the recorded ports of the current attempt.
 
         Args:
-            ports: Port numbers by placeholder name, such as `api.port`.
+            ports: Mapping from placeholder names, such as `api.port`, to port numbers.
         """
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 self._save(self.content.with_last(attempt.with_changes(ports=dict(ports))))
 
     def decide(self, decision: str) -> None:
-        """Record whether the run is retried or requeued after its last attempt, or has ended."""
+        """Record whether the run is retried after its last attempt, is requeued, or has ended."""
         with self._lock:
             last = self.content.attempts[-1]
             self._save(self.content.with_last(last.with_changes(decision=decision)))
 
     def observe(self, event: Event) -> None:
-        """Update the record by an event of the current attempt."""
+        """Update the record after an event of the current attempt."""
         state = _STATE_AFTER.get(event.name)
         with self._lock:
             if (attempt := self.content.under_way) is None:
@@ -693,7 +695,7 @@ class RunRecord:
 def _update_job(
     ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the value of `AttemptRecord.ray`, updated by an event of a component's job.
+    """Return the value of `AttemptRecord.ray`, updated after an event of a component's job.
 
     The fields of the attempt's first job are at the top level. Other jobs are under `others`.
     """

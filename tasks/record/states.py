@@ -10,11 +10,11 @@ from tasks.spec.errors import IllegalTransition
 
 
 class RunState(Enum):
-    """State of a run, as in `run.json` and in the event `run.state`."""
+    """State of a run, as stored in `run.json` and in the event `run.state`."""
 
     #: The run was submitted, and no scheduling pass has evaluated it yet.
     QUEUED = "queued"
-    #: The run has no process and waits until all GPUs that it needs are free.
+    #: The run has no process, and waits until all needed GPUs are free.
     PENDING_RESOURCES = "pending_resources"
     #: The run has its GPUs, and its flow process is starting.
     ADMITTED = "admitted"
@@ -26,7 +26,7 @@ class RunState(Enum):
     STOPPING = "stopping"
     #: The run met the success criteria of its spec, and all its processes have ended.
     COMPLETED = "completed"
-    #: The run failed. The field `failure` of its last attempt names the cause.
+    #: The run failed. The cause is in the field `failure` of its last attempt.
     FAILED = "failed"
     #: A user cancelled the run, or another process stopped its flow process.
     CANCELLED = "cancelled"
@@ -37,9 +37,9 @@ class RunState(Enum):
 
 
 _S = RunState
-#: Legal transitions of a run: `LEGAL_TRANSITIONS[old_state]` is the set of possible new states.
-#: From a state with live components, a run reaches a final state only through STOPPING. A run in a
-#: final state therefore has no live component.
+#: Legal transitions of a run: `LEGAL_TRANSITIONS[old_state]` is the set of possible new states. A
+#: run with live components must pass through STOPPING, so a run in a final state has no live
+#: component.
 LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PENDING_RESOURCES, _S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.PENDING_RESOURCES: frozenset({_S.ADMITTED, _S.FAILED, _S.CANCELLED}),
@@ -47,8 +47,8 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
     _S.RUNNING: frozenset({_S.STOPPING}),
     # PENDING_RESOURCES: after a failed attempt, the run waits for its next attempt. STARTING: the
-    # flow process was killed while a Ray job of the attempt was alive, and the next flow process
-    # continues the attempt.
+    # flow process was killed while a Ray job was alive, and the next flow process continues the
+    # attempt.
     _S.STOPPING: frozenset(
         {_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES, _S.STARTING}
     ),
@@ -59,21 +59,21 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """Return the transitions that lead a run from one state to another after its flow process died.
+    """Return the states through which a run passes to a new state after its flow process died.
 
-    If components may have been alive, the transitions pass through STOPPING.
+    If components may have been alive, one of these states is STOPPING.
 
     Returns:
-        The states after `before`, ending with `after`. The result is empty if both are equal.
+        The states after `before`, ending with `after`. Empty if `before` and `after` are equal.
 
     Raises:
         IllegalTransition: No sequence of legal transitions leads to the new state.
     """
     if before is after:
         return ()
-    # Return the first of these three sequences that consists of legal transitions. The last
-    # sequence is needed if the flow process was killed after it started a component, but before it
-    # wrote the state STARTING.
+    # Return the first of these sequences that contains only legal transitions. The last sequence is
+    # for a flow process that was killed after it started a component, but before it wrote the state
+    # STARTING.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):
@@ -84,16 +84,16 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
 
 
 class GroupState(Enum):
-    """State of a lifecycle group, whose inference servers are started and stopped together.
+    """State of a lifecycle group: inference servers that are started and stopped together.
 
     If one of the servers fails, the whole group is INACTIVE.
     """
 
-    #: The inference servers of the group are starting, or load their model.
+    #: The inference servers of the group are starting, or load their language model.
     STARTING = "starting"
     #: The servers of the group serve inference requests.
     ACTIVE = "active"
-    #: The servers of the group serve requests, but one of them missed its last health checks.
+    #: The servers of the group serve requests, but one of them did not pass its last health checks.
     SUSPECT = "suspect"
     #: A server of the group has failed. All servers of the group are being ended or have ended.
     INACTIVE = "inactive"
@@ -102,14 +102,14 @@ class GroupState(Enum):
     #: The servers of the group run with outdated model weights, so they get no requests. When the
     #: trainer has sent new weights, the servers get requests again.
     STALE = "stale"
-    #: The group of servers was taken out of service. Only an operator's command restarts it.
+    #: The group was taken out of service. Its servers restart only after a command of an operator.
     RETIRED = "retired"
 
 
 _G = GroupState
 
-#: Legal transitions of a lifecycle group, which is a group of inference servers that are started
-#: together: `LEGAL_GROUP_TRANSITIONS[old_state]` is the set of possible new states.
+#: Legal transitions of a lifecycle group: `LEGAL_GROUP_TRANSITIONS[old_state]` is the set of
+#: possible new states. A lifecycle group consists of inference servers that are started together.
 LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
@@ -120,7 +120,7 @@ LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.RETIRED: frozenset({_G.INACTIVE}),
 }
 
-#: States in which the inference servers of a lifecycle group receive requests.
+#: States of a lifecycle group in which its inference servers receive requests.
 SERVING_STATES = frozenset({_G.ACTIVE, _G.SUSPECT})
-#: States of a lifecycle group in which its inference servers have been started and are supervised.
+#: States of a lifecycle group in which its inference servers are running and are supervised.
 RUNNING_STATES = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

@@ -5,28 +5,28 @@ from __future__ import annotations
 import errno
 import os
 
-#: Number of bytes before the read position that are remembered. If the file has other bytes there
-#: at the next read, it was truncated or rewritten.
+#: Number of remembered bytes before the read position. If the file has other bytes there at the
+#: next read, the file was truncated or rewritten.
 _REMEMBERED_BYTES = 64
-#: Largest number of bytes that one read returns. A file is read in blocks, because it may be larger
-#: than the memory. Larger blocks are slower, because the C library then requests new memory from
-#: the kernel for each block.
+#: Largest number of bytes that one read returns. A file may be larger than the memory, so it is
+#: read in blocks. Larger blocks would be slower, because memory for each block must be requested
+#: from the kernel.
 BLOCK_BYTES = 1 << 17
-#: A block that begins with this number of zero bytes may begin in a hole of a sparse file. Then
-#: lseek(2) is called to find the end of the hole.
+#: A block that begins with this number of zero bytes may begin in a hole of a sparse file. In this
+#: case, lseek(2) finds the end of the hole.
 _SMALLEST_HOLE_BYTES = 4096
 
 
 class Tail:
-    """Position up to which a file was read, with the last bytes before that position.
+    """Position up to which a file was read, and the last bytes before this position.
 
-    A file may be truncated and written again, for example by log rotation. This is noticed because
-    the bytes before the position differ from the remembered bytes. A file may also have holes, if a
-    program has removed bytes from the middle of the file with fallocate(2). Holes are skipped.
+    If a file was truncated and written again, for example by log rotation, these bytes differ at
+    the next read. Holes in the file are skipped. A hole is a part whose bytes were deleted with
+    fallocate(2).
     """
 
     def __init__(self, position: int = 0) -> None:
-        """Set the position from which the first call of `read` reads.
+        """Set the position at which the first call of `read` starts.
 
         Args:
             position: Number of bytes at the beginning of the file that are not read.
@@ -36,7 +36,7 @@ class Tail:
         self._last_bytes = b""
 
     def read(self, fd: int) -> bytes | None:
-        """Return the next bytes of a file. The caller then passes them to `advance`.
+        """Return the next bytes of a file. The caller must then pass these bytes to `advance`.
 
         If the read position is in a hole of the file, the bytes after the hole are returned.
 
@@ -44,15 +44,14 @@ class Tail:
             fd: File descriptor of the file.
 
         Returns:
-            The bytes; empty at the end of the file. None if the file was truncated or rewritten, so
-            that the bytes before the read position differ from the bytes that were read last.
+            The bytes; empty at the end of the file. None if the file was truncated or rewritten.
         """
         if self.position > os.fstat(fd).st_size:
             return None
         data = os.pread(fd, BLOCK_BYTES, self.position)
 
-        # Check the file after the read. If the file was truncated before or during the read, its
-        # bytes around the position differ now.
+        # Compare the remembered bytes after the read, because the file may have been truncated
+        # before or during the read.
         start = self.position - len(self._last_bytes)
         around = os.pread(fd, len(self._last_bytes) + _REMEMBERED_BYTES, start)
         before = around[: len(self._last_bytes)]
@@ -75,7 +74,7 @@ class Tail:
         self._last_bytes = last_bytes[-_REMEMBERED_BYTES:]
 
     def restart(self, position: int = 0, last_bytes: bytes = b"") -> None:
-        """Set the position from which the next `read` reads.
+        """Set the position at which the next call of `read` starts.
 
         Args:
             position: Number of bytes at the beginning of the file that are not read.
@@ -86,11 +85,11 @@ class Tail:
 
 
 def _find_data(fd: int, position: int) -> int:
-    """Return the first position from `position` on that is not in a hole of a file.
+    """Return the first position at or after `position` that is not in a hole of a file.
 
     Returns:
-        The size of the file if the hole reaches to the end. `position` if it is not in a hole, or
-        if the file system does not report holes.
+        `position` if it is not in a hole, or if the file system does not report holes. If the hole
+        reaches to the end of the file, the size of the file.
     """
     try:
         return os.lseek(fd, position, os.SEEK_DATA)
@@ -99,10 +98,10 @@ def _find_data(fd: int, position: int) -> int:
 
 
 def _is_same_except_hole(read_before: bytes, now: bytes) -> bool:
-    """Return True if a part of a log is unchanged, except for a hole at the beginning of the part.
+    """Return True if a part of a file is unchanged, or has only got a hole at its beginning.
 
     Args:
-        read_before: Bytes of the part when it was read before.
+        read_before: Bytes of the part at an earlier time.
         now: Bytes of the same part of the file now. A hole reads as zero bytes.
     """
     if now == read_before:

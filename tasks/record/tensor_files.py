@@ -26,16 +26,16 @@ from tasks.record.checkpoint_store import StoreError
 
 #: Largest header of a safetensors file in bytes. Source: safetensors/src/tensor.rs.
 _SAFETENSORS_HEADER_BYTES = 100_000_000
-#: A file of printable text that is shorter than this number of bytes counts as a placeholder, and
-#: not as a damaged file.
+#: A file of printable text with fewer bytes than this is a placeholder, and not a damaged file.
 _PLACEHOLDER_BYTES = 64
-#: Number of bytes at the beginning of a file that are compared with zero. If a disk is full, some
-#: file systems leave zeros in place of the data.
+#: Number of bytes at the beginning of a file that are compared with zero. On a full disk, some file
+#: systems write zeros instead of the data.
 _ZERO_CHECK_BYTES = 4096
-#: Size in bytes of the largest pickle that is parsed completely. Parsing a larger pickle would take
-#: too long, so only its last byte is checked.
+#: Size in bytes of the largest pickle that is parsed completely. Of a larger pickle, only the last
+#: byte is checked, because parsing would take too long.
 _PICKLE_BYTES = 64 << 20
-#: Number of bytes per element for each storage type in PyTorch's file format before version 1.6.
+#: Mapping from storage types in PyTorch's file format before version 1.6 to the number of bytes per
+#: element.
 _STORAGE_ITEM_BYTES = {
     **dict.fromkeys(("ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
@@ -43,10 +43,11 @@ _STORAGE_ITEM_BYTES = {
     **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
     "ComplexDoubleStorage": 16,
 }
-#: First number in a file in PyTorch's format before version 1.6. Source: torch/serialization.py.
+#: First number in a file that has PyTorch's format before version 1.6. Source:
+#: torch/serialization.py.
 _TORCH_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
-#: Pickle opcodes that may stand between a key and its value.
+#: Pickle opcodes that may occur between a key and its value.
 _MEMO_OPCODES = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
 #: Pickle opcodes that contain an integer.
 _NUMBER_OPCODES = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
@@ -56,15 +57,14 @@ _NUMBER_OPCODES = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LON
 class FileCheck:
     """Result of the check whether one file is complete."""
 
-    #: True if the correct length of the file can be computed from its content.
+    #: True if the content of the file says how long the file must be.
     is_known_format: bool
     #: Reason why the file is incomplete, or an empty string.
     damage: str = ""
 
 
-#: Results for undamaged files, by path, size, modification time in nanoseconds, and inode number.
-#: The results are kept because the same files are checked again and again, possibly on a slow file
-#: system.
+#: Cached results for undamaged files. The same files are checked many times, possibly on a slow
+#: file system. The key consists of path, size, modification time in nanoseconds, and inode number.
 _whole_files: dict[tuple[str, int, int, int], FileCheck] = {}
 #: Largest number of results that are kept in `_whole_files`.
 _WHOLE_FILES_AT_MOST = 100_000
@@ -106,8 +106,8 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
         except OSError:
             raise
         except Exception as error:
-            # The file is damaged. Catch every exception, because the parsers of the standard
-            # library raise many types of exceptions for damaged files.
+            # Catch every exception, because the parsers of the standard library raise many types of
+            # exceptions for a damaged file.
             damage = f"cannot be parsed ({type(error).__name__}: {error})"
     return FileCheck(is_known_format=True, damage=damage)
 
@@ -115,8 +115,8 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
 def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int], str] | None:
     """Return the function that checks files of a format, or None if the format is unknown.
 
-    Most formats are recognised by the first bytes of the file. A format such as JSON, in which the
-    first bytes vary, is recognised by the suffix of the file name.
+    The format is recognised by the first bytes of the file. For a format without fixed first bytes,
+    such as JSON, the suffix of the file name is used.
 
     Args:
         suffix: Suffix of the file name in lower case, such as `.json`.
@@ -124,12 +124,12 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
         size: Size of the file in bytes.
 
     Returns:
-        The function. Its arguments are the open file and the size of the file. It returns the
-        reason why the file is incomplete, or an empty string.
+        A function whose arguments are the open file and its size. The function returns the reason
+        why the file is incomplete, or an empty string.
     """
     if suffix == ".distcp":
-        # A `.distcp` file cannot be checked alone. Only the file `.metadata` in the same folder
-        # says how long it must be.
+        # A `.distcp` file cannot be checked alone, because its length is stored in the file
+        # `.metadata` in the same folder.
         return None
     if head.startswith(b"PK") or b"PK\x03\x04".startswith(head):
         return _check_zip
@@ -155,7 +155,7 @@ def _describe_wrong_size(size: int, expected: int) -> str:
 def _check_safetensors(file: BinaryIO, size: int) -> str:
     """Return the reason why a safetensors file is incomplete, or an empty string.
 
-    The size of the file is compared with the offsets in its header.
+    The size of the file is compared with the offsets in the header of the file.
     """
     head = file.read(8)
     if len(head) < 8:
@@ -194,7 +194,7 @@ def _check_zip(file: BinaryIO, size: int) -> str:
 def _check_npy(file: BinaryIO, size: int) -> str:
     """Return the reason why a NumPy file is incomplete, or an empty string.
 
-    The size of the file is compared with the shape and the type in its header.
+    The size of the file is compared with the shape and the type in the header of the file.
     """
     major_version = file.read(8)[6]
     length_format = "<H" if major_version == 1 else "<I"
@@ -203,7 +203,7 @@ def _check_npy(file: BinaryIO, size: int) -> str:
     header = ast.literal_eval(file.read(header_bytes).decode("latin1"))
     match = re.fullmatch(r"[<>|=]?[a-zA-Z](\d+)", str(header["descr"]))
     if match is None or "O" in str(header["descr"]):
-        # The size of structured types and of pickled objects cannot be computed from the header.
+        # For structured types and pickled objects, the header does not say how large the data is.
         return ""
     item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
     expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
@@ -211,9 +211,10 @@ def _check_npy(file: BinaryIO, size: int) -> str:
 
 
 def _check_hdf5(file: BinaryIO, size: int) -> str:
-    """Check an HDF5 file: compare its size with the length in its superblock.
+    """Return the reason why an HDF5 file is incomplete, or an empty string.
 
-    Source: HDF5 format, section II.
+    The size of the file is compared with the length in its superblock. Source: HDF5 format, section
+    II.
     """
     head = file.read(64)
     version = head[8]
@@ -227,8 +228,8 @@ def _check_hdf5(file: BinaryIO, size: int) -> str:
 def _check_tar(file: BinaryIO, size: int) -> str:
     """Return the reason why a tar archive is incomplete, or an empty string.
 
-    The archive is not compressed, for example a `.nemo` file. Only its headers are read: they say
-    how long the archive must be.
+    The archive is not compressed, for example a `.nemo` file. Only its headers are read, because
+    they contain the lengths of all parts.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -252,9 +253,9 @@ def _check_json(file: BinaryIO, size: int) -> str:
 
 
 class _Stub:
-    """Harmless replacement for each class and function that a pickle names.
+    """Harmless replacement for all classes and functions in a pickle.
 
-    With this class, reading a pickle executes no code of the pickle.
+    Because of this class, no code is executed while a pickle is read.
     """
 
     def __init__(self, *args: object, **fields: object) -> None:
@@ -285,16 +286,16 @@ class _Stub:
 class _Dict(dict[Any, Any]):
     """Replacement for an OrderedDict in a pickle.
 
-    Unlike a plain dict, it can have attributes. PyTorch sets the attribute `_metadata` of a state
-    dict.
+    This class allows attributes, unlike a plain dict: PyTorch sets the attribute `_metadata` of a
+    state dict.
     """
 
 
 class SafeUnpickler(pickle.Unpickler):
     """Reads the plain data in a pickle without executing code from the pickle.
 
-    Objects of all classes are replaced by stubs. After a call of `load`, the attribute
-    `persistent_ids` has the references to the data of the tensors in PyTorch's files.
+    All objects of classes are replaced by stubs. After a call of `load`, the attribute
+    `persistent_ids` contains the references to tensor data in a PyTorch file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -315,7 +316,7 @@ class SafeUnpickler(pickle.Unpickler):
 def _check_pickle(file: BinaryIO, size: int) -> str:
     """Return the reason why a pickle is incomplete, or an empty string.
 
-    The file may also have the format of PyTorch before version 1.6, which begins with a pickle.
+    The file may also have PyTorch's format before version 1.6, which begins with a pickle.
     """
     if size > _PICKLE_BYTES:
         head = file.read(1 << 16)
@@ -330,7 +331,7 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
     first = SafeUnpickler(file).load()
     if first == _TORCH_MAGIC_NUMBER:
         return _check_old_torch(file, size)
-    # Some programs write several pickles into one file. Parse each of them.
+    # A file may contain several pickles, one after the other. Parse each of them.
     while file.tell() < size:
         if file.read(1) != pickle.PROTO:
             return ""  # The pickle is followed by data in another format, which is not checked.
@@ -350,9 +351,8 @@ def _is_old_torch(head: bytes) -> bool:
 def _check_old_torch(file: BinaryIO, size: int) -> str:
     """Return the reason why a file in PyTorch's format before version 1.6 is incomplete.
 
-    The size of the file is compared with the sum of the sizes of its storages. The result is an
-    empty string if the file is complete.
-    Source: torch/serialization.py.
+    The result is an empty string if the file is complete. The size of the file is compared with the
+    total size of its storages. Source: torch/serialization.py.
     """
     for _ in range(2):  # Skip the protocol version and the data about the machine.
         SafeUnpickler(file).load()
@@ -380,7 +380,7 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
 
 
 def read_pickled_number(path: CheckpointPath, *keys: str) -> int | None:
-    """Return the integer that is stored under a key in a pickle, or None if there is none.
+    """Return the integer under a key in a pickle, or None if there is no such integer.
 
     Args:
         path: The pickle, or a PyTorch file that contains a pickle `data.pkl`.
@@ -407,7 +407,7 @@ def read_pickled_number(path: CheckpointPath, *keys: str) -> int | None:
                     found.setdefault(key, argument)
                 key = ""
     except Exception:
-        # The pickle is damaged. Use the numbers that were read before the damage.
+        # The pickle is damaged. Use the numbers before the damaged part.
         pass
     return next((found[key] for key in keys if key in found), None)
 
@@ -428,14 +428,14 @@ def _read_pickle_bytes(path: CheckpointPath) -> bytes:
 
 
 def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
-    """Return how large each file of a torch.distributed.checkpoint must at least be.
+    """Return the smallest possible size of each file of a torch.distributed.checkpoint.
 
-    The file `.metadata` of the checkpoint lists the parts of each file. A file that is smaller than
-    the end of its last part is incomplete.
+    The file `.metadata` of the checkpoint lists the parts of each file. A file is incomplete if it
+    is smaller than the end of its last part.
 
     Returns:
-        Smallest possible size of each file in bytes, by its path relative to the folder. The
-        result is empty if `metadata` has another format.
+        Mapping from the path of each file, relative to the folder, to the size in bytes. Empty if
+        `metadata` has another format.
     """
     ends: dict[str, int] = {}
 
@@ -462,6 +462,6 @@ def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
         except OSError:
             raise
         except Exception as error:
-            # A damaged pickle can cause almost any type of error in the unpickler.
+            # The unpickler can raise almost any type of error for a damaged pickle.
             raise ValueError(f"cannot be parsed ({type(error).__name__}: {error})") from error
     return ends
