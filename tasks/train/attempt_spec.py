@@ -13,7 +13,7 @@ from tasks.train.run_secrets import RunSecrets
 
 
 def reserve_ports(spec: RunSpec) -> PortsReserved:
-    """Reserve a free port for each port that a run spec names.
+    """Reserve a free TCP port for each port placeholder in a run spec.
 
     Raises:
         OSError: No port is free.
@@ -22,10 +22,11 @@ def reserve_ports(spec: RunSpec) -> PortsReserved:
 
 
 class AttemptSpec:
-    """The run spec of one attempt, with its placeholders filled in.
+    """The run spec of one attempt, in which placeholders are replaced by values.
 
-    The attribute `resolved` is written to `spec.yaml`, so it contains the names of Prefect Secret
-    blocks and not their values. `with_block_values` returns the spec that the components get.
+    The attribute `resolved` is written to `spec.yaml`, so it contains only the names of Prefect
+    Secret blocks. `with_block_values` returns the spec for the components, which contains the
+    values.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class AttemptSpec:
             spec: The run spec with placeholders.
             run_place: Paths of the run's files.
             place: Paths of the attempt's files.
-            ray_address: Dashboard address of the work pool's Ray cluster. It is used if the run
-                uses Ray and its spec has no address.
+            ray_address: Dashboard address of the work pool's Ray cluster. Used for a run with Ray
+                whose spec has no address.
             resume_from: Path of the checkpoint from which the attempt starts, or an empty string.
             ports: The ports that are reserved for the attempt.
-            secrets: The secrets of the run. Secrets of the resolved spec are added to them.
+            secrets: The secrets of the run. The secrets in the resolved spec are added to this
+                object.
         """
         self.place = place
         self.resume_from = resume_from
@@ -59,10 +61,11 @@ class AttemptSpec:
         self._secrets = secrets
 
         names = self._fill_names()
-        #: The spec with its placeholders filled in, without the values of Prefect Secret blocks.
+        #: The spec in which placeholders are replaced by values. It does not contain the values of
+        #: Prefect Secret blocks.
         self.resolved = self._resolve(names)
-        # The value of a variable such as WANDB_KEY may be only `${run.id}`. Masking the run id
-        # would make every path unreadable, so the values of placeholders do not count as secrets.
+        # A secret variable such as WANDB_KEY may contain only `${run.id}`. If the run id were
+        # masked, every path would be unreadable. So values of placeholders are not secrets.
         secrets.add(self.resolved.secrets - {*names.values()})
 
     def with_block_values(self) -> RunSpec:
@@ -75,7 +78,7 @@ class AttemptSpec:
         self.place.spec.write_text(text, encoding="utf-8")
 
     def move_ports(self, component: str, *, fleet_port: int | None) -> None:
-        """Reserve other ports for a component whose port was taken, and update `spec.yaml`.
+        """Reserve new ports for a component whose port was taken, and update `spec.yaml`.
 
         Args:
             component: Name of the component.
@@ -98,7 +101,7 @@ class AttemptSpec:
         self.write()
 
     def _fill_names(self) -> dict[str, str]:
-        """Return the value of each placeholder, by the name of the placeholder."""
+        """Return a mapping from the name of each placeholder to its value."""
         numbers = self.ports.numbers
         return {
             "run.id": self._run_place.run_id,

@@ -26,11 +26,11 @@ from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)
 
-#: Longest wait in seconds for the end of all threads when the attempt has ended. A slower thread is
-#: abandoned. The record then lacks the attempt's code and software versions, or superfluous
-#: checkpoints remain until the next attempt.
+#: Longest wait in seconds for the threads at the end of an attempt. A slower thread is abandoned.
+#: Then the code and software versions of the attempt may not be recorded, or checkpoints that are
+#: no longer needed are kept until the next attempt.
 _END_TIMEOUT_S = 2.0
-#: Seconds between two searches for superfluous checkpoints.
+#: Seconds between two searches for checkpoints that are no longer needed.
 _CHECKPOINTS_EVERY_S = 30.0
 
 
@@ -45,7 +45,7 @@ class BackgroundWork:
     def start(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function with these arguments in a new thread.
 
-        If no thread can be started, the function is not called. The run continues without it.
+        If no thread can be started, the run continues without a call of the function.
         """
         thread = threading.Thread(target=function, args=arguments, daemon=True)
         try:
@@ -57,10 +57,11 @@ class BackgroundWork:
         self._threads.append(thread)
 
     def end(self, timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Request that the threads end, and wait until they have ended.
+        """Ask the threads to end, and wait for them.
 
         Args:
-            timeout_s: Longest wait in seconds. A thread that has not ended by then is abandoned.
+            timeout_s: Longest wait in seconds. A thread that is still running after this time is
+                abandoned.
         """
         self.is_over.set()
         deadline_s = time.monotonic() + timeout_s
@@ -77,12 +78,13 @@ def record_provenance(
 ) -> None:
     """Write the code, the software versions and the host of an attempt into the run's record.
 
+    If the run uses the files in `root` directly, a copy of this folder is stored, and the record
+    names the copy. No copy is made of a folder that is no project and contains the home folder of
+    the user or MUSTER_HOME.
+
     Args:
         record: The record of the run.
-        code: The submitted code of the run. None if the run uses the files of the folder `root`
-            directly. This function then stores a copy of the folder, and writes the name of the
-            copy into the record. If that folder is no project, and contains the home folder of the
-            user or MUSTER_HOME, this function stores no copy.
+        code: The submitted code of the run, or None if the run uses the files in `root` directly.
         spec: The resolved spec of the attempt.
         root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.
@@ -103,7 +105,7 @@ def record_provenance(
 
 
 def _store_used_files(root: Path) -> code_store.Code | None:
-    """Store the project's files as they are now, so that two runs can be compared later.
+    """Store a copy of the project's present files, so that two runs can be compared later.
 
     Args:
         root: Root folder of the project.
@@ -126,16 +128,16 @@ def _store_used_files(root: Path) -> code_store.Code | None:
 def remove_superfluous_checkpoints(
     spec: RunSpec, place: RunPlace, record: RunRecord, is_over: threading.Event
 ) -> None:
-    """Delete superfluous checkpoints periodically until an attempt has ended.
+    """Delete old checkpoints again and again until an attempt has ended.
 
-    Checkpoints are superfluous if there are more than the spec keeps.
+    The run spec says how many checkpoints are kept.
 
     Args:
         spec: The spec of the run.
         place: Paths of the run's files.
         record: The record of the run, which contains the start of each attempt.
-        is_over: Event that is set when the attempt has ended. Superfluous checkpoints are then
-            deleted a last time.
+        is_over: Event that is set when the attempt has ended. Old checkpoints are then deleted one
+            last time.
     """
     is_last_check = False
     while not is_last_check:

@@ -32,19 +32,20 @@ from tasks.spec.run import Gang, RunSpec
 from tasks.train.interpreters import component_interpreter, find_missing_files
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
-#: Longest time in seconds in which `muster submit` waits for an answer of the queue's clusters.
+#: Longest time in seconds that `muster submit` waits for information about the clusters of the
+#: queue.
 _CHECK_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Answer to the question whether a run fits on a cluster when no other run uses the cluster."""
+    """Result of the check whether a run fits on a cluster that no other run uses."""
 
-    #: URL of the Ray cluster, `nodes of the queue`, or `this machine`.
+    #: URL of a Ray cluster, or one of the texts `nodes of the queue` and `this machine`.
     cluster: str
-    #: True if the run fits. None if the nodes are unknown, because the cluster does not answer.
+    #: True if the run fits. None if the cluster does not answer, so that its nodes are unknown.
     fits: bool | None
-    #: Reason why the run does not fit, or why this is unknown. Empty if it fits.
+    #: Reason why the run does not fit, or why this is unknown. Empty if the run fits.
     reason: str = ""
 
 
@@ -92,7 +93,8 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
         _print_result(run_spec, root, interpreter, missing, fits)
         for fault in unfit:
             print(f"  {fault}")
-    # Without a server, the nodes of the queue are unknown, so the run may fit on these nodes.
+    # Without a server, the nodes of the queue are unknown. In this case, do not say that the run is
+    # too large.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
     return EXIT_INFEASIBLE if is_too_large or unfit else EXIT_DONE
 
@@ -129,9 +131,9 @@ def _print_result(
     Args:
         spec: The spec, which is valid.
         root: Root folder of the project.
-        interpreter: The Python interpreter that the components of the run find.
+        interpreter: The Python interpreter that the components of the run use.
         missing: Faults about programs that do not exist on this machine.
-        fits: Answers for the clusters that the run may use.
+        fits: Results for the clusters on which the run may start.
     """
     print(f"The spec of {spec.name} is valid.")
     print(f"  project {root}, python {interpreter}")
@@ -163,7 +165,7 @@ def _make_demand(gang: Gang) -> Demand:
 
 
 def _check_this_machine(gang: Gang) -> Fit:
-    """Return a `Fit` that says whether a run without Ray fits on this machine."""
+    """Return a `Fit` that says whether this machine has enough resources for a run without Ray."""
     cluster = f"this machine, {host_name()}"
     try:
         count = len(Devices.here().indices)
@@ -177,9 +179,9 @@ def _check_this_machine(gang: Gang) -> Fit:
 
 
 def explain_misfit(spec: RunSpec) -> str:
-    """Return the reason why a run fits on no cluster of the queue, or an empty string.
+    """Return the reason why no cluster of the queue has enough resources for a run.
 
-    The result is empty, too, if a cluster does not answer in time.
+    The result is an empty string if a cluster has enough resources, or does not answer in time.
     """
     if spec.gang is None:
         return ""
@@ -193,7 +195,7 @@ def explain_misfit(spec: RunSpec) -> str:
 
 
 async def _check_clusters(spec: RunSpec, gang: Gang) -> list[Fit]:
-    """Return a `Fit` for each cluster of the server's work pools that the run may use.
+    """Return a `Fit` for each cluster on which the queue may start the run.
 
     Raises:
         NoServer: The server does not answer.

@@ -65,7 +65,7 @@ def run_here(
     overrides: Sequence[str] = (),
     start: str | None = None,
 ) -> int:
-    """Run a spec file in this process, and show its progress on the terminal.
+    """Run a spec file in this process, and show on the terminal how the run proceeds.
 
     Args:
         train: The flow `train`.
@@ -92,14 +92,14 @@ def run_here(
 
 
 def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
-    """Run the flow of a run in this process, and show its progress on the terminal.
+    """Run the flow of a run in this process, and show on the terminal how the run proceeds.
 
     The working directory must be the root of the run's project.
 
     Args:
         spec: The run spec.
-        run_flow: Runs the flow `train` and returns its final state. It is called while a Prefect
-            server is available.
+        run_flow: Function that runs the flow `train` and returns its final state. It is called
+            while a Prefect server is available.
 
     Returns:
         The exit code of the command, see `get_exit_code`.
@@ -109,8 +109,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
             started.
     """
     if spec.code in (None, LIVE_CODE):
-        # Check the spec now, because the run uses the files of this directory. If the run uses
-        # submitted code, the task `admit` checks the spec after it has checked out the code.
+        # Check the spec now, because the run uses the files in this directory. For a run with
+        # submitted code, the task `admit` checks the spec later.
         check_spec(spec)
     _check_devices(spec)
     hide_prefect_logs()
@@ -131,12 +131,12 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                 try:
                     state = _run_to_end(run_flow, terminal)
                 finally:
-                    # A temporary Prefect server ends with this context. So send the last artifacts
-                    # now.
+                    # A temporary Prefect server ends when this context closes, so send the last
+                    # artifacts now.
                     if not is_lasting:
                         await_last_artifacts()
-                # Show a link to the run's page only if the Prefect server is a lasting server. A
-                # temporary server ends now.
+                # A temporary server ends now, so a link to the run's page is useful only for a
+                # lasting server.
                 flow_run_id = state.state_details.flow_run_id
                 link = None
                 if flow_run_id and is_lasting:
@@ -152,12 +152,12 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
 def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
     """Run the flow, and return the final state that the run's file `run.json` contains.
 
-    The final state of the flow run is normally the same. But if the Prefect server did not answer
-    when the run ended, the flow raises an error or fails, although the run may have completed.
+    Normally, the flow run has the same final state. But if the Prefect server did not answer at the
+    end of the run, the flow fails although the run may have completed.
 
     Args:
-        run_flow: Runs the flow and returns its final state.
-        terminal: The terminal output, which knows the path of `run.json`.
+        run_flow: Function that runs the flow and returns its final state.
+        terminal: The terminal output, which contains the path of `run.json`.
 
     Raises:
         Exception: The error of the flow, if `run.json` contains no final state.
@@ -176,17 +176,17 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
     flow_run_id = recorded_state.state_details.flow_run_id
     if flow_state.is_cancelling() and flow_run_id is not None:
         # A user has cancelled the run after its result was recorded, so the server has rejected the
-        # result. Set the result again now. Otherwise, the flow run would stay Cancelling for ever.
+        # result. Set the result again. Otherwise, the flow run would keep the state Cancelling.
         with suppress(ServerAway), connect_to_server(PREFECT_API_URL.value() or "") as client:
             propose_state(client, str(flow_run_id), flow_state, recorded_state)
     return recorded_state
 
 
 def _read_final_state(record: Path | None) -> State[Any] | None:
-    """Return the Prefect state for the final state in a `run.json`.
+    """Return the Prefect state that corresponds to the final state in a `run.json`.
 
     Returns:
-        The state. None if the run has not ended or its `run.json` cannot be read.
+        The state. None if the run has not ended or `run.json` cannot be read.
     """
     if record is None:
         return None
@@ -200,21 +200,23 @@ def _read_final_state(record: Path | None) -> State[Any] | None:
 
 
 def _check_devices(spec: RunSpec) -> None:
-    """Check that the GPUs of this machine can be listed, if the run needs GPUs without Ray.
+    """Check that the GPUs of this machine can be listed.
+
+    Only runs that use GPUs without Ray need this check.
 
     Raises:
-        BadDevices: The environment variables that select the GPUs are invalid, so that the run
-            would wait forever.
+        BadDevices: The environment variables that select the GPUs are invalid. Without this error,
+            the run would wait forever.
     """
     if spec.gang is not None and spec.ray is None:
-        # Ignore a GPU driver that does not answer. It may answer later, while the run waits for its
-        # GPUs. Until then, the state of the waiting run reports the problem.
+        # Ignore a GPU driver that does not answer. It may answer while the run waits for its GPUs.
+        # Until then, the message of the waiting run reports the problem.
         with suppress(OSError):
             Devices.here()
 
 
 def _describe_leftovers() -> str:
-    """Return a message that says which runs of this process may have leftover processes."""
+    """Return a message that lists the runs of this process with possible leftover processes."""
     this_process = ProcessId.of(os.getpid())
     owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]

@@ -32,28 +32,30 @@ from tasks.spec.formatting import join_commas, suggest_name
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tasks.train.deploying import TRAIN_FLOW, connect_to_configured_server
 
-#: Names of the flows whose deployments a user creates, in the order in which `muster deployments`
-#: shows them.
+#: Names of the flows for which a user creates deployments, in the order of the output of `muster
+#: deployments`.
 _FLOWS = (TRAIN_FLOW, "pipeline")
 _HEAD = ("deployment", "spec", "schedule", "next start", "pool/queue")
-#: Prefect state types of flow runs that have no process yet. Prefect deletes or crashes such a flow
-#: run if its deployment is removed.
+#: Prefect state types of flow runs without a process. If the deployment of such a flow run is
+#: removed, Prefect deletes the flow run or sets it to Crashed.
 _WAITING_TYPES = ("SCHEDULED", "PENDING")
-#: Prefect state types of flow runs that have a process.
+#: Prefect state types of flow runs with a process.
 _RUNNING_TYPES = ("RUNNING", "CANCELLING")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
-    """One deployment, as `muster deployments --json` shows it."""
+    """One deployment. The fields are those of `muster deployments --json`."""
 
-    #: Name of the deployment with its flow, such as `train/nightly`.
+    #: Name of the flow and name of the deployment, such as `train/nightly`.
     name: str
-    #: The key `name` of the spec. Empty if the deployment contains no spec.
+    #: Value of the key `name` in the spec. Empty if the deployment contains no spec.
     spec: str
-    #: Description of the deployment. `muster deploy` writes the path of the spec into it.
+    #: Description of the deployment. `muster deploy` writes the path of the spec into the
+    #: description.
     description: str
-    #: Rules of the schedules, such as `cron "0 3 * * *" in UTC`. Empty if runs start only by hand.
+    #: Rules of the schedules, such as `cron "0 3 * * *" in UTC`. Empty if a person must start each
+    #: run.
     schedules: tuple[str, ...]
     #: Time of the next start in UTC epoch seconds. None if no schedule will start a run.
     next_start: float | None
@@ -69,7 +71,7 @@ class Deployed:
         """Return the row of `muster deployments` for a deployment of the Prefect server.
 
         Args:
-            name: Name of the deployment with its flow.
+            name: Name of the flow and of the deployment, such as `train/nightly`.
             deployment: The deployment.
             now: The present time.
         """
@@ -90,7 +92,7 @@ class Deployed:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Texts of the table row that `muster deployments` prints for this deployment."""
+        """Cells of the table row that `muster deployments` prints for this deployment."""
         if self.paused:
             start = "paused"
         elif self.next_start is None:
@@ -129,10 +131,10 @@ def deployments(*, json: AsJson = False) -> None:
 
 
 def _format_list(rows: list[Deployed], width: int) -> Iterator[str]:
-    """Yield the lines of the list of deployments for a terminal, with a line of headings.
+    """Yield the lines of the table of deployments for a terminal, with a line of headings.
 
-    If the columns are wider than the terminal, each deployment takes two lines. The first line has
-    its name and its next start. The second line is indented and has the other texts.
+    If the table is wider than the terminal, each deployment takes two lines. The first line
+    contains the name and the next start. The second line is indented and contains the other cells.
 
     Args:
         rows: The deployments.
@@ -183,7 +185,8 @@ def undeploy(
                 "deployment to start runs"
             )
         deployment = named[full_name]
-        # First remove the schedules, so that no schedule adds a run after the runs were read.
+        # First remove the schedules. Otherwise, a schedule could add a run after the runs were
+        # read.
         for schedule in deployment.schedules:
             client.delete_deployment_schedule(deployment.id, schedule.id)
         runs = [*_read_runs(client, deployment)]
@@ -215,7 +218,7 @@ def undeploy(
 
 
 def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -> None:
-    """Cancel a run that has no process yet, with a message that names the reason.
+    """Cancel a run without a process, and give the reason in a message.
 
     Args:
         client: Client of the Prefect server.
@@ -223,8 +226,8 @@ def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -
         message: Message of the run's state.
     """
     state = run.state
-    # Set the state Cancelled directly, unless the run has changed its state in the meantime. With
-    # Cancelling, the server would set Cancelled itself, but without the message.
+    # Set the state Cancelled directly, unless the state of the run has changed in the meantime.
+    # Cancelling is not used, because the server would then set Cancelled without the message.
     if state is not None and state.is_scheduled():
         cancelled: State[Any] = Cancelled(message=message)
         if propose_state(client, str(run.id), state, cancelled):
@@ -236,11 +239,12 @@ def _find_name(name: str, full_names: list[str]) -> str:
     """Return the full name of a deployment, such as `train/nightly`.
 
     Args:
-        name: The name with or without its flow.
-        full_names: Names of all deployments.
+        name: Name of the deployment, with or without the name of its flow.
+        full_names: Full names of all deployments.
 
     Raises:
-        BadArgument: No deployment has the name, or deployments of two flows have it.
+        BadArgument: No deployment has the name, or several deployments with different flows have
+            it.
     """
     matches = [full_name for full_name in full_names if name in (full_name, _get_end(full_name))]
     if len(matches) == 1:
@@ -263,7 +267,7 @@ def _get_type(run: FlowRun) -> str:
 def _read_runs(client: SyncPrefectClient, deployment: DeploymentResponse) -> Iterator[FlowRun]:
     """Yield the waiting and running flow runs of a deployment.
 
-    Flow runs that Prefect has created for future starts of a schedule are left out.
+    Flow runs that a schedule will start in the future are left out.
     """
     criteria: dict[str, Any] = {
         "deployment_id": {"any_": [str(deployment.id)]},

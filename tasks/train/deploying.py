@@ -73,15 +73,15 @@ S = TypeVar("S")
 
 #: Seconds between two requests for the state of a run.
 _POLL_EVERY_S = 1.0
-#: Name of the flow that runs a spec.
+#: Name of the flow that runs a run spec.
 TRAIN_FLOW = "train"
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
     """Return the content of a run spec for a deployment in prefect.yaml.
 
-    This is a build step: `{{ ID.spec }}` in prefect.yaml then stands for the spec. A faulty file
-    fails the deployment, instead of the first run that a schedule starts.
+    This function is a build step: `{{ ID.spec }}` in prefect.yaml is replaced by the spec. So an
+    invalid spec already stops the deployment, and not only the first run of a schedule.
 
     Args:
         path: Path of the run spec, relative to the folder of prefect.yaml.
@@ -96,9 +96,9 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
-    """Return the content of a pipeline spec, with the run specs that it names.
+    """Return the content of a pipeline spec, together with the run specs of its stages.
 
-    This is a build step of prefect.yaml, as `load_run_spec` is for a run.
+    This function is a build step of prefect.yaml, like `load_run_spec`.
 
     Args:
         path: Path of the pipeline spec, relative to the folder of prefect.yaml.
@@ -119,7 +119,7 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
     The snapshot is stored on this machine, and on the Prefect server if a server is configured.
 
     Args:
-        spec: A run spec or a pipeline spec. It is returned unchanged outside of a project.
+        spec: A run spec or a pipeline spec. If there is no project, the spec is returned unchanged.
         add_code: Function that stores a snapshot of a project's code, and returns the spec with the
             snapshot's name.
     """
@@ -134,9 +134,9 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
 def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
     """Store a snapshot of the project's code, and return the run spec with the snapshot's name.
 
-    The code store creates the name, and the run later loads the snapshot by this name. A name that
-    the spec already contains is kept. If the run needs the Python environment that is activated in
-    this shell, the returned spec also names the environment.
+    The run later loads the snapshot by this name. If the spec already names a snapshot, that name
+    is kept. If the run needs the Python environment of this shell, the returned spec also contains
+    its path.
     """
     code = store_submitted_code(client, spec.code, root)
     return add_active_environment(spec, root).model_copy(update={"code": code})
@@ -146,8 +146,8 @@ def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
     """Return the job variables of a run, which set the working directory of its process.
 
     Returns:
-        The job variables. Empty if the spec names submitted code, because the code is checked out
-        into another folder.
+        The job variables. Empty if the spec names submitted code, because the code is written to a
+        different folder.
     """
     return {WORKING_DIR: str(root)} if spec.code == LIVE_CODE else {}
 
@@ -202,16 +202,19 @@ def _submit_matrix(
     watch: bool,
     json: bool,
 ) -> int:
-    """Submit a pipeline that runs a spec once for each point of a matrix; return the exit code.
+    """Submit a pipeline that runs a spec once for each point of a matrix.
 
     Args:
         spec: The run spec.
         root: Root folder of the spec's project.
         matrix: Values of the options `--matrix`.
         at_most: Largest number of points that run or wait in the queue at once, or None.
-        queue: Value of the option `--queue`, which a matrix does not support.
+        queue: Value of the option `--queue`, which cannot be combined with a matrix.
         watch: True to print the states of the pipeline until it has ended.
         json: True to print the ids and the page of the pipeline as JSON.
+
+    Returns:
+        The exit code of the command.
     """
     if queue is not None:
         raise BadArgument(
@@ -249,15 +252,15 @@ def follow_run(
     note: str = "",
     after_attempt: int = 0,
 ) -> int:
-    """Print that a run is queued, and show the run until it has ended if the user wants this.
+    """Print that a run is queued. If the user wants it, also show the run until it has ended.
 
     Args:
         client: Client of the Prefect server.
         flow_run: The flow run of the queued run.
         spec: Spec of the run.
         watch: True to show the run until it has ended, as `muster train` does.
-        json: True to print the ids and the page of the run as JSON. With `watch`, only the states
-            of the run are then printed, to stderr.
+        json: True to print the ids and the page of the run as JSON. With `watch`, the output is
+            only the states of the run, on stderr.
         note: Text after the first line, such as the checkpoint from which the run starts.
         after_attempt: Number of the last attempt that is not shown. 0 to show all attempts.
 
@@ -347,7 +350,8 @@ def wait_until_ended(
     Args:
         client: Client of the Prefect server.
         flow_run_id: Id of the flow run.
-        say: Function that is called with the present state and with each new state of the run.
+        say: Function that is called with the present state, and then with each new state of the
+            run.
         within_s: Longest wait in seconds, or None for no limit.
         each_poll: Function that is called with the present state about once a second.
 
@@ -408,8 +412,8 @@ def deploy(
         print_project(run_spec, root)
         deployment_name = name or run_spec.name
         full_name = f"{TRAIN_FLOW}/{deployment_name}"
-        # Mark no parameter as required, because the deployment already contains the spec. Then
-        # *Quick run* in the Prefect UI starts a run without asking for parameters.
+        # Mark no parameter as required, because the deployment already contains the spec. So *Quick
+        # run* in the Prefect UI can start a run without asking for parameters.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
         source = name_source(spec if spec == STANDARD_INPUT else spec.absolute())
         description = f"Run spec: {source}. Project: {root}."
@@ -454,7 +458,7 @@ def deploy(
 
 
 def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: bool) -> None:
-    """Check the options of `muster deploy` that concern the schedule.
+    """Check the options of `muster deploy` for the schedule.
 
     Raises:
         BadArgument: Options contradict each other, or the cron line or time zone is invalid.
@@ -476,7 +480,7 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
 
 
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
-    """Print the URL of a deployment, its schedules, and the command that starts a run of it."""
+    """Print the URL of a deployment, its schedules, and a command that starts a run."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
@@ -489,8 +493,8 @@ def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
 def format_prefect_command(*arguments: str) -> str:
     """Return a shell command that runs `prefect` with the configured server, in any directory.
 
-    The command uses the `prefect` of Muster's environment, because only there Prefect finds
-    Muster's plugin, which knows the password of the stack of this machine.
+    The command runs the `prefect` of Muster's own Python environment. Only this `prefect` finds
+    Muster's plugin, which provides the password of the Prefect server on this machine.
     """
     variables = {
         "PREFECT_API_URL": str(PREFECT_API_URL.value()),
@@ -574,10 +578,14 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
 
 
 def _split_training_path(path: Path) -> tuple[Path, Path | None]:
-    """Return the directory of a training, and the main file relative to it if the path is a file.
+    """Return the directory of a training, and the main file.
 
     Args:
         path: An existing directory or file.
+
+    Returns:
+        The directory, and the path of the file relative to the directory. The second value is None
+        if `path` is a directory.
     """
     if path.is_dir():
         return path, None
@@ -590,7 +598,7 @@ def _split_training_path(path: Path) -> tuple[Path, Path | None]:
 def _count_gpus() -> int:
     """Return the number of GPUs of this machine that a run can get.
 
-    A driver that does not answer counts as no GPU, and the reason is printed on stderr.
+    If the GPU driver does not answer, the result is 0, and the reason is printed on stderr.
 
     Raises:
         BadDevices: MUSTER_GPUS is malformed or names a missing GPU.

@@ -9,18 +9,18 @@ from tasks.record.states import RunState
 
 
 class EndRequest:
-    """The request to end one run, which may arrive at any time and in any thread.
+    """A request to end one run. It may arrive at any time and in any thread.
 
-    The request is passed to the supervisor of the current attempt. If no attempt has begun, the
-    request is kept and passed to the supervisor of the next attempt.
+    The request is passed to the supervisor of the current attempt. Before the first attempt, the
+    request is kept for the supervisor of that attempt.
     """
 
     def __init__(self) -> None:
-        #: Reason for ending the run as cancelled. Empty if the run was not interrupted.
+        #: Reason why the run must end as cancelled. Empty if there is no such reason.
         self.interrupt_reason = ""
-        #: Reason why another process will continue the run. Empty if this process keeps the run.
+        #: Reason why another process must continue the run. Empty if there is no such reason.
         self.handover_reason = ""
-        #: True if the remaining grace periods must be skipped.
+        #: True if components must be ended without waiting for their grace periods.
         self._is_hurried = False
         #: Set when the first request arrives.
         self._has_arrived = threading.Event()
@@ -28,14 +28,14 @@ class EndRequest:
         self._supervisor: Supervisor | None = None
 
     def __bool__(self) -> bool:
-        """Return True if the run must end, or if another process will continue the run."""
+        """Return True if this process must end the run, or hand it over to another process."""
         return bool(self.interrupt_reason or self.handover_reason)
 
     def interrupt(self, reason: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Return at once.
+        """Request that the run ends as cancelled, with all grace periods. Does not wait.
 
-        The same cancellation may arrive as a signal and through the Prefect server, so this method
-        may be called several times. Only the first call sets the reason.
+        Only the first call sets the reason. Further calls are possible, because the same
+        cancellation may arrive both as a signal and through the Prefect server.
         """
         self.interrupt_reason = self.interrupt_reason or reason
         self._has_arrived.set()
@@ -43,16 +43,16 @@ class EndRequest:
             self._supervisor.interrupt(self.interrupt_reason)
 
     def hurry(self) -> None:
-        """Skip the remaining grace periods of an interrupted run. Return at once."""
+        """End an interrupted run without waiting for the remaining grace periods. Does not wait."""
         was_hurried = self._is_hurried
         self._is_hurried = True
         if self._supervisor is not None and not was_hurried:
             self._supervisor.hurry()
 
     def hand_over(self, reason: str) -> None:
-        """End the run's work in this process, but let its Ray jobs run. Return at once.
+        """End the run's work in this process, but let its Ray jobs continue. Does not wait.
 
-        Another process of the run will continue the Ray jobs.
+        Another process of the run will supervise the Ray jobs.
         """
         self.handover_reason = self.handover_reason or reason
         self._has_arrived.set()
@@ -60,7 +60,10 @@ class EndRequest:
             self._supervisor.interrupt(reason, RunState.RUNNING)
 
     def attach(self, supervisor: Supervisor) -> None:
-        """Pass all later requests, and a request that has already arrived, to a new supervisor."""
+        """Connect a new supervisor, which gets all later requests.
+
+        If a request has already arrived, the supervisor gets it now.
+        """
         self._supervisor = supervisor
         if self.interrupt_reason:
             supervisor.interrupt(self.interrupt_reason)
@@ -70,6 +73,6 @@ class EndRequest:
             supervisor.interrupt(self.handover_reason, RunState.RUNNING)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a request arrives. Return False if none has arrived in time."""
+        """Wait until a request arrives. Return False if no request has arrived in time."""
         self._has_arrived.wait(timeout_s)
         return bool(self)

@@ -53,23 +53,25 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two searches for new checkpoints and ended evaluations.
 _CHECK_EVERY_S = 5.0
-#: Seconds between two searches, if the checkpoints are in an object store such as S3. A store may
-#: charge for each request.
+#: Seconds between two searches if the checkpoints are in an object store such as S3. The interval
+#: is longer, because each request may cost money.
 _CHECK_STORE_EVERY_S = 30.0
-#: Seconds between two checks whether the first attempt of the run has begun.
+#: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
-#: Longest wait in seconds at the end of the training. In this time, the last evaluations are
-#: created. If the training was cancelled, its evaluations are cancelled instead.
+#: Longest time in seconds after the training to create the last evaluations, or to cancel all
+#: evaluations if the training was cancelled.
 _END_TIMEOUT_S = 15.0
-#: Longest wait in seconds at the end of an evaluation, until its training's page in the Prefect UI
-#: is updated.
+#: Longest wait in seconds at the end of an evaluation for the update of its training's page in the
+#: Prefect UI.
 _REPORT_TIMEOUT_S = 15.0
-#: Largest number of figures (numbers in the result) in the message about an evaluation's end.
+#: Largest number of figures in the message about the end of an evaluation. A figure is a number in
+#: the result.
 _MAX_SHOWN_FIGURES = 5
-#: Prefix of a Prefect tag of each evaluation's flow run. The run id of the training follows it.
+#: Prefix of a Prefect tag that the flow run of each evaluation has. The run id of the training
+#: follows the prefix.
 EVALUATION_TAG = "evaluation-of:"
-#: State that the training's record shows for an ended evaluation, by the final state of the
-#: evaluation's own run.
+#: Mapping from the final state of an evaluation's own run to the state of the evaluation in the
+#: training's record.
 _ENDINGS = {
     RunState.COMPLETED: EvaluationState.COMPLETED,
     RunState.FAILED: EvaluationState.FAILED,
@@ -86,15 +88,17 @@ def evaluate_checkpoints(
 ) -> Iterator[None]:
     """Evaluate the checkpoints of a run in the background while the context is open.
 
-    Close the context after the run has its final state. Then the last evaluations are created. If
-    the training was cancelled, its evaluations are cancelled. Other evaluations continue. If the
-    run itself is an evaluation, its end is reported to its training when the context closes.
+    Close the context after the run has its final state. At this time:
+
+    - The last evaluations are created. But if the training was cancelled, its evaluations are
+      cancelled.
+    - If the run itself is an evaluation, its end is reported to its training.
 
     Args:
         run: The run.
         tags: Tags of the run's flow run.
         api_url: Address of the Prefect server. None if the server ends together with the run, so
-            that no run can be queued on it.
+            that no run can be queued on the server.
     """
     background = BackgroundWork()
     training_ids = [
@@ -112,7 +116,8 @@ def evaluate_checkpoints(
                 background.end(_REPORT_TIMEOUT_S)
         return
     evaluator = Evaluator(run, partial(connect_to_server, api_url) if api_url else None)
-    # The thread gets a copy of the context variables, in which Prefect stores the credentials.
+    # Run the thread with a copy of the context variables, because Prefect stores the credentials
+    # there.
     background.start(copy_context().run, evaluator.work, background)
     try:
         yield
@@ -121,10 +126,10 @@ def evaluate_checkpoints(
 
 
 def report_late_evaluation(run: RunSession, training_id: str, connect: Connect) -> None:
-    """Record the end of an evaluation whose training has ended, and update the training's page.
+    """Record the end of an evaluation that ends after its training, and update the page.
 
-    Do nothing while the training continues, because the training itself records the end. Errors
-    are logged.
+    The page is that of the training in the Prefect UI. If the training has not ended, do nothing:
+    the training itself records the end. Errors are logged.
 
     Args:
         run: The run of the evaluation, which has its final state.
@@ -159,7 +164,10 @@ def report_late_evaluation(run: RunSession, training_id: str, connect: Connect) 
 
 
 class Evaluator:
-    """Creates the evaluations of one run, and records their states. Used by a single thread."""
+    """Creates the evaluations of one run, and records their states.
+
+    Only one thread uses this object.
+    """
 
     def __init__(self, run: RunSession, connect: Connect | None) -> None:
         """
@@ -170,11 +178,11 @@ class Evaluator:
         """
         self._run = run
         self._connect = connect
-        #: Text of the last error, to log each error once.
+        #: Text of the last error. An error is logged only if its text has changed.
         self._last_error = ""
 
     def work(self, background: BackgroundWork) -> None:
-        """Evaluate the checkpoints of the run until `background` reports the end of the run."""
+        """Evaluate the checkpoints of the run until `background` signals the end of the run."""
         is_over = background.is_over
         while self._run.record.attempts == 0 and not is_over.wait(_AWAIT_ATTEMPT_EVERY_S):
             pass
@@ -194,9 +202,9 @@ class Evaluator:
             self.advance()
 
     def advance(self) -> None:
-        """Record the states of evaluations, and create evaluations of new checkpoints.
+        """Record the states of evaluations, and create evaluations for new checkpoints.
 
-        Errors are logged. The next call tries again.
+        Errors are logged. The next call repeats the failed steps.
         """
         try:
             with lock_evaluations(self._run.place):
@@ -211,7 +219,7 @@ class Evaluator:
                     error,
                 )
         except Exception as error:
-            # An error in Muster itself must not end the evaluations of a long training.
+            # A bug in Muster must not stop the evaluations of a long training.
             if repr(error) != self._last_error:
                 self._last_error = repr(error)
                 _log.exception(
@@ -219,7 +227,7 @@ class Evaluator:
                 )
 
     def _advance(self) -> None:
-        """Do what `advance` describes, but raise errors instead of logging them.
+        """Do the work of `advance`, but raise errors instead of logging them.
 
         Raises:
             OSError, ValueError: A file or folder of the run cannot be read or written.
@@ -248,8 +256,8 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # The spec key `keep` removes only checkpoints that this file lists. So write the file
-            # before any request. Otherwise, no old checkpoint would be removed while the Prefect
+            # Write this file before any request to the Prefect server. Only checkpoints in this
+            # file can be deleted because of the spec key `keep`, and this must also work if the
             # server does not answer.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
@@ -263,12 +271,13 @@ class Evaluator:
         for note in noted.evaluations:
             if note.state is EvaluationState.CHOSEN:
                 # The name of the new run contains the number of the checkpoint. If this process is
-                # killed now, the next process finds the run by its name, and creates no second run.
+                # killed now, the next process finds the run by its name and does not create a
+                # second run.
                 noted = noted.with_evaluation(self._begin(noted, note))
                 noted.write(run.place)
 
     def _update(self, client: SyncPrefectClient, content: EvaluationsJson) -> EvaluationsJson:
-        """Return the record with the present states of the evaluations that had not ended.
+        """Return the record with the present states of all evaluations that have not ended.
 
         Raises:
             MusterError: The Prefect server does not answer.
@@ -290,7 +299,7 @@ class Evaluator:
         return changed
 
     def _describe(self, note: EvaluationNote, run: StageRun | None) -> EvaluationNote:
-        """Return the record of an evaluation with the evaluation's present state.
+        """Return the record of an evaluation with its present state.
 
         Args:
             note: The record with the last known state.
@@ -316,7 +325,7 @@ class Evaluator:
         return note.with_changes(state=state, run_id=run.name, message=message)
 
     def _report_end(self, note: EvaluationNote, checkpoint: CheckpointNote) -> None:
-        """Emit the event about the end of an evaluation, and a warning if it has failed."""
+        """Emit an event about the end of an evaluation. If it has failed, also emit a warning."""
         subject = _describe_evaluation(note, checkpoint)
         details = note.message
         if note.state is EvaluationState.COMPLETED and not details:
@@ -418,9 +427,9 @@ class Evaluator:
 
 
 def _name_unit(note: EvaluationNote, checkpoint: CheckpointNote) -> str:
-    """Return the name of the task run that shows an evaluation in the flow run of its training.
+    """Return the name of the task run for an evaluation in the flow run of the training.
 
-    The name is different for each checkpoint, also if a step was saved again.
+    The name differs for each checkpoint, even if several checkpoints have the same step.
     """
     step = f"step-{checkpoint.step}-" if checkpoint.step is not None else ""
     return f"evaluate-{note.name}-{step}{note.checkpoint}"

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-#: Number of reported steps before the first expected end. The first steps of a training are often
-#: slow, for example because of a compilation.
+#: Number of reported steps before an expected end is computed. The first steps of a training are
+#: often slow, for example because code is compiled.
 _MIN_STEPS = 5
 #: Seconds between two reports of the expected end.
 _MIN_INTERVAL_S = 60.0
-#: An expected end is reported again if it has moved by more than this share of the remaining time.
+#: An expected end is reported again only if it has moved by more than this share of the remaining
+#: time.
 _TOLERANCE = 0.1
 
 
 class ExpectedEnd:
-    """The expected end of a run, which changes with the speed of the training.
+    """The expected end of a run, computed from the speed of the training.
 
-    The speed varies a little with each step. A new expected end is only reported if it differs
-    clearly from the last report. Otherwise, every step would cost a request to the server, and the
-    queue would show another time after each scheduling pass.
+    The speed varies a little with each step. So a new expected end is reported only if it differs
+    clearly from the last report. Otherwise, each step would cost a request to the server.
     """
 
     def __init__(self) -> None:
         self._step_count = 0
-        #: The expected end that was reported last, in UTC epoch seconds. None if there was none.
+        #: The last reported expected end, in UTC epoch seconds. None if there was no report.
         self._reported: float | None = None
         #: Time of the last report in UTC epoch seconds.
         self._reported_at = 0.0
 
     def restart(self) -> None:
-        """Forget the earlier steps, because a new attempt begins."""
+        """Forget the steps of earlier attempts, because a new attempt begins."""
         self._step_count = 0
         self._reported = None
 
     def take_step(self, at: float, remaining_s: float | None) -> float | None:
-        """Record a step, and return the expected end if it must be reported now.
+        """Record a training step, and return the expected end if it must be reported now.
 
         Args:
             at: Time of the step in UTC epoch seconds.
             remaining_s: Estimated seconds from this step to the last step. None if unknown.
 
         Returns:
-            The expected end in UTC epoch seconds. None if there is nothing to report.
+            The expected end in UTC epoch seconds. None if nothing must be reported.
         """
         self._step_count += 1
         if remaining_s is None or self._step_count < _MIN_STEPS:

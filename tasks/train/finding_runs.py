@@ -19,22 +19,23 @@ from tasks.train.runs import Run
 from tasks.train.server_imports import import_server_runs
 from tasks.train.server_url import may_have_prefect_server
 
-#: Largest number of runs, newest first, among which `find_run` searches.
+#: Largest number of runs that `find_run` searches, newest first.
 _SEARCHED_RUNS = 1000
-#: Largest number of runs that the message about an ambiguous name lists.
+#: Largest number of runs in the message about an ambiguous name.
 _LISTED_MATCHES = 10
-#: Matches the end of a run id. The group of the pattern is the time at which the run id was made.
+#: Matches the end of a run id. The group contains the time at which the run id was created.
 _RUN_ID_END = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
-#: Matches an age such as `12h`. The groups of the pattern are the number and the unit.
+#: Matches an age such as `12h`. The groups contain the number and the unit.
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
-#: Seconds in each unit of an age.
+#: Mapping from the unit of an age to its length in seconds.
 _UNIT_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
     """Return the runs of the Prefect server and of the records on this machine, newest first.
 
-    If the server does not answer, a warning is printed on stderr, and only the records count.
+    If the server does not answer, a warning is printed on stderr, and only runs with a record on
+    this machine are returned.
 
     Args:
         at_most: Largest number of runs to return.
@@ -48,9 +49,10 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
 def list_runs_with_specs(
     at_most: int = _SEARCHED_RUNS,
 ) -> list[tuple[Run, Mapping[str, Any]]]:
-    """Return the runs of `list_runs` as pairs: the run, and its run spec on the Prefect server.
+    """Return pairs of a run and its run spec on the Prefect server.
 
-    The spec is empty if the server does not know the run, or if the flow run has no spec.
+    The runs are those of `list_runs`. The spec is empty if the server does not have the run, or if
+    the flow run has no spec.
 
     Args:
         at_most: Largest number of runs to return.
@@ -70,15 +72,15 @@ def list_runs_with_specs(
 
 
 def _read_local_records(at_most: int) -> dict[str, RunJson]:
-    """Return the content of the newest `run.json` files on this machine, by run id."""
-    # A run id ends with the time at which it was made, so the ids can be sorted by this time.
+    """Return a mapping from run ids to the newest `run.json` files on this machine."""
+    # A run id ends with the time at which it was created, so sort the ids by this time.
     newest = sorted(list_local_run_ids(), key=_RUN_ID_END.findall, reverse=True)[:at_most]
     records = [read_local_record(name) for name in newest]
     return {record.run_id: record for record in records if record is not None}
 
 
 def parse_since(text: str, now: float) -> float:
-    """Return the time that an age or a date stands for, in UTC epoch seconds.
+    """Return the time that an age or a date means, in UTC epoch seconds.
 
     Args:
         text: An age such as `30m`, `12h`, `7d` or `2w`, or a date such as `2026-01-31`. A date may
@@ -101,7 +103,7 @@ def parse_since(text: str, now: float) -> float:
 
 
 def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
-    """Return the runs that a text stands for, according to the first rule that matches a run.
+    """Return the runs that a text means. The first rule that matches a run is used.
 
     The rules are, in this order:
 
@@ -126,27 +128,26 @@ def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
 
 
 def _match_typed_names(runs: Sequence[Run], text: str, typed_names: Mapping[str, str]) -> list[Run]:
-    """Return the runs whose name in the Prefect UI was typed by a user and contains a text.
+    """Return the runs whose name in the Prefect UI contains a text. Users have typed these names.
 
     If a name is equal to the text, only the runs with this name are returned.
 
     Args:
-        runs: The runs among which the function searches.
+        runs: The runs that are searched.
         text: The text.
-        typed_names: The names that people gave to flow runs, by flow run id.
+        typed_names: Mapping from flow run ids to the names that users gave to the flow runs.
     """
     exact = [run for run in runs if typed_names.get(run.flow_run_id) == text]
     return exact or [run for run in runs if text in typed_names.get(run.flow_run_id, "")]
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its name or id, or by a part of them, and return the run.
+    """Find a run by its name or id, or by a part of a name or id, and return the run.
 
     Args:
-        name: `latest`, the id of the run or of its flow run, or the first or last characters of
-            such an id. It can also be the name in the spec, or the name that a user gave to the
-            flow run in the Prefect UI. Any part of a run id or name is accepted, too, if only one
-            run has it.
+        name: One of these texts: `latest`; the id of the run or of its flow run, or the first or
+            last characters of such an id; the name in the spec; the name that a user gave to the
+            flow run in the Prefect UI; any part of a run id or name that only one run has.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.
@@ -170,14 +171,14 @@ def find_run(name: str) -> Run:
 
 
 def find_run_with_files(name: str) -> Run:
-    """Find a run whose files will be read, if possible without Prefect and the server.
+    """Find a run whose files will be read.
 
-    The server is not asked if the run has ended on this machine, or if its flow process is alive on
-    this machine. The record on this machine is then complete.
+    If the run has ended on this machine, or its flow process is alive on this machine, the record
+    on this machine is complete. In this case, the Prefect server is not asked.
 
     Args:
-        name: See `find_run`. The server is asked if the name is not the id of a run on this machine
-            or a beginning of that id.
+        name: See `find_run`. The server is also asked if the name is not the id of a run on this
+            machine, or the beginning of such an id.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.
@@ -191,7 +192,7 @@ def find_run_with_files(name: str) -> Run:
 
 
 def _describe_ambiguity(name: str, matching_runs: Sequence[Run]) -> str:
-    """Return the message for a name that matches several runs, with one line per run."""
+    """Return the message for a name that matches several runs. It lists the runs."""
     listed_runs = matching_runs[:_LISTED_MATCHES]
     width = max(len(run.run_id) for run in listed_runs)
     lines = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 
-#: Largest number of MLflow's runs that the search returns.
+#: Largest number of MLflow runs that the search returns.
 MAX_RUNS = 1000
 
 
 def main(muster_run_id: str) -> None:
-    """Print the id of the parent run, after creating that run if it does not exist."""
+    """Print the id of the parent run in MLflow. If it does not exist, create it first."""
     try:
         from mlflow import MlflowClient
     except ImportError:
@@ -43,13 +43,13 @@ def main(muster_run_id: str) -> None:
         tags = {"muster.run": muster_run_id}
         created = client.create_run(experiment, tags=tags, run_name=muster_run_id)
         parent = created.info.run_id
-        # The parent run only groups other runs. End it now, because no process would do so later.
+        # The parent run only groups other runs. End it now, because no other process will do so.
         client.set_terminated(parent, "FINISHED")
     for run in of_attempts:
         if "mlflow.parentRunId" not in run.data.tags:
             client.set_tag(run.info.run_id, "mlflow.parentRunId", parent)
         if run.info.status == "RUNNING":
-            # The attempt is over, but it was killed before it could end its run in MLflow.
+            # The attempt is over. Its process was killed before it could end its run in MLflow.
             client.set_terminated(run.info.run_id, "KILLED")
     print(parent)
 

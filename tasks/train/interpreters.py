@@ -28,19 +28,21 @@ def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
 
     Args:
         env: Environment variables of the component in the spec.
-        root: Root folder of the project. If None, use the folder of the submitted project, which an
-            environment variable names, or else the working directory.
+        root: Root folder of the project. If None, the folder in the environment variable for
+            submitted code is used, or else the working directory.
     """
     return find_interpreter(_find_project(root), select_literals(env))
 
 
 def _find_project(root: Path | None) -> Path:
-    """Return the root folder of a run's project, see `component_interpreter`."""
+    """Return the root folder of a run's project; see `component_interpreter`."""
     return root or Path(os.environ.get(PROJECT) or Path.cwd())
 
 
 def component_search_path(env: Env, root: Path | None = None) -> str:
-    """Return the PATH of a component: the folder of its `python`, then the PATH of this process.
+    """Return the PATH of a component.
+
+    The PATH begins with the folder of the component's `python`. The PATH of this process follows.
 
     Args:
         env: Environment variables of the component in the spec.
@@ -51,9 +53,9 @@ def component_search_path(env: Env, root: Path | None = None) -> str:
 
 
 def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, ...]:
-    """Return a fault for each file or program that the spec names and that this machine lacks.
+    """Return a fault for each file or program in the spec that does not exist on this machine.
 
-    If the project has no Python environment, the remedy for a missing program says how to provide
+    If the project has no Python environment, the advice for a missing program says how to create
     one.
 
     Args:
@@ -79,7 +81,7 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
 
 
 def print_project(spec: RunSpec, root: Path) -> None:
-    """Print the project and code of a run on stderr, and the programs that this machine lacks.
+    """Print the project and the code of a run on stderr, and the missing programs.
 
     Args:
         spec: The run spec, with the version of the submitted code.
@@ -92,7 +94,7 @@ def print_project(spec: RunSpec, root: Path) -> None:
     )
     interpreter = component_interpreter(spec.env, root)
     print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)
-    # A missing program is no fault: the run may start on another host, which has the program.
+    # A missing program is no fault, because the run may start on another host that has the program.
     for fault in find_missing_files(spec, root):
         print(
             f"  this machine lacks a file that the worker's host must have: {fault}",

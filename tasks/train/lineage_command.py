@@ -43,13 +43,13 @@ from tasks.train.runs import ENDED_STATES, Run
 
 #: Largest number of lineages that are read from the Prefect server.
 _MAX_LINEAGES = 1000
-#: Number of artifacts that are read with one request.
+#: Number of artifacts that are read with each request.
 _PAGE = 100
-#: Largest number of levels of runs that the tree shows. The first level is the run itself. The
-#: second level contains the runs that made its inputs, and so on.
+#: Largest number of levels in the tree. The first level is the run itself. The second level
+#: contains the runs that wrote its inputs, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that the tree shows below an output: the runs that used this output. It is
-#: also the largest number of outputs that the tree shows below each of these runs.
+#: Largest number of runs in the tree below an output: the runs that used the output. The same limit
+#: applies to the number of outputs below each of these runs.
 _MAX_USERS = 20
 
 
@@ -76,16 +76,17 @@ def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 
 
 def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, Lineage]:
-    """Return the known lineages of all runs, by run id.
+    """Return a mapping from run ids to all known lineages.
 
-    The lineage of a run is read from the run's files on this machine. Without these files, it is
-    read from the artifact on the Prefect server, or else from the run spec on the server.
+    A lineage is the data that a run reads and writes. It is read from the run's files on this
+    machine. If there are no files, it is read from the artifact on the Prefect server, or from the
+    run spec on the server.
 
     Args:
         run: The run that the user asked for. For this run, the present checkpoints are searched,
             too.
-        specs: Run spec of each known run, by run id, newest run first. A spec is empty if the
-            server does not know the run.
+        specs: Mapping from the id of each known run to its run spec, newest run first. A spec is
+            empty if the server does not have the run.
     """
     lineages: dict[str, Lineage] = {}
     for run_id, spec in specs.items():
@@ -93,8 +94,8 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
             lineages[run_id] = _describe_by_spec(run_id, spec)
     api_url = PREFECT_API_URL.value()
     if api_url:
-        # Ignore a server that does not answer, because `list_runs_with_specs` has already printed a
-        # warning about it.
+        # Ignore a server that does not answer. `list_runs_with_specs` has already printed a
+        # warning.
         with suppress(ServerAway), connect_to_server(api_url) as client:
             lineages |= {stored.run_id: stored for stored in _read_server_lineages(client)}
     for run_id in specs:
@@ -111,7 +112,7 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
 
 
 def _describe_by_spec(run_id: str, spec: Mapping[str, Any]) -> Lineage:
-    """Return the lineage of a run as far as its spec on the Prefect server shows it."""
+    """Return the lineage of a run, as far as it follows from the spec on the Prefect server."""
     return Lineage(
         run_id=run_id,
         workload=str(spec.get("workload") or ""),
@@ -139,9 +140,9 @@ def _read_server_lineages(client: SyncPrefectClient) -> Iterator[Lineage]:
 
 
 def _describe_by_files(run: Run) -> Lineage | None:
-    """Return the lineage of a run as its files on this machine show it now.
+    """Return the lineage of a run according to its files on this machine.
 
-    Return None if this machine does not have these files, or they cannot be read.
+    Return None if this machine does not have the files, or cannot read them.
     """
     record: RunJson | None = find_record(run)
     if record is None or not record.attempts:
@@ -157,11 +158,11 @@ def _describe_by_files(run: Run) -> Lineage | None:
 
 
 def _build_tree(run: Run, runs: Mapping[str, Run], index: LineageIndex) -> TreeNode:
-    """Return the lines that `muster lineage` prints.
+    """Return the tree that `muster lineage` prints.
 
     Args:
         run: The run that the user asked for.
-        runs: All known runs by run id.
+        runs: Mapping from run ids to all known runs.
         index: The lineages of all known runs.
     """
     root = TreeNode(text=f"{run.run_id} {run.state}")
@@ -194,15 +195,17 @@ def _add_inputs(
     index: LineageIndex,
     above: list[str],
 ) -> None:
-    """Add a line for each input. Below each line, add the run that made the input, recursively.
+    """Add a line for each input to the tree. Below each line, add the run that wrote the input.
+
+    The inputs of that run are added in the same way.
 
     Args:
         node: Line below which the lines are added.
         inputs: The inputs.
-        runs: All known runs by run id.
+        runs: Mapping from run ids to all known runs.
         index: The lineages of all known runs.
-        above: Ids of the runs above the new lines, to avoid an endless recursion. If files were
-            overwritten, two runs may seem to be made from each other.
+        above: Ids of the runs above the new lines. They prevent an endless recursion: if files were
+            overwritten, two runs may seem to be inputs of each other.
     """
     for data in inputs:
         line = node.add(describe_input(data))
@@ -214,7 +217,7 @@ def _add_inputs(
 
 
 def _add_user(node: TreeNode, run_id: str, runs: Mapping[str, Run], index: LineageIndex) -> None:
-    """Add a line for a run that used an output, and below it the data that this run made."""
+    """Add a line for a run that used an output, and lines for the data that the run wrote."""
     line = node.add(f"used by {_describe_run(run_id, runs)}")
     outputs = _list_last_versions(index.lineages[run_id].outputs)
     for output in outputs[-_MAX_USERS:]:
@@ -230,8 +233,8 @@ def _list_last_versions(outputs: Iterable[LineageOutput]) -> list[LineageOutput]
     """Return the newest version of each output, oldest first.
 
     Args:
-        outputs: Outputs of a run, oldest first. The same path can occur several times, if a
-            checkpoint was saved again.
+        outputs: Outputs of a run, oldest first. The same path occurs several times if a checkpoint
+            was saved again.
     """
     by_uri: dict[str, LineageOutput] = {}
     for output in outputs:
@@ -241,7 +244,7 @@ def _list_last_versions(outputs: Iterable[LineageOutput]) -> list[LineageOutput]
 
 
 def _as_json(run: Run, runs: Mapping[str, Run], index: LineageIndex) -> dict[str, Any]:
-    """Return the tree that `muster lineage` prints as JSON data."""
+    """Return the content of the tree that `muster lineage` prints, as JSON data."""
     own = index.lineages.get(run.run_id, Lineage())
     return {
         "run_id": run.run_id,
@@ -265,7 +268,9 @@ def _as_json(run: Run, runs: Mapping[str, Run], index: LineageIndex) -> dict[str
 
 
 def _list_inputs_as_json(index: LineageIndex, above: list[str]) -> list[dict[str, Any]]:
-    """Return the inputs of a run as JSON data, each with the inputs of the run that made it.
+    """Return the inputs of a run as JSON data, together with the inputs of earlier runs.
+
+    An earlier run is a run that wrote one of the inputs.
 
     Args:
         index: The lineages of all known runs.

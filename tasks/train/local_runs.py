@@ -15,17 +15,17 @@ from tasks.spec.prefect_address import may_have_server
 if TYPE_CHECKING:
     from tasks.record.run_json import RunJson
 
-#: Matches the time in a run id, and the first character of the random part behind the time. If the
-#: beginning of a run id contains this much, it is very unlikely that two runs have this beginning.
+#: Matches the time in a run id, and the first character of the random part after the time. Two run
+#: ids hardly ever begin with the same text up to this character.
 _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 
 
 def find_local_run(name: str) -> RunPlace | None:
-    """Return the directory of a run that has an attempt on this machine, or None.
+    """Return the directory of a run with an attempt on this machine, or None.
 
-    The Prefect server is not asked, although it may know runs of other machines. So a beginning of
-    a run id that is too short is not accepted, because it may also mean such a run. `latest` is
-    accepted only if no server is configured.
+    The Prefect server is not asked, although it may have runs of other machines. So the beginning
+    of a run id must be long enough to be unique. `latest` is accepted only if no server is
+    configured.
 
     Args:
         name: Id of the run, or a beginning of the run id that contains the time of the run, or
@@ -46,7 +46,7 @@ def find_local_run(name: str) -> RunPlace | None:
 
 
 def _find_latest(run_ids: Iterable[str]) -> str:
-    """Return the run id of the run that began last, or an empty string if no run has a record."""
+    """Return the id of the run that started last, or an empty string if no run has a record."""
     records = [record for record in map(read_local_record, run_ids) if record is not None]
     return max(records, key=lambda record: record.started_at).run_id if records else ""
 
@@ -63,7 +63,7 @@ def list_local_run_ids() -> list[str]:
 
 
 def list_attempts(place: RunPlace) -> list[int]:
-    """Return the numbers of the attempts that have a directory on this machine, in order."""
+    """Return the sorted numbers of the attempts that have a directory on this machine."""
     names = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -77,12 +77,13 @@ def read_local_record(run_id: str) -> RunJson | None:
 
 @cache
 def import_run_json() -> type[RunJson]:
-    """Return the class `RunJson`.
+    """Import and return the class `RunJson`.
 
-    Its import takes long, and `muster logs` needs no record to print the logs of a run id. So the
-    class is only imported when it is needed. The Python client calls this function once while it
-    loads Muster's modules. A later import of `tasks` could find a package of that name in the
-    user's project.
+    The import takes long, so call this function only if the class is needed. `muster logs` often
+    works without the class.
+
+    The Python client calls this function while it loads Muster's modules. A later import could find
+    another package with the name `tasks`, in the user's project.
     """
     from tasks.record.run_json import RunJson
 

@@ -21,20 +21,20 @@ from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
 
 
 def read_local_view(run: Run) -> RunView | None:
-    """Return the present view of a run, or None if this machine has no files of an attempt."""
+    """Return the present state of a run, or None if this machine has no files of the run."""
     record = read_local_record(run.run_id)
     if record is None or record.attempt is None or run.is_on_another_host:
         return None
-    # If the flow process was killed, the run may have ended on the server. The record on this
-    # machine shows the end only after `muster reconcile`.
+    # If the flow process was killed, the run may have ended on the server only. The record on this
+    # machine shows the end after `muster reconcile`.
     is_outdated = run.state in ENDED_STATES and not record.state.is_final
     spec = read_spec_of_run(record, run.place)
     if spec is None or is_outdated:
         return None
     seen = _observe_attempt(spec, run.place.attempt(record.attempt.number))
     if run.state in WAITING_STATES:
-        # A waiting run has no process that writes events. The scheduler writes the reason for
-        # waiting into the state of the flow run on the server.
+        # A waiting run has no process that writes events. So use the reason that the scheduler has
+        # written into the state of the flow run on the server.
         seen.doing = f"waiting: {run.message}"
     return RunView(
         at=time.time(),
@@ -49,7 +49,7 @@ def read_local_view(run: Run) -> RunView | None:
 
 
 def describe_locally(run: Run) -> Iterator[str]:
-    """Yield the summary and the components of a run as Markdown, from its files.
+    """Yield the summary and the components of a run as Markdown, from the run's files.
 
     Yield nothing if this machine has no files of an attempt.
     """
@@ -60,7 +60,7 @@ def describe_locally(run: Run) -> Iterator[str]:
 
 
 def _observe_attempt(spec: RunSpec, attempt: AttemptPlace) -> ObservedRun:
-    """Return the state of a run according to the event log of an attempt."""
+    """Return the state of a run according to the event log of one of its attempts."""
     seen = ObservedRun(spec)
     for event in read_events(attempt.events):
         seen.observe(event)

@@ -38,12 +38,12 @@ def logs(
         grep: Show only lines that contain this text. It is no regular expression.
     """
     selection = Selection(component=component, text=grep, last_lines=tail)
-    # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
+    # Ctrl-C is the usual way to end `muster logs --follow`, so do not treat it as a failure.
     with suppress(KeyboardInterrupt):
         place = find_local_run(run)
         if place is None:
-            # Import these modules only here. They import Prefect, which takes long, and a run on
-            # this machine is found without them.
+            # Import these modules only if needed: they import Prefect, which takes long. A run on
+            # this machine is found without these modules.
             from tasks.train.finding_runs import find_run
             from tasks.train.run_records import find_last_attempt
 

@@ -16,8 +16,8 @@ from tasks.train.interpreters import component_search_path
 from tasks.train.plan import component_env, inherit_env
 from tasks.train.trackers import needs_mlflow_parent
 
-#: Program that finds or creates the parent run. The Python interpreter of a component executes it,
-#: because only the component's environment is sure to contain MLflow.
+#: Program that finds or creates the parent run in MLflow. The Python interpreter of a component
+#: executes this program, because MLflow may be installed only in the environment of the component.
 _PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
 #: Longest time in seconds that the program `_PROGRAM` may take for one component.
 _LIMIT_S = 60.0
@@ -25,8 +25,8 @@ _LIMIT_S = 60.0
 _PAUSE_S = 0.1
 _PYTHON_NAME = re.compile(r"python[\d.]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-#: Environment variables with a shorter timeout and fewer retries for MLflow's client in `_PROGRAM`.
-#: So a server that does not answer delays the attempt less. The component itself does not get these
+#: Environment variables with a shorter timeout and fewer retries for the MLflow client in
+#: `_PROGRAM`. They limit the delay if the server does not answer. The component does not get these
 #: variables.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
@@ -40,13 +40,12 @@ def find_mlflow_parents(
     warn: Callable[[str], None],
     limit_s: float = _LIMIT_S,
 ) -> dict[str, str]:
-    """Return the id of the parent run in MLflow, by name of the component.
+    """Return a mapping from component names to the ids of their parent runs in MLflow.
 
-    Each attempt makes MLflow runs of its own. The parent run groups them in the MLflow UI. It is
-    created if it does not exist yet and an earlier attempt has begun a run in MLflow.
+    Each attempt creates its own MLflow runs. The parent run groups them in the MLflow UI. It is
+    created for the second attempt that uses MLflow.
 
-    A component without a parent run is not in the result. An error of MLflow only causes a
-    warning, because the training does not need a parent run.
+    A component without a parent run is not in the result. An error of MLflow only causes a warning.
 
     Args:
         spec: The resolved spec of the attempt, with the values of Prefect Secret blocks.
@@ -61,7 +60,7 @@ def find_mlflow_parents(
         return parents
 
     untracked = spec.model_copy(update={"tracker": "off"})
-    # Several components usually share one store of MLflow. Ask each store only once.
+    # Several components usually share one MLflow store. Send only one request to each store.
     parent_by_store: dict[tuple[object, ...], str] = {}
     for name, component in spec.processes.items():
         env = component_env(untracked, name, run_id, attempt)
@@ -70,7 +69,7 @@ def find_mlflow_parents(
             continue
         if is_job:
             # A Ray job does not inherit the environment of this process. But the program that finds
-            # MLflow's parent run is executed on this machine, so it needs this environment.
+            # the parent run is executed on this machine, so it needs this environment.
             env = {
                 **inherit_env(),
                 "PATH": component_search_path({**spec.env, **component.env}),
@@ -103,9 +102,10 @@ def find_mlflow_parents(
 def _find_python(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return the path of the Python interpreter that a component probably uses.
 
-    If the command starts with an interpreter, return this interpreter. If the command starts with
-    another program, such as `torchrun`, return the interpreter in the folder of that program.
-    Otherwise, return the first interpreter in the PATH.
+    - If the command starts with an interpreter, this interpreter is returned.
+    - If the command starts with another program, such as `torchrun`, the interpreter in the folder
+      of that program is returned.
+    - Otherwise, the first interpreter in the PATH is returned.
     """
     path = env.get("PATH")
     program = shutil.which(command[0], path=path)
@@ -139,7 +139,7 @@ def _run(
 
     Raises:
         OSError: The program cannot be started.
-        subprocess.SubprocessError: The program failed, it took too long, or the run must end.
+        subprocess.SubprocessError: The program failed or took too long, or the run must end.
     """
     deadline = time.monotonic() + limit_s
     with subprocess.Popen(
@@ -174,10 +174,10 @@ def _run(
 
 
 def _check_time(deadline: float, limit_s: float, must_end: Callable[[], bool]) -> None:
-    """Raise an error if the helper program must stop, because of its time limit or the run's end.
+    """Raise an error if the helper program must be stopped.
 
     Raises:
-        subprocess.SubprocessError: The time is over, or the run must end.
+        subprocess.SubprocessError: The time limit is reached, or the run must end.
     """
     if must_end():
         raise subprocess.SubprocessError("the run is ending")

@@ -29,9 +29,10 @@ from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import TimeSpent
 from tasks.train.session import RunSession
 
-#: For each artifact key, the minimum interval in seconds between two updates, and the function that
-#: makes the content. The function is None for the curve of the reward or loss, which `RunPage`
-#: itself makes. The artifact has the key `loss` if the training has no reward.
+#: Mapping from the key of each artifact to two values: the minimum interval in seconds between two
+#: updates, and the function that returns the content. The function is None for the curve of the
+#: reward or loss, which `RunPage` creates. If the training has no reward, this artifact has the key
+#: `loss`.
 _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
     pages.COMPONENTS: (2.0, pages.show_components),
@@ -46,29 +47,29 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So the
+#: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So
 #: artifacts of a long run are updated less often.
 _INTERVAL_PER_AGE = 0.01
-#: Upper bound, in seconds, of the interval that results from `_INTERVAL_PER_AGE`.
+#: Upper limit for the interval that results from `_INTERVAL_PER_AGE`, in seconds.
 _MAX_INTERVAL_S = 60.0
-#: Artifacts that are updated even if no event occurs, because they contain durations.
+#: Artifacts that contain durations. They are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact while no event occurs.
 _TIMED_INTERVAL_S = 30.0
-#: While no event occurs, the minimum interval between two updates of an artifact is this number of
-#: times as long as while events occur, but at least `_TIMED_INTERVAL_S`.
+#: If no event occurs, the minimum interval between two updates is multiplied by this number. The
+#: result is at least `_TIMED_INTERVAL_S`.
 _TIMED_INTERVAL_FACTOR = 10
-#: Longest wait, in seconds, for a read of the metrics file. Its file system may not answer.
+#: Longest wait in seconds for reading the metrics file, because the file system may not respond.
 _READ_METRICS_WITHIN_S = 5.0
 #: Seconds to wait before the next update after the server has rejected an artifact.
 _PAUSE_S = 5.0
-#: Longest wait that `due_in_s` returns, in seconds.
+#: Largest number of seconds that `due_in_s` returns.
 _MAX_WAIT_S = 3600.0
-#: Seconds before the first update, so that a single update shows all events at the start of a run.
+#: Seconds before the first update. So one update shows all events at the start of a run.
 _FIRST_UPDATE_AFTER_S = 1.0
 
-#: Keys of the artifacts that an event changes, by a prefix of the event's name. If several prefixes
-#: match an event, the longest prefix is used.
+#: Mapping from the prefix of an event name to the keys of the artifacts that the event changes. If
+#: several prefixes match, the longest is used.
 _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "attempt.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.ATTEMPTS, pages.RECORD),
     "evaluation.": (pages.EVALUATIONS,),
@@ -88,7 +89,7 @@ _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
 
 
 class RunPage:
-    """The artifacts of one run, and the time at which each of them must be updated.
+    """The artifacts of one run, with the time at which each artifact must be updated.
 
     `observe` may be called from any thread and returns at once. `send` sends requests to the
     Prefect server, and must be called from one thread only.
@@ -101,31 +102,33 @@ class RunPage:
         Args:
             run: The run.
             flow_run: The flow run that owns the artifacts.
-            clock: Returns the current time in seconds.
+            clock: Function that returns the current time in seconds.
         """
         self._run = run
         self._clock = clock
-        # Artifacts can exist already only if the flow run had an earlier process. So search for
-        # them only then, to save requests to the server.
+        # Artifacts may exist already if the flow run had an earlier process. Search for them only
+        # in this case, to save requests to the server.
         existing_keys = (*_ARTIFACTS, pages.LOSS) if flow_run.run_count > 1 else ()
         self._artifacts = Artifacts(flow_run.id, existing_keys, run.mask)
         #: Lock for the attributes that events change.
         self._lock = threading.Lock()
         self._began_s = clock()
-        #: Time at which each artifact must be updated, by artifact key, in seconds of `clock`.
+        #: Mapping from the key of each artifact to the time of its next update, in seconds of
+        #: `clock`.
         self._due_at_s: dict[str, float] = {}
-        #: Time of the last update of each artifact, by artifact key, in seconds of `clock`.
+        #: Mapping from the key of each artifact to the time of its last update, in seconds of
+        #: `clock`.
         self._sent_at_s: dict[str, float] = {}
-        #: Time before which no artifact is sent, in seconds of `clock`.
+        #: Earliest time at which artifacts may be sent, in seconds of `clock`.
         self._not_before_s = self._began_s + _FIRST_UPDATE_AFTER_S
         self._seen = ObservedRun(run.resolved_spec)
-        #: Metrics of the current attempt. None until an attempt has begun.
+        #: Metrics of the current attempt. None before the first attempt.
         self._figures: Figures | None = None
         self._metrics_reader = PlaceReader("the metrics")
         self._time_spent = TimeSpent()
 
     def observe(self, event: Event) -> bool:
-        """Process an event of the run. Return True if the event makes an update due earlier."""
+        """Process an event of the run. Return True if an update must now be sent earlier."""
         with self._lock:
             previous_due = {**self._due_at_s}
             previous_activity = self._seen.doing
@@ -174,14 +177,14 @@ class RunPage:
         return min(age_s * _INTERVAL_PER_AGE, _MAX_INTERVAL_S)
 
     def due_in_s(self) -> float:
-        """Return the number of seconds until the next update of an artifact may be due."""
+        """Return the number of seconds after which an artifact may have to be updated."""
         with self._lock:
             due_s = min(self._due_at_s.values(), default=float("inf"))
             wait_s = max(due_s, self._not_before_s) - self._clock()
             return min(_MAX_WAIT_S, max(0.0, wait_s))
 
     def send(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Send the artifacts that are due to the server.
+        """Send the artifacts that must be updated now to the server.
 
         Args:
             is_last: True at the end of the run. All artifacts that may have changed are sent.
@@ -189,14 +192,14 @@ class RunPage:
                 the remaining artifacts are sent by the next call of `send`.
 
         Raises:
-            Exception: The error of Prefect's client. The artifacts that were not sent are due
-                again after a pause.
+            Exception: The error of Prefect's client. The remaining artifacts are sent again after a
+                pause.
         """
         now_s = self._clock()
         with self._lock:
             if is_last:
-                # Make every artifact due that may have changed since it was sent. The content of an
-                # artifact can change without an event.
+                # Send every artifact that may have changed since the last update. The content of an
+                # artifact can change even without an event.
                 always = (pages.SUMMARY, pages.REWARD, pages.EVALUATIONS)
                 keys = (*always, *self._sent_at_s, *self._due_at_s)
                 self._due_at_s = dict.fromkeys(keys, now_s)
@@ -228,7 +231,7 @@ class RunPage:
                 self._due_at_s |= dict.fromkeys(remaining, now_s)
 
     def _note_sent(self, key: str) -> None:
-        """Remember the time at which an artifact was sent, and schedule its next regular update."""
+        """Store the time at which an artifact was sent, and schedule its next regular update."""
         sent_at_s = self._clock()
         self._sent_at_s[key] = sent_at_s
         if key in _TIMED_ARTIFACTS:
@@ -237,9 +240,9 @@ class RunPage:
                 self._due_at_s.setdefault(key, sent_at_s + interval_s)
 
     def _find_artifact_key(self, key: str) -> str:
-        """Return the key of an artifact on the server.
+        """Return the key that an artifact has on the server.
 
-        The curve of the reward has the key `loss` instead of `reward` if it shows the loss.
+        The curve of the reward has the key `loss` instead of `reward` if the curve shows the loss.
         """
         is_loss = self._figures is not None and self._figures.is_loss
         return pages.LOSS if key == pages.REWARD and is_loss else key
@@ -255,12 +258,12 @@ class RunPage:
         return pages.show_curve(view, figures) if figures and figures.points else None
 
     def _make_view(self) -> RunView:
-        """Return a snapshot of the run, from which the content of all artifacts is made."""
+        """Return a snapshot of the run, from which the content of all artifacts is created."""
         run = self._run
         record = run.record.content
         if run.attempt is not None:
-            # If the file system of the metrics file does not respond in time, the page in the
-            # Prefect UI shows the last known metrics.
+            # If reading the metrics file takes too long, the page in the Prefect UI shows the last
+            # known metrics.
             with suppress(PlaceTimeout):
                 self._metrics_reader.ask_blocking(
                     partial(self._read_metrics, run.attempt), _READ_METRICS_WITHIN_S
@@ -278,7 +281,10 @@ class RunPage:
             )
 
     def _read_metrics(self, attempt: AttemptPlace) -> None:
-        """Read the new metrics of an attempt. Runs in a separate thread, because it may block."""
+        """Read the new metrics of an attempt.
+
+        This method runs in a separate thread, because the file system may not respond.
+        """
         figures = self._figures or self._open_metrics(attempt)
         figures.read_new()
         if attempt is self._run.attempt:

@@ -31,23 +31,23 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCluster:
-    """A cluster that the queue uses: its nodes, and whether it may get more nodes."""
+    """A cluster of the queue: its nodes, and whether new nodes may be added."""
 
-    #: The nodes and GPUs that the queue knows. None if the cluster does not respond.
+    #: The nodes and GPUs that the scheduler has found. None if the cluster does not respond.
     cluster: Cluster | None
-    #: The nodes as the Ray dashboard lists them. None if unknown, or if the cluster has no Ray.
+    #: The nodes that the Ray dashboard lists. None if unknown, or if the cluster has no Ray.
     ray_nodes: Sequence[LiveNode] | None = None
-    #: True if the autoscaler of the cluster may add nodes, so that missing resources may appear.
+    #: True if the autoscaler of the cluster may add nodes with the missing resources.
     may_grow: bool = False
 
 
 def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
-    """Check a pipeline with the Prefect server, if one is configured.
+    """Check a pipeline. If a Prefect server is configured, use the server for the check.
 
-    The run specs of deployments and the Prefect Secret blocks are checked, too.
+    The run specs of deployments and the Prefect Secret blocks are checked as well.
 
     Returns:
-        A fault for each stage that can never fit on its cluster.
+        A fault for each stage that is too large for its cluster.
 
     Raises:
         InvalidSpec: A stage is invalid.
@@ -65,7 +65,7 @@ def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
-    """Return a fault for each stage that can never fit on its cluster.
+    """Return a fault for each stage that is too large for its cluster.
 
     Args:
         pipeline: A valid pipeline, in which each stage has a run spec or is a step.
@@ -83,7 +83,7 @@ def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 def find_unfit_evaluations(spec: RunSpec) -> tuple[Fault, ...]:
-    """Return a fault for each evaluation that needs resources that no node of the queue has.
+    """Return a fault for each evaluation whose resources no node of the queue has.
 
     Args:
         spec: A valid run spec.
@@ -100,14 +100,14 @@ def find_unfit_evaluations(spec: RunSpec) -> tuple[Fault, ...]:
 def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
     """Return a pipeline whose steps need the same resources as the evaluations of a run.
 
-    The pipeline is only compared with the nodes of the queue, and never started.
+    The pipeline is never started. It is only compared with the nodes of the queue.
     """
     written = spec.written()
     stages = [
         {
             "name": name,
-            # A stage must have a command, so use a command without an effect. The evaluation's own
-            # command may contain placeholders that only the training can replace.
+            # A stage must have a command. Use a command without effect, because the command of the
+            # evaluation may contain placeholders that have no value here.
             "command": ["true"],
             "on": find_place(written, evaluation),
             "resources": evaluation.get("resources", {}),
@@ -120,10 +120,10 @@ def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
 
 
 def rename_stage_path(fault: Fault, names: Sequence[str]) -> Fault:
-    """Return a fault with the path of an evaluation in place of the path of a stage.
+    """Return a fault in which the path of a stage is replaced by the path of an evaluation.
 
-    The evaluations of a run are checked as the stages of a pipeline. So the paths of the faults
-    begin with `stages.INDEX`, which the spec of the run does not contain.
+    The evaluations of a run are checked as if they were the stages of a pipeline. But the spec of
+    the run does not contain paths such as `stages.INDEX`.
 
     Args:
         fault: The fault, with a path such as `stages.0.resources.gpus`. The result has a path such
@@ -135,7 +135,7 @@ def rename_stage_path(fault: Fault, names: Sequence[str]) -> Fault:
 
 
 async def _read_clusters() -> dict[str, KnownCluster]:
-    """Return the clusters of the queue by their Ray address.
+    """Return a mapping from the Ray address of each cluster of the queue to the cluster.
 
     The nodes without Ray form one cluster, whose key is an empty string.
     """
@@ -153,8 +153,8 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # The nodes are unknown. Without them, `compare_stages` checks only the GPUs of
-                    # the stages, and not the CPUs, the memory and the labels that steps need.
+                    # The nodes are unknown. `compare_stages` then checks only the GPUs of the
+                    # stages, and not the CPUs, the memory and the labels of steps.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,
@@ -165,21 +165,20 @@ async def _read_clusters() -> dict[str, KnownCluster]:
 
 
 def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
-    """Return the run spec of a stage. If the stage has a matrix, the first point is used."""
+    """Return the run spec of a stage, or of the first point if the stage has a matrix."""
     spec = pipeline.fill_run_spec(stage.units[0], lambda _stage, _key: "stage")
     return RunSpec.model_validate(spec)
 
 
 def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster]) -> Iterator[Fault]:
-    """Yield a fault for each stage that can never fit on its cluster.
+    """Yield a fault for each stage that is too large for its cluster.
 
-    Such a stage needs more GPUs, CPUs or memory than the nodes have, or a label that no node
-    has.
+    Such a stage needs more GPUs, CPUs or memory than the nodes have, or a label that no node has.
 
     Args:
         pipeline: The pipeline, in which each stage has a run spec or is a step.
-        clusters: The clusters of the queue by their Ray address. The nodes without Ray form one
-            cluster, whose key is an empty string.
+        clusters: Mapping from Ray addresses to the clusters of the queue. The nodes without Ray
+            form one cluster, whose key is an empty string.
     """
     addresses = [address for address in clusters if address]
     for index, stage in enumerate(pipeline.stages):
@@ -218,7 +217,7 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
 def _compare_nodes(
     spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
 ) -> Iterator[Fault]:
-    """Yield a fault if no node has the CPUs, the memory and the labels that a step needs.
+    """Yield a fault if no node has enough CPUs and memory, and the needed labels, for a step.
 
     Args:
         spec: Run spec of the step.
@@ -240,8 +239,8 @@ def _compare_nodes(
         problem = f"the step needs {memory_gib:g} GiB, but no node has more than {most_gib:.1f} GiB"
         yield Fault(path=f"{path}.resources.memory_gib", problem=problem, remedy="ask for less")
     for label, value in stage.resources.labels.items():
-        # Check only a plain value, which a node's label must equal. Ray also accepts expressions
-        # such as `!head` or `in(a,b)`, which are not checked here.
+        # Check only plain values, which must be equal to the label of a node. Expressions of Ray,
+        # such as `!head` or `in(a,b)`, are not checked here.
         values = {node.labels.get(label) for node in nodes}
         if value not in values and not value.startswith(("!", "in(")):
             listed = join_commas(sorted(filter(None, values))) or "none"

@@ -36,7 +36,7 @@ from tasks.spec.watch import WatchRule
 from tasks.train.interpreters import component_interpreter, component_search_path
 from tasks.train.trackers import tracker_env
 
-#: Environment variables that concern only this process. Components do not inherit them.
+#: Environment variables that are only for this process. Components do not inherit them.
 _PRIVATE_VARIABLES = (
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
@@ -49,49 +49,50 @@ _PRIVATE_VARIABLES = (
     "MUSTER_DEADLINE",
     CLUSTERS_VARIABLE,
 )
-#: Environment variables that every component gets, unless the spec sets them.
+#: Environment variables that every component gets. The spec can set other values.
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def find_containment(spec: RunSpec) -> Containment:
-    """Return the kernel features that this machine uses to end all processes of a run."""
+    """Return the kernel features with which this machine can end all processes of a run."""
     return probe(namespace=spec.containment == "namespace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """Everything that determines the plan of one attempt."""
+    """All values from which the plan of one attempt is computed."""
 
-    #: The run spec, with its placeholders filled in and with the values of Prefect Secret blocks.
+    #: The run spec with the values of placeholders and of Prefect Secret blocks.
     spec: RunSpec
     #: Id of the run.
     run_id: str
     #: Paths of the attempt's files.
     place: AttemptPlace
-    #: The kernel features that this machine uses to end all processes of the attempt.
+    #: The kernel features with which this machine can end all processes of the attempt.
     containment: Containment
-    #: Record of the attempt if an earlier process of the run began the attempt, otherwise None.
+    #: Record of the attempt if an earlier process of the run started this attempt, otherwise None.
     adopted: AttemptRecord | None = None
     #: Plan of the inference servers. None if the run has no inference servers.
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. It shows which part of the file
-    #: the attempt has written. If it is None for a new attempt, the supervisor makes the
-    #: fingerprint later. If it is None for an attempt that an earlier process began, the whole file
-    #: counts as written by the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt. The attempt has written only the
+    #: part of the file after this time. If it is None, the supervisor makes the fingerprint later.
+    #: But if an earlier process started the attempt, None means that the attempt has written the
+    #: whole file.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
-    #: The checkpoint from which the attempt starts, and the reasons for its choice. None if they
-    #: are unknown.
+    #: The checkpoint from which the attempt starts, and the reasons for its choice. None if
+    #: unknown.
     resume: ResumeRecord | None = None
-    #: Highest training step of all earlier attempts. None if no earlier attempt finished a step.
+    #: Highest training step of all earlier attempts. None if no earlier attempt completed a step.
     best_step_before: float | None = None
-    #: Hashes of the checkpoints that other runs wrote into the same folder. The keys are the
-    #: paths of the checkpoints.
+    #: Mapping from the path of each checkpoint that another run wrote into the same folder to the
+    #: hash of the checkpoint.
     foreign: Mapping[str, str] = field(default_factory=dict)
-    #: Id of the parent run in MLflow, by name of the component. A component may have no parent run.
+    #: Mapping from component names to the ids of their parent runs in MLflow. A component may have
+    #: no parent run.
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)
     #: Function that replaces the secrets in a text by a mask.
     mask: Callable[[str], str] = str
@@ -118,7 +119,7 @@ class PlanInputs:
         return self.began_at + self.time_limit_s if self.time_limit_s is not None else None
 
     def plan(self) -> AttemptPlan:
-        """Return the plan of the attempt, with the plan of each component in start order."""
+        """Return the plan of the attempt, with the plans of all components in start order."""
         spec = self.spec
         gpu_use = None
         if spec.ray is not None:
@@ -146,21 +147,21 @@ class PlanInputs:
         )
 
     def _describe_time_limit(self) -> str:
-        """Return a text with the time limit, if the key `timeout_s` of the spec sets the limit.
+        """Return a text about the time limit that the spec key `timeout_s` sets.
 
         Returns:
-            An empty string if another key, such as `gang.max_hours`, sets the time limit.
+            The text. Empty if the time limit comes from another key, such as `gang.max_hours`.
         """
         limit_s = self.spec.timeout_s
         is_used = limit_s and limit_s == self.time_limit_s
         return f"time limit of {limit_s:g} seconds (timeout_s)" if is_used else ""
 
     def _select_alarms(self) -> dict[str, WatchRule]:
-        """Return the alarm rules that apply to the attempt, by name.
+        """Return a mapping from names to the alarm rules that apply to the attempt.
 
-        An alarm that the attempt has already raised is not raised again. A rule about a constant
-        metric does not apply to an attempt that starts from a checkpoint. The metric of a model
-        that is already trained may be constant without a fault.
+        Alarms that the attempt has already raised are left out. If the attempt starts from a
+        checkpoint, rules about a constant metric are left out, too: at the end of a training, a
+        metric may be constant without a fault.
         """
         raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
         return {
@@ -185,8 +186,8 @@ class PlanInputs:
         if self.deadline is not None:
             env["MUSTER_DEADLINE"] = str(int(self.deadline))
         if component is None:
-            # The component is the fleet of inference servers. The user writes no command for the
-            # fleet, because Muster builds this command itself.
+            # The component consists of the inference servers. Muster itself builds the command for
+            # them.
             assert fleet is not None
             return fleet_component(fleet, env, spec.on_exit_zero(name))
 
@@ -231,20 +232,20 @@ class PlanInputs:
     def _plan_job(self, name: str, command: Command) -> JobPlan:
         """Return the plan of a component that is a Ray job.
 
-        Ray uploads the working directory of the command to the cluster.
+        Ray uploads the working directory of the component's command to the cluster.
         """
         ray = self.spec.ray
         gang = self.spec.gang
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # `gpus` is the number of GPUs that the job's actors must take. The number is known only if
-        # these actors use all GPUs of the run. It is 0 if another job or inference servers may use
-        # GPUs, too. It is also 0 with `entrypoint_gpus`: Ray then gives the GPUs to the job's
-        # driver, and the job is pending until the driver has its GPUs.
+        # `gpus` is the number of GPUs that the actors of the job must use. It is known only if
+        # these actors use all GPUs of the run. It is 0 if another job or inference servers may also
+        # use GPUs. It is 0 with `entrypoint_gpus`, too: Ray gives these GPUs to the job's driver,
+        # and the job waits until they are free.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
-        # Symbolic links of a checked-out project lead to data outside of the code. Do not upload
+        # A checked-out project contains symbolic links to data outside of the code. Do not upload
         # this data.
         links = find_absolute_links(command.cwd) if PROJECT in os.environ else ()
         return JobPlan(
@@ -273,7 +274,7 @@ def _locate_checkpoints(written: str, root: Path) -> str:
     """Return the absolute path or the URL of a folder of checkpoints.
 
     Args:
-        written: The path or URL as the user wrote it. Empty if the component has no checkpoints.
+        written: The path or URL that the user wrote. Empty if the component has no checkpoints.
         root: Directory from which a relative path starts.
 
     Returns:
@@ -283,14 +284,17 @@ def _locate_checkpoints(written: str, root: Path) -> str:
 
 
 def _plan_warning(stop: ComponentStop) -> StopWarning | None:
-    """Return the signal that warns a component before its end, or None for no warning."""
+    """Return the signal that warns a component before it is ended, or None for no warning."""
     if stop.warn is None:
         return None
     return StopWarning(signum=signals.Signals[stop.warn], before_s=stop.warn_s)
 
 
 async def _read_gpu_use(address: str, grant: GpuGrant | None) -> Mapping[str, float]:
-    """Return the GPU utilisation of each granted node, from 0 to 1, from the Ray dashboard."""
+    """Return a mapping from each granted node to its GPU utilisation, from 0 to 1.
+
+    The values come from the Ray dashboard.
+    """
     async with aclosing(Dashboard(address)) as dashboard:
         return await dashboard.gpu_use(grant.nodes if grant else {})
 
@@ -299,16 +303,16 @@ async def _read_gpu_use(address: str, grant: GpuGrant | None) -> Mapping[str, fl
 class GpuGrant:
     """The nodes and GPUs that the queue granted to a run for one attempt."""
 
-    #: Number of granted GPUs by name of the node.
+    #: Mapping from the name of each node to the number of granted GPUs.
     nodes: Mapping[str, int]
-    #: Numbers that the driver gives to the granted GPUs of this machine. Empty if Ray assigns the
-    #: GPUs.
+    #: Numbers of the granted GPUs of this machine, as the driver numbers them. Empty if Ray assigns
+    #: the GPUs.
     devices: tuple[int, ...] = ()
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str = "nvidia"
 
     def env(self, spec: RunSpec, name: str) -> dict[str, str]:
-        """Return the environment variables that tell a component its nodes and its devices.
+        """Return environment variables with the nodes and devices that a component may use.
 
         Args:
             spec: The spec of the run.
@@ -319,17 +323,17 @@ class GpuGrant:
             return env
         devices = format_devices(self.divide_devices(spec)[name])
         if self.kind == "nvidia":
-            # By default, CUDA numbers the devices by speed. Make CUDA use the numbers of the GPU
-            # driver, as Muster does.
+            # By default, CUDA numbers the devices by speed. Muster uses the numbers of the GPU
+            # driver, so make CUDA use the same numbers.
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["MUSTER_DEVICES"] = devices
         return {**env, **dict.fromkeys(DEVICE_VARIABLES[self.kind], devices)}
 
     def divide_devices(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
-        """Return the devices of each component, by name of the component.
+        """Return a mapping from component names to devices.
 
-        A component that reserves a number of GPUs gets devices that no other component sees. All
-        other components see the remaining devices. If no device remains, they see all devices.
+        A component that reserves GPUs gets devices of its own. All other components share the
+        remaining devices. If no device remains, they share all devices.
         """
         remaining = self.devices
         reserved: dict[str, tuple[int, ...]] = {}
@@ -353,8 +357,8 @@ def component_env(
 ) -> dict[str, str]:
     """Return the environment variables of a component.
 
-    A component that is a Ray job runs on another machine, so it inherits no variable of this
-    process. Ray adds the returned variables to the variables of the node.
+    A component that is a Ray job runs on another machine, so it does not inherit the variables of
+    this process. Ray adds the returned variables to the variables of the node.
 
     Args:
         spec: The resolved spec of the run.
@@ -362,25 +366,24 @@ def component_env(
         run_id: Id of the run.
         attempt: Number of the attempt.
         grant: The nodes and GPUs that the queue granted to the run, or None.
-        mlflow_parent: Id of the run in MLflow whose children are the component's runs in MLflow.
+        mlflow_parent: Id of the MLflow run under which the component's MLflow runs are grouped.
             Empty if there is no such run.
     """
     component = spec.processes.get(name)
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {} if is_job else inherit_env()
-    # The inference servers have no entry in `spec.processes`, and so no own variables here.
-    # `FleetPlan` contains their own variables.
+    # The inference servers are not in `spec.processes`. Their own variables are in `FleetPlan`.
     own_env = select_literals(component.env) if component is not None else {}
     spec_env = {**select_literals(spec.env), **own_env}
 
     code_env: dict[str, str] = {}
     project = os.environ.get(PROJECT)
     if project and component is not None and not is_job:
-        # Keep `uv run` from installing this run's copy of the project into the Python environment,
-        # which other runs use as well.
+        # Prevent `uv run` from installing this run's copy of the project into the Python
+        # environment, because other runs use the same environment.
         inherited.setdefault("UV_NO_SYNC", "1")
-        # Let the component import the submitted code. Without this PYTHONPATH, it would import an
-        # editable package from the project's folder. The files there may have changed since the
+        # With this PYTHONPATH, the component imports the submitted code. Otherwise, it would import
+        # an editable package from the project's folder, whose files may have changed since the
         # submission.
         environment = component_interpreter({**spec.env, **component.env}).environment
         paths = list_import_folders(Path(project), Path.cwd(), environment)
@@ -409,10 +412,10 @@ def component_env(
 
 
 def inherit_env() -> dict[str, str]:
-    """Return the environment variables of this process that a component may inherit."""
+    """Return the environment variables of this process that components inherit."""
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
-        # Keep Prefect in the component from loading Muster's plugin, which would give the component
+        # Prevent Prefect in the component from loading Muster's plugin, because the plugin provides
         # the password of the Prefect server.
         inherited.update(UNPLUGGED_PREFECT)
     return inherited
@@ -422,8 +425,8 @@ def inherit_env() -> dict[str, str]:
 def _is_private(name: str) -> bool:
     """Return True if components must not inherit an environment variable of this process.
 
-    A key of the Prefect server is private: with the key, a component could start and end the runs
-    of other users. A component that needs the key gets it through `env` in the run spec.
+    A key of the Prefect server is private, because it allows to start and end the runs of other
+    users. If a component needs the key, the run spec must set it under `env`.
     """
     if name in _PRIVATE_VARIABLES or name.startswith("PREFECT__"):
         return True

@@ -40,18 +40,18 @@ from tasks.train.session import RunSession
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds to send the pending reports when the run ends. The same limit applies to
-#: the final artifacts when the process exits. Reports that are not sent in time are dropped.
+#: Longest time in seconds for sending the last reports when the run ends. The same limit applies to
+#: the last artifacts when the process exits. Later reports are dropped.
 _CLOSE_TIMEOUT_S = 10.0
-#: Longest time, in seconds, to send the pending reports to a temporary Prefect server that does not
-#: answer. This time is shorter than `_CLOSE_TIMEOUT_S`, because such a server ends with the run.
+#: Longest time in seconds for sending the last reports to a temporary Prefect server that does not
+#: answer. The limit is short, because such a server ends with the run.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
-#: Seconds between two tries of a report.
+#: Seconds between two attempts to send a report.
 _RETRY_EVERY_S = 0.5
-#: Number of tries of a report that the server answers with an error.
+#: Largest number of attempts to send a report if the server answers with an error.
 _MAX_TRIES = 5
-#: Seconds between a change of the run's activity, such as `starting trainer`, and the report to the
-#: server. If the activity changes again in this time, only the last activity is sent.
+#: Seconds before a new activity of the run, such as `starting trainer`, is sent to the server. If
+#: the activity changes within this time, only the last activity is sent.
 _ACTIVITY_DELAY_S = 0.5
 #: Name of Prefect's logger for task runs.
 _TASK_RUN_LOGGER = "prefect.task_runs"
@@ -60,30 +60,31 @@ _TASK_RUN_LOGGER = "prefect.task_runs"
 def _do_nothing() -> None:
     """Do nothing.
 
-    The reporter's thread calls the queued functions, and then checks which artifacts are due. If
-    this function is queued, the thread only makes the check.
+    This function is used in two places:
 
-    A task run that shows a recovery of inference servers also has this function as its body,
-    because another process carries out the recovery.
+    - In the queue of reports: after each queued function, the thread of the reporter checks which
+      artifacts must be sent.
+    - As the body of a task run that shows a recovery of inference servers. Another process carries
+      out the recovery.
     """
 
 
 def _drop_empty_traceback(record: logging.LogRecord) -> bool:
-    """Remove a traceback without an error from a log record. Used as a logging filter.
+    """Remove an empty traceback from a log record. Used as a logging filter.
 
-    Prefect logs such an empty traceback for a task that returns a failed state.
+    Prefect logs an empty traceback for a task that returns a failed state.
     """
     if record.exc_info and record.exc_info[1] is None:
         record.exc_info = None
     return True
 
 
-#: The reporters that have not yet sent their final artifacts.
+#: The reporters that have not sent their last artifacts yet.
 _closing_reporters: set[Reporter] = set()
 
 
 def await_last_artifacts() -> None:
-    """Wait a limited time until the final artifacts of all runs of this process are sent."""
+    """Wait until the last artifacts of all runs of this process are sent. The wait is limited."""
     for reporter in [*_closing_reporters]:
         reporter.await_last_artifacts()
 
@@ -91,29 +92,29 @@ def await_last_artifacts() -> None:
 class Reporter:
     """Reports the events of one run to the Prefect server while the context is open.
 
-    Close the context before the flow run gets its final state. After that, the reporter sends only
-    the final artifacts.
+    Close the context before the flow run gets its final state. Afterwards, the reporter sends only
+    the last artifacts.
     """
 
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
         self._flow_run = flow_run
-        #: Current activity of the run, such as `starting trainer`, if it is not sent yet.
+        #: Activity of the run that was not sent yet, such as `starting trainer`. Otherwise empty.
         self._pending_activity = ""
         #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
         self._activity_due_s = 0.0
-        #: Queue of functions that each send one report. The entry None ends the thread.
+        #: Queue of functions, each of which sends one report. The entry None ends the thread.
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        #: True if the server did not answer the last report.
+        #: True if the server did not answer when the last report was sent.
         self._is_server_away = False
-        #: Set when nothing more may be sent.
+        #: Set when nothing more must be sent.
         self._is_closed = threading.Event()
         #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
         self._expected_end = ExpectedEnd()
-        #: The recoveries of inference servers that are in progress, by the id of the recovery. A
-        #: value contains the id of the task run that shows the recovery, and a description.
+        #: Mapping from the id of each recovery of inference servers to the id of the task run that
+        #: shows the recovery, and a description. Contains only recoveries in progress.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = make_context_thread("reporter", self._work)
 
@@ -131,21 +132,21 @@ class Reporter:
         self._reports.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_TIMEOUT_S):
             self._is_closed.set()
-        # Exit functions run in reverse order, so this function runs before the run is removed from
-        # this machine's registry of runs. If the process is killed while it waits for artifacts,
-        # `muster reconcile` still finds the run.
+        # Exit functions run in reverse order. So the last artifacts are sent before the run is
+        # removed from this machine's registry. If the process is killed in the meantime, `muster
+        # reconcile` finds the run.
         atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)
         self._reports.put(self._send_last_page)
         self._reports.put(None)
         if self._flow_run.run_count > 1:
-            # Send the final artifacts now, before the flow run gets its final state. An earlier
-            # process of this run may have run on another host. When that host sees the final state,
-            # it reads the final record of the run from an artifact.
+            # Send the last artifacts before the flow run gets its final state. If an earlier
+            # process of this run ran on another host, that host waits for the final state, and then
+            # reads the record from an artifact.
             self.await_last_artifacts()
 
     def await_last_artifacts(self) -> None:
-        """Wait a limited time until the final artifacts are sent. No report is sent after that.
+        """Wait until the last artifacts are sent. The wait is limited. Later reports are dropped.
 
         Call this method after the context is closed.
         """
@@ -156,7 +157,7 @@ class Reporter:
         self._is_closed.set()
 
     def _flush(self, timeout_s: float) -> bool:
-        """Send all pending reports, and drop an activity of the run that is not sent yet.
+        """Send all reports in the queue. An activity that was not sent yet is dropped.
 
         Args:
             timeout_s: Longest wait in seconds.
@@ -173,14 +174,14 @@ class Reporter:
 
     @property
     def _is_server_lost(self) -> bool:
-        """True if the server does not answer and is a temporary server, which ends with the run.
+        """True if the server is temporary and does not answer.
 
-        Reports to such a server have no reader, even if the server starts again.
+        A temporary server ends with the run, so nobody would read further reports.
         """
         return self._is_server_away and find_lasting_api_url() is None
 
     def observe(self, event: Event) -> None:
-        """Queue the reports that follow from an event of the run, and return at once."""
+        """Queue the reports about an event of the run, and return at once."""
         previous_activity = self._page.activity
         if self._page.observe(event):
             self._reports.put(_do_nothing)
@@ -202,22 +203,22 @@ class Reporter:
                 )
                 if expected_end is not None:
                     self._reports.put(partial(self._send_expected_end, expected_end))
-        # The activity of a waiting run is not reported, because the flow run gets a Prefect state
-        # for the wait.
+        # Do not report the activity of a waiting run, because the flow run has a Prefect state for
+        # the wait.
         if self._page.activity != previous_activity and event.name != "run.waiting":
             self._reports.put(partial(self._note_activity, self._page.activity, event.name))
 
     def _work(self) -> None:
-        """Send reports until the context is closed and the final artifacts are sent."""
-        # Use a separate client, because the flow closes its own client before the final artifacts
-        # are sent. Turn off the retries of Prefect's client, whose pauses are too long: `_send`
-        # itself retries a report.
+        """Send reports until the context is closed and the last artifacts are sent."""
+        # Use a separate client, because the flow closes its own client before the last artifacts
+        # are sent. Disable the retries of Prefect's client, because its pauses are too long.
+        # `_send` retries instead.
         with override_client_settings(retries=0), get_client(sync_client=True):
             self._send_all()
         _closing_reporters.discard(self)
 
     def _send_all(self) -> None:
-        """Send the reports in order. When no report is pending, send artifacts that are due."""
+        """Send the reports in order. When the queue is empty, send the due artifacts."""
         report: Callable[[], None] | None = _do_nothing
         while report is not None and not self._is_closed.is_set():
             self._send(report)
@@ -232,7 +233,7 @@ class Reporter:
                 report = self._send_activity if is_activity_first else self._send_page
 
     def _send(self, report: Callable[[], None]) -> None:
-        """Send one report. Retry while no answer comes, and a few times after an error."""
+        """Send one report. Retry while there is no answer, and a few times after an error."""
         tries = 0
         while not self._is_closed.is_set():
             try:
@@ -243,7 +244,8 @@ class Reporter:
                 tries += 1
                 self._is_server_away = isinstance(error, httpx.TransportError)
                 is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
-                # Do not retry a report of artifacts: it is sent again when the artifacts are due.
+                # Do not repeat a report of artifacts here. The artifacts are sent again later
+                # anyway.
                 if not is_retried or report == self._send_page:
                     _log.warning(
                         "the Prefect server did not accept a report about the run: %r", error
@@ -252,18 +254,18 @@ class Reporter:
             self._is_closed.wait(_RETRY_EVERY_S)
 
     def _send_page(self) -> None:
-        """Send the artifacts that are due. Stop if another report is pending, to send it first."""
+        """Send the artifacts that must be updated now. Stop if another report is queued."""
         self._page.send(is_enough=lambda: not self._reports.empty())
 
     def _send_last_page(self) -> None:
-        """Send all artifacts that have changed, with the final content."""
-        # Wait a moment before this process sends the last artifacts, so that Prefect can set the
-        # final state of the flow run first.
+        """Send the last version of all artifacts that have changed."""
+        # Wait a moment before the last artifacts are sent, so that Prefect can first set the final
+        # state of the flow run.
         self._is_awaited.wait(_ACTIVITY_DELAY_S)
         self._page.send(is_last=True, is_enough=self._is_closed.is_set)
 
     def _send_tags(self) -> None:
-        """Add the tags of the run spec to the tags that the flow run has from its deployment."""
+        """Add the tags of the run spec to the flow run. The tags of its deployment are kept."""
         present_tags = self._flow_run.tags
         spec_tags = self._run.spec.tags
         if not set(spec_tags) <= set(present_tags):
@@ -272,7 +274,7 @@ class Reporter:
                 client.update_flow_run(self._flow_run.id, tags=tags)
 
     def _send_expected_end(self, expected_end: float) -> None:
-        """Set the label of the flow run from which the queue reads the expected end of the run.
+        """Set the label with the expected end of the run, which the scheduler reads.
 
         Args:
             expected_end: Expected end in UTC epoch seconds.
@@ -286,9 +288,9 @@ class Reporter:
         get_run_logger().info(message)
 
     def _note_activity(self, activity: str, event_name: str) -> None:
-        """Log the current activity of the run, and queue it as message of the flow run's state."""
-        # The states of many inference servers change in quick succession. Skip a message that is
-        # outdated because another state has changed since.
+        """Log the activity of the run, and queue it as a message for the flow run's state."""
+        # The states of many inference servers change at nearly the same time. Skip a message if the
+        # activity has changed again since.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))
@@ -297,13 +299,13 @@ class Reporter:
         self._pending_activity = activity
 
     def _send_activity(self) -> None:
-        """Set the current activity as the message of the flow run's Running state."""
+        """Set the activity of the run as the message of the flow run's state Running."""
         message = self._run.mask(self._pending_activity)
         self._pending_activity = ""
         set_running_message(self._flow_run.id, message, self._is_closed)
 
     def _drop_activity(self) -> None:
-        """Discard the message about the run's current activity that is not sent yet."""
+        """Drop the activity of the run if it was not sent yet."""
         self._pending_activity = ""
 
     def _begin_recovery(self, event: Event) -> None:
@@ -349,7 +351,7 @@ class Reporter:
 
         Args:
             recovery_id: Id of the recovery.
-            make_state: Makes the final state from the argument `message`, such as `Completed`.
+            make_state: Function that returns the final state for a `message`, such as `Completed`.
             outcome: First words of the state's message, such as `recovered`.
             details: Last words of the state's message.
         """
@@ -361,7 +363,7 @@ class Reporter:
             client.set_task_run_state(task_run_id, state, force=True)
 
     def _log_end_of_attempt(self) -> None:
-        """Log the result of the last attempt as the last message of the attempt."""
+        """Log the result of the last attempt. This is the last message of the attempt."""
         attempt = self._run.record.content.attempts[-1]
         logger = get_run_logger()
         if attempt.failure is None:

@@ -63,8 +63,8 @@ def retry_run(
         run: The run.
         from_step: Step of the checkpoint from which the attempt starts, or None for the newest
             complete checkpoint.
-        watch: True to show a queued run until it has ended, as `muster train` does.
-        json: True to print the ids of a queued run as JSON.
+        watch: True to show the run until it has ended, if it is queued.
+        json: True to print the ids of the run as JSON, if it is queued.
 
     Returns:
         The exit code of the command.
@@ -142,7 +142,7 @@ def _queue_again(
 
 
 def _retry_here(train: Flow[..., State[Any]], run: Run, from_step: int | None) -> int:
-    """Run the next attempt of a run of `muster train` in this process."""
+    """Run the next attempt in this process, for a run that `muster train` started."""
     place = run.place
     if not place.record.exists():
         host = run.host or "another host"
@@ -190,8 +190,8 @@ def _choose_attempt_start(
         The checkpoint, or None if the attempt starts from the newest complete checkpoint.
 
     Raises:
-        BadArgument: The run has finished, or has no such checkpoint, or its trainer would not get
-            the checkpoint.
+        BadArgument: The run has finished, has no such checkpoint, or does not pass checkpoints to
+            its trainer.
     """
     if from_step is None:
         _refuse_finished_run(run, spec, record)
@@ -208,10 +208,10 @@ def _choose_attempt_start(
 
 
 def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> None:
-    """Raise an error if a completed run has no training left.
+    """Raise an error if a completed run has no training steps left.
 
     Raises:
-        BadArgument: The run is completed, and has reached the last step or has no last step.
+        BadArgument: The run is completed. Its last step is reached or unknown.
     """
     if run.state != "completed":
         return
@@ -223,8 +223,8 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
         best_step = record.find_best_step(
             before=len(record.attempts) + 1, since=spec.first_counted_attempt
         )
-    # A run that has not reached its last step can continue to train. Some trainers count the steps
-    # from zero, so a reported step of `last_step - 1` may be the last step.
+    # A run that has not reached its last step can continue. Some trainers count steps from zero, so
+    # `last_step - 1` may already be the last step.
     if last_step is not None and best_step is not None and best_step < last_step - 1:
         return
     run_id = run.run_id
@@ -236,15 +236,15 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
 
 
 def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
-    """Return the spec of a run, with the masked values replaced by those in the spec file.
+    """Return the spec of a run, in which masked values are replaced by the values in the spec file.
 
     Args:
         place: Directory of the run.
         file: The spec file from which the run was started.
 
     Raises:
-        BadArgument: The spec file does not contain one of the values any more.
-        InvalidSpec: One of the two files is not valid.
+        BadArgument: A masked value is no longer in the spec file.
+        InvalidSpec: The spec of the run or the spec file is not valid.
     """
     stored = parse_yaml(read_text(place.spec), str(place.spec))
     if MASK not in read_text(place.spec):
@@ -278,8 +278,8 @@ def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
 def _run_again(train: Flow[..., State[Any]], run: Run, spec: RunSpec) -> State[Any]:
     """Run the flow of a run again in this process, and return its final state.
 
-    If the Prefect server no longer has the flow run, a new flow run is created. The record of the
-    run then gets the id of the new flow run.
+    If the flow run was deleted on the Prefect server, a new flow run is created. Its id is written
+    into the record of the run.
 
     Raises:
         BadArgument: Another process has started the run in the meantime.

@@ -19,16 +19,16 @@ from tasks.spec.errors import BadArgument, MusterError
 from tasks.train.local_runs import read_local_record
 from tasks.train.runs import ENDED_STATES, Run
 
-#: Seconds between two SIGINTs to the process of a run. With this pause, the process counts the
-#: second SIGINT as a second press of Ctrl-C, and skips the grace periods.
+#: Seconds between two SIGINT signals to the process of a run. With a shorter pause, the process
+#: would not treat the second signal as a second Ctrl-C, which skips the grace periods.
 _SECOND_CTRL_C_S = 0.5
 
 
 def cancel_run(run: Run, *, is_now: bool = False) -> None:
-    """Request the cancellation of a run. Return before the run has ended.
+    """Request the cancellation of a run, and return before the run has ended.
 
-    A run whose process is on this machine is always cancelled. If the Prefect server does not have
-    its flow run, the process of the run gets a signal.
+    A run whose process is on this machine can always be cancelled. If its flow run does not exist
+    on the Prefect server, the process of the run gets a signal.
 
     Args:
         run: The run.
@@ -36,8 +36,8 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
 
     Raises:
         BadArgument: The run has already ended.
-        MusterError: The run has no flow run on the configured server and no process on this
-            machine, so it cannot be cancelled from here.
+        MusterError: The run cannot be cancelled here: it has no flow run on the configured server
+            and no process on this machine.
     """
     owner = _find_working_process(run)
     if run.state in ENDED_STATES and owner is None:
@@ -64,8 +64,8 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
 def _find_working_process(run: Run) -> Owner | None:
     """Return the process that executes a run on this machine, or None if there is none.
 
-    Return None, too, if the record of the run is final. The process may then still send the last
-    reports to the server, but nothing is left to cancel.
+    Return None, too, if the record of the run is final. The process may still send its last reports
+    then, but the run is over.
     """
     record = read_local_record(run.run_id)
     if record is not None and record.state.is_final:
@@ -74,7 +74,7 @@ def _find_working_process(run: Run) -> Owner | None:
 
 
 def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
-    """End a run without a flow run on the server by signals to its process.
+    """Send signals to the process of a run, so that it ends the run. Used without a flow run.
 
     Raises:
         MusterError: The process belongs to another user, or the grace periods cannot be skipped.

@@ -29,7 +29,7 @@ from tasks.train.runs import ENDED_STATES, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoint:
-    """One checkpoint of a run, as `muster checkpoints --json` shows it. Times are UTC seconds."""
+    """One checkpoint of a run. The fields are those of `muster checkpoints --json`."""
 
     #: Absolute path of the checkpoint.
     path: str
@@ -39,17 +39,17 @@ class RunCheckpoint:
     size_bytes: int
     #: Time of the last change of the files, in UTC epoch seconds.
     saved_at: float
-    #: `complete`, `incomplete`, or `unknown` if nothing shows yet that all files were saved.
+    #: `complete`, `incomplete`, or `unknown` if it is not known yet whether all files were saved.
     completeness: str
-    #: Evidence that the checkpoint is complete, or the reason why it is not known to be complete.
+    #: Evidence that the checkpoint is complete, or the reason why it may be incomplete.
     reason: str
-    #: Number of the attempt that saved the checkpoint. null if the checkpoint is older than the
+    #: Number of the attempt that saved the checkpoint, or null if the checkpoint is older than the
     #: run.
     attempt: int | None
-    #: Reason why no attempt of this run starts from the checkpoint. Empty if an attempt may do so.
+    #: Reason why no attempt of this run starts from the checkpoint, or an empty string.
     refused: str
-    #: Reasons why Muster keeps the checkpoint. Empty if the checkpoint will be removed, as
-    #: the key `keep` of the spec demands.
+    #: Reasons why Muster keeps the checkpoint. Empty if the checkpoint will be deleted because of
+    #: the spec key `keep`.
     kept: tuple[str, ...]
 
     @property
@@ -64,7 +64,7 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoints:
-    """The checkpoints of a run, oldest first, and the paths of the run's files."""
+    """The checkpoints of a run, oldest first, together with the paths of the run's files."""
 
     place: RunPlace
     record: RunJson
@@ -75,7 +75,8 @@ def list_run_checkpoints(run: Run) -> list[RunCheckpoint]:
     """Return the checkpoints of a run, the newest first.
 
     Raises:
-        BadArgument: The run has no checkpoints that this machine can list. The message says why.
+        BadArgument: This machine cannot list the checkpoints, or the run has none. The message says
+            why.
         OSError: The folder of the checkpoints cannot be read.
     """
     checkpoints = _read_checkpoints(run)
@@ -102,7 +103,7 @@ def format_checkpoints(rows: Sequence[RunCheckpoint], now: float) -> Iterator[st
 
 
 def format_checkpoint_line(row: RunCheckpoint, now: float) -> str:
-    """Return the description of a checkpoint as one line of cells that tabs separate."""
+    """Return the description of a checkpoint as one line, in which tabs separate the cells."""
     details = (row.path, row.reason, row.refused, _describe_retention(row))
     return "\t".join(map(one_line, (*_format_cells(row, now), *details)))
 
@@ -128,7 +129,7 @@ def _describe_retention(row: RunCheckpoint) -> str:
 
 
 def with_start(spec: RunSpec, name: str) -> RunSpec:
-    """Return a copy of a run spec whose run starts from a checkpoint of another run.
+    """Return a copy of a run spec that starts from a checkpoint of another run.
 
     Args:
         spec: The run spec.
@@ -136,7 +137,7 @@ def with_start(spec: RunSpec, name: str) -> RunSpec:
             `RUN@STEP`.
 
     Raises:
-        InvalidSpec: No program of the run would get the checkpoint.
+        InvalidSpec: The spec does not pass checkpoints to any program.
         BadArgument: There is no such run, or the run has no such checkpoint.
         OSError: The checkpoints cannot be read.
     """
@@ -156,16 +157,16 @@ def with_start(spec: RunSpec, name: str) -> RunSpec:
 
 
 def choose_start(name: str) -> StartFrom:
-    """Return the checkpoint of a run from which another run must start, and pin the checkpoint.
+    """Return the checkpoint from which a new run will start, and pin the checkpoint.
 
-    A pinned checkpoint is not removed by the key `keep` of the run that wrote it.
+    A pinned checkpoint is never deleted because of the spec key `keep`.
 
     Args:
         name: `RUN` for the newest complete checkpoint of a run, or `RUN@STEP`.
 
     Raises:
-        BadArgument: There is no such run, or the run has no such checkpoint. The message names the
-            steps of the checkpoints that exist.
+        BadArgument: There is no such run, or the run has no such checkpoint. The message lists the
+            steps of the existing checkpoints.
         OSError: The checkpoints cannot be read.
     """
     run_name, at_sign, step_text = name.rpartition("@")
@@ -181,12 +182,13 @@ def choose_start(name: str) -> StartFrom:
 
 
 def choose_step(run: Run, step: int | None, *, pins: bool = False) -> StartFrom:
-    """Return a checkpoint of a run as the start of another run or attempt.
+    """Return the checkpoint of a run from which another run or attempt will start.
 
     Args:
         run: The run that wrote the checkpoint.
         step: Step of the checkpoint, or None for the newest complete checkpoint.
-        pins: True to pin the checkpoint, so that the key `keep` of the run never removes it.
+        pins: True to pin the checkpoint, so that it is never deleted because of the spec key
+            `keep`.
 
     Raises:
         BadArgument: The run has no such checkpoint.
@@ -216,7 +218,7 @@ def _explain_missing(
     judged: Sequence[JudgedCheckpoint],
     complete: Sequence[JudgedCheckpoint],
 ) -> str:
-    """Return a message that says why no checkpoint of a run is suitable, and lists its checkpoints.
+    """Return a message about a missing checkpoint, which also lists the existing checkpoints.
 
     Args:
         run: The run.
@@ -239,14 +241,13 @@ def _explain_missing(
 
 
 def read_run_spec(place: RunPlace, attempts: Sequence[AttemptRecord]) -> RunSpec | None:
-    """Return the spec of a run with its placeholders, from the files of the run.
+    """Return the spec of a run, in which placeholders are not replaced, from the files of the run.
 
-    Secrets in the spec are masked. Earlier versions of Muster wrote no file with the spec of the
-    run. For such a run, the spec of the last attempt is returned, without placeholders.
+    Secrets in the spec are masked. Runs of earlier versions of Muster have no such file. For these
+    runs, the spec of the last attempt is returned, in which placeholders are replaced.
 
     Returns:
-        The spec, or None if this machine has no file with the spec of the run or of its last
-        attempt.
+        The spec, or None if this machine has neither of the two files.
     """
     files = [place.spec, *(place.attempt(one.number).spec for one in attempts[-1:])]
     for file in files:
@@ -259,7 +260,7 @@ def _read_checkpoints(run: Run) -> _Checkpoints:
     """Read the checkpoints of a run.
 
     Raises:
-        BadArgument: The run has no checkpoints that this machine can list.
+        BadArgument: This machine cannot list the checkpoints, or the run has none.
         OSError: The folder of the checkpoints cannot be read.
     """
     record = find_record(run)
@@ -310,7 +311,7 @@ def _describe(one: JudgedCheckpoint, attempts: Sequence[AttemptRecord]) -> RunCh
 def _find_attempt(saved_at: float, attempts: Sequence[AttemptRecord]) -> int | None:
     """Return the number of the attempt that saved a checkpoint.
 
-    This is the last attempt that began before the checkpoint was saved.
+    This is the last attempt that started before the checkpoint was saved.
 
     Args:
         saved_at: Time at which the checkpoint was saved, in UTC epoch seconds.
@@ -327,7 +328,7 @@ def _measure(path: CheckpointPath) -> int:
     """Return the size of a file in bytes, or the total size of the files below a folder."""
     size = 0
     for file in walk_files(path) if path.is_dir() else [path]:
-        # Skip a file that the trainer has removed since the folder was read.
+        # Skip a file that the trainer has deleted since the folder was listed.
         with suppress(FileNotFoundError):
             size += file.stat().st_size
     return size

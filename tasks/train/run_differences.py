@@ -23,26 +23,33 @@ from tasks.train.run_records import find_record
 from tasks.train.runs import Run
 from tasks.train.server_url import may_have_prefect_server
 
-#: Name of an attempt, such as `RUN--a02`. The groups are the run id and the attempt's number.
+#: Name of an attempt, such as `RUN--a02`. The groups contain the run id and the attempt's number.
 _ATTEMPT_NAME = re.compile(r"(.+)--a(\d+)")
-#: Names of the properties that a code store's entry has, besides its files.
+#: Names of the properties that an entry of the code store has in addition to its files.
 _CODE_PROPERTIES = ("tree", "project", "commit", "diff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The properties of two attempts. A run that has not started stands for its first attempt."""
+    """The properties of two attempts, which are compared.
 
-    #: Property of the first attempt, by dotted property name such as `spec.env.SEED`.
+    If a run has not started, the properties of its submitted spec and code are used.
+    """
+
+    #: Mapping from dotted property names, such as `spec.env.SEED`, to the values in the first
+    #: attempt.
     first: Mapping[str, object]
-    #: Property of the second attempt, by dotted property name.
+    #: Mapping from dotted property names to the values in the second attempt.
     second: Mapping[str, object]
-    #: Sentence about the runs that have not started. Empty if both runs have started.
+    #: Sentence for the user about runs that have not started. Empty if both runs have started.
     note: str = ""
 
     @property
     def differences(self) -> dict[str, tuple[object, object]]:
-        """The two values of each property that differs. None stands for a missing property."""
+        """Mapping from each property that differs to its two values.
+
+        A missing property has the value None.
+        """
         return {
             key: (self.first.get(key), self.second.get(key))
             for key in dict.fromkeys((*self.first, *self.second))
@@ -53,8 +60,8 @@ class Comparison:
         """Return the differences as lines for people.
 
         A changed value is a line such as `progress.total 60 -> 80`. For an argument of a command,
-        the name of its option stands before the values: `lr 6e-3 -> 7e-3`. The code is compared as
-        in `diff -u`.
+        the line begins with the name of the option: `lr 6e-3 -> 7e-3`. Differences of the code have
+        the format of `diff -u`.
         """
         differences = self.differences
         lines: list[str] = []
@@ -74,10 +81,10 @@ class Comparison:
 def compare_attempts(first_name: str, second_name: str) -> Comparison:
     """Compare two attempts.
 
-    If a run has not started, only the specs and the code that were submitted are compared.
+    If a run has not started, only its submitted spec and code are compared.
 
     Args:
-        first_name: Name of an attempt, such as `RUN--a02`, or of a run. A run stands for its last
+        first_name: Name of an attempt, such as `RUN--a02`. The name of a run means its last
             attempt.
         second_name: Name of the attempt or run to compare with.
 
@@ -102,7 +109,7 @@ def _show(value: object) -> str:
 
 
 def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
-    """Return a list of the spec, whose items are the properties `PATH.0`, `PATH.1`, ..."""
+    """Return a list in the spec, whose items are the properties `PATH.0`, `PATH.1` and so on."""
     items: list[str] = []
     while f"{path}.{len(items)}" in properties:
         items.append(str(properties[f"{path}.{len(items)}"]))
@@ -129,12 +136,13 @@ def _describe_list(path: str, first: Sequence[str], second: Sequence[str]) -> It
 
 
 def _describe_argument(option: str, old: str, new: str) -> str:
-    """Return the change of one argument, with the name of its option if there is one.
+    """Return a text with the old and the new value of an argument.
 
     Args:
-        option: The argument before the changed argument. It may be an option such as `--lr`.
-        old: Text of the argument in the first attempt.
-        new: Text of the argument in the second attempt.
+        option: The argument before the changed argument. If it is an option such as `--lr`, the
+            text begins with its name.
+        old: The argument in the first attempt.
+        new: The argument in the second attempt.
     """
     old_name, old_equals, old_value = old.partition("=")
     new_name, new_equals, new_value = new.partition("=")
@@ -155,15 +163,16 @@ def _describe_code(
     Args:
         first: Properties of the first attempt.
         second: Properties of the second attempt.
-        differences: The differences between the two.
+        differences: The differences between these properties.
     """
     names = [key.removeprefix("code.") for key in differences if key.startswith("code.")]
     try:
         old_files = read_files(str(first.get("tree")))
         new_files = read_files(str(second.get("tree")))
     except (NoCode, OSError):
-        # The stored code of one of the runs is missing. It was pruned, or it was never stored: an
-        # earlier release of Muster stored no code for runs that used the project's files directly.
+        # The stored code of one of the runs is missing. It was deleted, or it was never stored: an
+        # earlier version of Muster did not store the code of runs that used the project's files
+        # directly.
         if {"diff", "tree"} & differences.keys() or names:
             yield (
                 "the code of the runs differs, but this machine does not have the code files of "
@@ -225,14 +234,14 @@ class _FoundAttempt:
     """An attempt that was found by its name."""
 
     run: Run
-    #: Content of the `run.json` of the run. None if the run has no record yet.
+    #: Content of the run's `run.json`. None if the run has no record yet.
     record: RunJson | None
     #: The attempt. None if the run has not started.
     attempt: AttemptRecord | None
 
 
 def _find_attempt(name: str) -> _FoundAttempt:
-    """Return an attempt by its name, such as `RUN--a02`, or the last attempt of a run.
+    """Return the attempt with a name such as `RUN--a02`, or the last attempt of a run.
 
     Raises:
         BadArgument: There is no such run, or the run has no such attempt.
@@ -253,7 +262,10 @@ def _find_attempt(name: str) -> _FoundAttempt:
 
 
 def _read_properties(found: _FoundAttempt) -> dict[str, object]:
-    """Return the recorded spec, code, packages and host of an attempt, by dotted property name."""
+    """Return the recorded spec, code, packages and host of an attempt.
+
+    The result is a mapping from dotted property names to values.
+    """
     assert found.record is not None and found.attempt is not None
     spec = _read_comparable_spec(found.run.place, found.attempt)
     provenance = {**(found.record.provenance or {}), **found.attempt.provenance}
@@ -261,7 +273,9 @@ def _read_properties(found: _FoundAttempt) -> dict[str, object]:
 
 
 def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
-    """Return the submitted spec and code of a run, by dotted property name.
+    """Return the submitted spec and code of a run.
+
+    The result is a mapping from dotted property names to values.
 
     Raises:
         BadArgument: The run has not started, and the server does not have its spec.
@@ -269,7 +283,7 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
     """
     spec = None
     if may_have_prefect_server():
-        # Import this module only here. It imports Prefect, which takes seconds.
+        # Import this module only if needed, because it imports Prefect, which takes seconds.
         from tasks.train.server_runs import read_submitted_spec
 
         spec = read_submitted_spec(found.run)
@@ -289,12 +303,12 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
         code = _flatten_provenance(_read_submitted_code(spec.code if spec is not None else None))
     if spec is None:
         return {**{key: recorded[key] for key in recorded if key.startswith("spec.")}, **code}
-    # Write and read the spec as for an attempt, so that secrets are masked.
+    # Convert the spec to YAML and back, as for an attempt, so that secrets are masked.
     return {**_flatten_spec(yaml.safe_load(dump_spec(spec))), **code}
 
 
 def _read_submitted_code(name: str | None) -> dict[str, object]:
-    """Return the properties of submitted code, or an empty dict if it is not stored here.
+    """Return the properties of submitted code, or an empty dict if the code is not here.
 
     Args:
         name: Name of the code in the spec.
@@ -307,7 +321,7 @@ def _read_submitted_code(name: str | None) -> dict[str, object]:
 
 
 def _flatten_spec(spec: object) -> dict[str, object]:
-    """Return the values of a spec by dotted name, such as `spec.env.SEED`.
+    """Return a mapping from dotted names, such as `spec.env.SEED`, to the values of a spec.
 
     The name of the code and the run id are left out.
     """
@@ -316,22 +330,25 @@ def _flatten_spec(spec: object) -> dict[str, object]:
 
 
 def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
-    """Return the code, packages and host of an attempt by dotted name, such as `code.train.py`."""
+    """Return the code, packages and host of an attempt as a mapping from dotted names to values.
+
+    An example of a name is `code.train.py`.
+    """
     properties = dict(provenance)
     files: dict[str, str] = {}
     with suppress(NoCode, OSError):
         files = hash_files(str(properties.get("tree")))
     if files:
-        # Leave out the recorded diff of the project. The hashes of all files show the differences
-        # of the code more exactly: a long diff was cut.
+        # Leave out the recorded diff of the project, because a long diff was cut. The hashes of all
+        # files show the differences more exactly.
         properties.pop("diff", None)
     return dict(_flatten({**properties, "code": files}))
 
 
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
-    """Return the spec of an attempt, with placeholders for the attempt's paths, id and ports.
+    """Return the spec of an attempt, with placeholders in place of its paths, id and ports.
 
-    These values differ between any two attempts, so they must not count as differences.
+    These values differ between any two attempts, so they are not useful as differences.
     """
     placeholders = {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",
@@ -356,9 +373,9 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
 
 
 def _flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of nested mappings with their dotted paths.
+    """Yield the dotted path and the value of each leaf in nested mappings.
 
-    Below the path `spec`, each item of a list is a separate leaf. Any other list is one leaf.
+    Under the path `spec`, each item of a list is a leaf. Any other list is a single leaf.
     """
     if isinstance(node, Mapping):
         for key, value in node.items():

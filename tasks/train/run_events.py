@@ -21,28 +21,29 @@ from tasks.show.run_view import ObservedRun
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
-#: Largest number of lines of a component's log in an event. A notification quotes these lines.
+#: Largest number of log lines of a component in an event. Notifications contain these lines.
 _MAX_TAIL_LINES = 15
-#: Largest number of characters of a component's log in an event.
+#: Largest number of log characters of a component in an event.
 _MAX_TAIL_CHARACTERS = 2000
 
 
 class RunAnnouncements:
-    """Turns the events of one run, in one process, into events for the Prefect server."""
+    """Converts the events of one run into events for the Prefect server."""
 
     def __init__(self, run: RunSession) -> None:
         self._run = run
         fleet = run.spec.fleet
-        #: Least number of active engines that the spec demands. None if the run has no servers.
+        #: Smallest number of active inference engines that the spec allows. None if the run has no
+        #: inference servers.
         self._min_active = fleet.recovery.min_active if fleet is not None else None
         self._seen = ObservedRun(run.spec)
         self._seen.attempt = run.record.attempts
 
     def observe(self, event: Event) -> Iterator[Event]:
-        """Yield the server events, with payloads, that follow from an event of the run.
+        """Yield the events for the Prefect server that result from an event of the run.
 
-        For most events of the run, yield nothing. The caller must exhaust the iterator, because the
-        state of this object is updated during the iteration.
+        Most events of the run result in no event. The caller must use all items, because the state
+        of this object is updated during the iteration.
         """
         seen = self._seen
         was_waiting = seen.is_waiting
@@ -59,14 +60,15 @@ class RunAnnouncements:
                     is_adopted=event.name == "attempt.adopted",
                 )
             case "run.waiting" if not was_waiting:
-                # The event is repeated whenever the reason changes. Report only the first event.
+                # The run repeats this event whenever the reason changes. Report only the first
+                # event.
                 yield self._make_server_event("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
                 payload = {**self._describe_failure(), "message": event.message}
                 yield self._make_server_event("muster.run.requeued", event, **payload)
             case "run.state" if event.state == RunState.FAILED.value:
-                # Replace the message of the event by the failure's own message. The event's message
-                # begins with the failure kind, for which the payload has a separate key.
+                # Use the message of the failure instead of the event's message, which begins with
+                # the failure kind. The payload has a separate key for this kind.
                 payload = {
                     "component": None,
                     "message": event.message,
@@ -83,8 +85,8 @@ class RunAnnouncements:
                 if event.after is GroupState.RETIRED:
                     yield self._make_server_event("muster.rollout.engine.retired", event)
                 elif event.after is GroupState.INACTIVE and event.before in RUNNING_STATES:
-                    # Report only the failure of an engine that was running. If the restart of a
-                    # failed engine fails, too, the first failure was already reported.
+                    # Report only the failure of an engine that was running. If the restart of an
+                    # engine fails, its first failure was already reported.
                     yield self._make_server_event("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
                     change = "degraded" if seen.is_degraded else "restored"
@@ -95,7 +97,7 @@ class RunAnnouncements:
                 yield self._make_server_event("muster.rollout.floor", event, message=event.reason)
 
     def _describe_failure(self) -> dict[str, Any]:
-        """Return the last attempt's failure with a shortened log, or {} if there was no failure."""
+        """Return the last attempt's failure with a shortened log, or {} if it did not fail."""
         failure = self._run.verdict.failure
         if failure is None:
             return {}
@@ -103,14 +105,15 @@ class RunAnnouncements:
         return failure.with_changes(log_tail=last_lines[-_MAX_TAIL_CHARACTERS:]).as_json()
 
     def _make_server_event(self, name: str, event: Event, **payload: Any) -> Event:
-        """Return the event that Prefect's server gets for an event of the run.
+        """Return the event for the Prefect server that corresponds to an event of the run.
 
         The payload contains only the keys that the catalogue of events lists for this name.
 
         Args:
-            name: Name of the server event.
+            name: Name of the event on the Prefect server.
             event: The event of the run. Its fields are part of the payload.
-            payload: Further values of the payload, which override values of the same name.
+            payload: Further values of the payload. They replace fields of the event with the same
+                name.
         """
         run = self._run
         seen = self._seen

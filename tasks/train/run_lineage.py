@@ -38,43 +38,41 @@ _CHANGING_EVENTS = ("attempt.begun", "attempt.adopted", "component.exited", "att
 
 
 class LineageRecorder:
-    """Records in a thread which data one run reads, and which data the run makes (its lineage)."""
+    """Records the lineage of one run in a thread: the data that the run reads and writes."""
 
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
         self._flow_run = flow_run
-        #: The lineage as it was last recorded, with its secrets masked.
+        #: The last recorded lineage, in which secrets are masked.
         self._recorded = read_lineage(run.place) or Lineage(run_id=run.run_id)
-        #: True if the run's lineage file on this machine contains the recorded lineage.
+        #: True if the lineage file on this machine contains the recorded lineage.
         self._is_written = False
-        #: The lineage that the artifact shows. None if this process has not sent the artifact.
+        #: The lineage in the artifact on the server. None if this process has not sent the
+        #: artifact.
         self._shown: Lineage | None = None
         existing_keys = (LINEAGE,) if flow_run.run_count > 1 else ()
         self._artifacts = Artifacts(flow_run.id, existing_keys)
         has_checkpoints = any(one.checkpoints for one in run.spec.processes.values())
-        #: Seconds between two updates, or None if only events of the run can change the lineage.
+        #: Seconds between two updates. None if the lineage can change only after events of the run.
         self._interval_s = _CHECKPOINTS_EVERY_S if has_checkpoints else None
         self._must_update = threading.Event()
         self._is_closing = False
         self._thread = make_context_thread("lineage", self._work)
 
     def start(self) -> None:
-        """Start the thread. If this machine allows no further thread, no lineage is recorded."""
+        """Start the thread. If no thread can be started, no lineage is recorded."""
         try:
             self._thread.start()
         except RuntimeError as error:
             _log.warning("The lineage of run %s is not recorded: %s", self._run.run_id, error)
 
     def observe(self, event: Event) -> None:
-        """Let the thread update the run's lineage if an event may have changed the lineage.
-
-        Returns at once.
-        """
+        """Wake the thread if an event may have changed the lineage. Returns at once."""
         if event.name in _CHANGING_EVENTS:
             self._must_update.set()
 
     def close(self) -> None:
-        """End the thread after a last update of the run's lineage. Wait at most a few seconds."""
+        """Update the run's lineage a last time, and end the thread. Wait at most a few seconds."""
         self._is_closing = True
         self._must_update.set()
         if self._thread.ident is not None:
@@ -83,12 +81,12 @@ class LineageRecorder:
     def _work(self) -> None:
         with ExitStack() as stack:
             client: SyncPrefectClient | None = None
-            # Show the lineage only on a lasting server. A temporary server ends with the run, and
-            # an artifact on it would be lost.
+            # Show the lineage only on a lasting server. A temporary server and its artifacts end
+            # with the run.
             if find_lasting_api_url():
                 stack.enter_context(override_client_settings(retries=0))
-                # Pass HTTP settings to get a separate client. Without them, `get_client` would
-                # return the flow's client, which the flow closes.
+                # HTTP settings make `get_client` return a separate client. Without these settings,
+                # it would return the client of the flow, which the flow closes.
                 client = stack.enter_context(
                     get_client(httpx_settings={"timeout": _REQUEST_TIMEOUT_S}, sync_client=True)
                 )
@@ -128,14 +126,14 @@ class LineageRecorder:
         if not self._is_written:
             write_lineage(run.place, lineage.as_json())
             self._is_written = True
-        # Without any inputs and outputs, do not add an empty artifact to the page of the run.
+        # If there are no inputs and outputs, do not add an empty artifact to the page of the run.
         has_data = bool(lineage.inputs or lineage.outputs)
         if client is not None and has_data and lineage != self._shown:
             self._artifacts.show(client, LINEAGE, show_lineage(lineage))
             self._shown = lineage
 
     def _announce(self, lineage: Lineage) -> None:
-        """Send Prefect events about the inputs and outputs that are new since the last record."""
+        """Send Prefect events about inputs and outputs that are new since the last update."""
         announcer = current_announcer.get()
         if announcer is None:
             return

@@ -18,7 +18,7 @@ from tasks.train.local_runs import read_local_record
 
 #: Seconds between two reads of the log files.
 _READ_EVERY_S = 0.2
-#: Colours of the component names on a terminal. Each log gets the next colour of this list.
+#: Colours of the component names on a terminal. Each log gets the next colour in this list.
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -35,12 +35,12 @@ class Selection:
 
 
 def print_logs(run: RunPlace, number: int, selection: Selection, *, follow: bool) -> None:
-    """Print the logs of an attempt. If `follow`, also print new lines until the run has ended.
+    """Print the logs of an attempt. With `follow`, also print new lines until the run has ended.
 
     Args:
         run: Paths of the run's files.
         number: Number of the first attempt to print.
-        selection: The lines that are printed.
+        selection: Criteria for the printed lines.
         follow: True to wait for new lines, and to continue with the logs of later attempts.
 
     Raises:
@@ -99,9 +99,9 @@ def _print_new_lines(
     """Print the lines that were added to the logs of an attempt since the last call.
 
     Args:
-        selection: The lines that are printed.
-        open_logs: The opened log files by component. New log files are added to this dictionary.
-        is_last: True if the attempt is over. Then a last line without a newline is printed, too.
+        selection: Criteria for the printed lines.
+        open_logs: Mapping from component names to open log files. New log files are added.
+        is_last: True if the attempt is over. A last line without a newline is then printed, too.
     """
     new_names = [
         name
@@ -126,17 +126,17 @@ def _print_new_lines(
 def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[bytes]:
     """Yield the lines that were added to a log since the last call, in blocks.
 
-    If `is_last`, and all lines are printed into a file or a pipe, a block may begin or end within
-    a line. Otherwise the blocks consist of complete lines.
+    Usually, each block consists of complete lines. With `is_last`, a block may begin or end within
+    a line if all lines are printed into a file or a pipe.
 
     Args:
         log: The log.
-        selection: The lines that are printed.
+        selection: Criteria for the printed lines.
         is_last: True if the log will not grow any more.
     """
     if is_last and not selection.text and not is_on_terminal():
-        # Pass the bytes on without a search for the ends of lines, which would take long: a log may
-        # have many gigabytes.
+        # Return the bytes without searching for line ends. A log may have many gigabytes, and the
+        # search would take long.
         return log.read_rest()
     return _select_lines(log.read_blocks(is_last=is_last), selection.text)
 
@@ -148,7 +148,7 @@ def _read_last_lines(
 
     Args:
         log: The log.
-        selection: The lines that are printed.
+        selection: Criteria for the printed lines.
         count: Number of lines.
         is_last: True if the log will not grow any more.
     """
@@ -163,12 +163,12 @@ def _read_last_lines(
 
 
 def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
-    """Yield blocks of lines with only those lines that contain a text.
+    """Yield blocks that contain only the lines with a certain text.
 
-    Each block that is yielded ends with a newline.
+    Each yielded block ends with a newline.
 
     Args:
-        blocks: Blocks of lines, in which only the last line may lack a newline.
+        blocks: Blocks of lines. Only the last line of all blocks may have no newline.
         text: The text, or an empty string to keep all lines.
     """
     searched = text.encode("utf-8", errors="surrogateescape")
@@ -181,7 +181,7 @@ def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
 
 
 def _print_lines(blocks: Iterable[bytes], prefix: str, color: str) -> None:
-    """Print lines on a terminal, each with a prefix. Control characters in the lines are removed.
+    """Print lines on a terminal with a prefix. Control characters in the lines are removed.
 
     Args:
         blocks: Blocks of complete lines.
@@ -196,10 +196,10 @@ def _print_lines(blocks: Iterable[bytes], prefix: str, color: str) -> None:
 
 
 def _write_blocks(blocks: Iterable[bytes], prefix: str) -> None:
-    """Write lines to a file or a pipe, each with a prefix. The bytes of the lines stay unchanged.
+    """Write lines with a prefix to a file or a pipe. The bytes of the lines are not changed.
 
     Args:
-        blocks: Blocks of bytes that together are complete lines. A block may begin or end within a
+        blocks: Blocks of bytes that together form complete lines. A block may begin or end within a
             line.
         prefix: Text that is written before each line.
     """
@@ -216,15 +216,15 @@ def _write_blocks(blocks: Iterable[bytes], prefix: str) -> None:
             output.write(start)
         prefixed = memoryview(block.replace(b"\n", b"\n" + start))
         is_line_start = block.endswith(b"\n")
-        # The line after the last newline of the block is in the next block, or does not exist. So
-        # omit the prefix that `replace` has added behind this newline.
+        # `replace` has added a prefix after the last newline. The line after this newline is in the
+        # next block, or does not exist. So remove that prefix.
         output.write(prefixed[: -len(start)] if is_line_start else prefixed)
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:
-    """Return True if a later attempt of the run has begun or the run has ended.
+    """Return True if a later attempt of the run has started, or if the run has ended.
 
-    If only the attempt itself has ended, return False, because a later attempt may begin.
+    Return False if only the attempt itself has ended, because a later attempt may start.
     """
     record = read_local_record(place.run_id)
     has_next = place.attempt(number + 1).directory.exists()

@@ -20,7 +20,7 @@ from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.run_records import explain_missing_files
 from tasks.train.runs import Run
 
-#: Time limit in seconds for an answer of the file system of a metrics file.
+#: Longest wait in seconds for the file system of a metrics file.
 _ANSWERS_WITHIN_S = 5.0
 
 
@@ -40,10 +40,13 @@ def require_answer(path: Path) -> None:
 def read_metrics(run: Run) -> list[dict[str, Any]]:
     """Return the metrics of a run's training, one row per step, in the order of the steps.
 
-    A row has the keys that the training wrote, and the key `attempt`: the number of the attempt
-    that wrote the row. If several attempts reached a step, the row is from the last of them. The
-    row also has the figures (numbers in the results) of evaluations of the step's checkpoint, such
-    as `math.accuracy`.
+    A row contains:
+
+    - the keys that the training wrote
+    - the key `attempt` with the number of the attempt that wrote the row
+    - the numbers in the results of evaluations of this step's checkpoint, such as `math.accuracy`
+
+    If several attempts reached a step, the row of the last attempt is returned.
 
     Raises:
         BadArgument: The files of the run are on another host, or the file system of the metrics
@@ -64,7 +67,7 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     for number in numbers:
         spec = read_attempt_spec(run.place, number)
         if not spec:
-            # The attempt has just begun, so it has no spec and no metrics yet. Skip the attempt.
+            # Skip an attempt that has just started, because it has no spec and no metrics yet.
             continue
         if not mapping_or_empty(spec.get("progress")).get("jsonl"):
             if spec.get("evals"):
@@ -81,14 +84,14 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
 def _add_figures(
     rows: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], step_key: str
 ) -> list[dict[str, Any]]:
-    """Return the metrics of a training together with the figures of its evaluations, by step.
+    """Return the metrics of a training together with the results of its evaluations.
 
-    Figures are the numbers in the results of evaluations. A figure never replaces a metric that the
-    training wrote under the same key.
+    A number in the result of an evaluation never replaces a metric that the training wrote under
+    the same key.
 
     Args:
         rows: The rows that the training wrote, one row per step.
-        figures: The rows of the evaluations, see `list_evaluation_rows`.
+        figures: The rows with the evaluations' results, see `list_evaluation_rows`.
         step_key: Key of the step in the rows of the training.
     """
     by_step = {get_number(row, step_key): row for row in rows}

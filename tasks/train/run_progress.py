@@ -25,42 +25,42 @@ from tasks.train.runs import Run
 from tasks.train.server_imports import import_server_runs
 from tasks.train.server_url import may_have_prefect_server
 
-#: Number of bytes at the end of a file that are searched for the last step or metric.
+#: Number of bytes at the end of a file in which the last step or metric is searched.
 _TAIL_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """Progress of a run, as `muster ls` shows it."""
+    """Training step and metric that `muster ls` shows for a run."""
 
-    #: Training step that the run reported last. None if it is unknown.
+    #: Last training step that the run reported. None if unknown.
     step: float | None = None
-    #: Training step at which the run is complete. None if it is unknown.
+    #: Last training step of the whole training. None if unknown.
     total: float | None = None
-    #: Name of the reward, or of the loss if the training has no reward. Empty if the files are on
-    #: another host, or have neither.
+    #: Name of the reward, or of the loss if the training has no reward. Empty if the files contain
+    #: neither, or are on another host.
     metric: str = ""
-    #: Last value of `metric`. None if it is unknown or not finite.
+    #: Last value of `metric`. None if unknown or not finite.
     value: float | None = None
 
     @property
     def step_text(self) -> str:
-        """The step for the user, such as `12/60`, or an empty string if it is unknown."""
+        """Training step as text for the user, such as `12/60`, or an empty string if unknown."""
         if self.step is None:
             return ""
         return format_step(self.step, self.total).removeprefix("step ").replace(" of ", "/")
 
     @property
     def metric_text(self) -> str:
-        """The metric for the user, such as `reward 0.83`, or an empty string if it is unknown."""
+        """Metric as text for the user, such as `reward 0.83`, or an empty string if unknown."""
         return "" if self.value is None else f"{self.metric} {self.value:.4g}"
 
 
 def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
-    """Return the progress of runs by run id.
+    """Return a mapping from run ids to the training step and metric of each run.
 
-    The progress of a run on this machine is read from its files. The steps of other runs are read
-    from the Prefect server, with one request for all of them.
+    For runs on this machine, they are read from files. For other runs, only the steps are read,
+    with one request to the Prefect server for all runs.
     """
     progress: dict[str, RunProgress] = {}
     remote_runs = []
@@ -78,7 +78,7 @@ def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
 
 
 def _read_local_progress(run: Run) -> RunProgress:
-    """Return the last step and the last metric of a run, read from the run's files here."""
+    """Return the last training step and the last metric of a run from its files on this machine."""
     number = list_attempts(run.place)[-1]
     place = run.place.attempt(number)
     spec = read_attempt_spec(run.place, number)
@@ -105,7 +105,7 @@ def _read_local_progress(run: Run) -> RunProgress:
 
 
 def _find_last_step(events: Path) -> float | None:
-    """Return the step in the last event `run.progress` of an event log, or None."""
+    """Return the training step in the last event `run.progress` of an event log, or None."""
     for event in _read_last_objects(events):
         if event.get("event") == "run.progress" and is_number(event.get("step")):
             return float(event["step"])
@@ -117,10 +117,11 @@ def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | No
 
     Args:
         path: The metrics file. Only its last lines are read.
-        names: Names of metrics, in the order of preference. The first one in the file is used.
+        names: Names of metrics. The first name that occurs in the file is used.
 
     Returns:
-        The value is None if it is not finite. The name is empty if none of the metrics was found.
+        The name and the value. The value is None if it is not finite. The name is empty if none of
+        the metrics was found.
     """
     rows = list(_read_last_objects(path))
     for name in names:

@@ -17,7 +17,7 @@ from tasks.train.runs import ENDED_STATES, WAITING_STATES, Run
 from tasks.train.server_imports import import_server_runs
 from tasks.train.server_url import may_have_prefect_server
 
-#: Seconds between two requests to the server for the state of a run that has not begun.
+#: Seconds between two requests to the server for the state of a run that has not started.
 _ASK_EVERY_S = 5.0
 
 
@@ -25,7 +25,7 @@ def require_record(run: Run) -> RunJson:
     """Return the content of a run's `run.json`, from this machine or from the Prefect server.
 
     Raises:
-        BadArgument: The run has no record, because it has not begun.
+        BadArgument: The run has no record, because it has not started.
     """
     record = find_record(run)
     if record is None:
@@ -36,7 +36,7 @@ def require_record(run: Run) -> RunJson:
 def find_record(run: Run) -> RunJson | None:
     """Return the content of a run's `run.json`, or None if the run has no record yet.
 
-    If the run is on another host, the server may have a copy of that host's `run.json`. The record
+    If the run is on another host, the server may have a copy of that host's `run.json`. The version
     with more attempts is returned.
     """
     local_record = read_local_record(run.run_id)
@@ -48,14 +48,16 @@ def find_record(run: Run) -> RunJson | None:
 
 
 def describe_lost_process(run: Run) -> str:
-    """Return a text about the flow process of a run if the process died before the run ended.
+    """Return a text for the user if the flow process of a run died before the run ended.
 
-    The text comes from the files of this machine. The Prefect server and the record of the run show
-    the death later, after a worker or `muster reconcile` has reported it.
+    Only the files of this machine are read. The Prefect server and the record of the run show the
+    death of the process later, after a worker or `muster reconcile` has reported it.
 
     Returns:
-        The text. Empty if the process is alive or ran on another host, or if the run has ended.
-        Also empty if the message of the run's state already contains the text.
+        The text. Empty in these cases:
+        - The process is alive, or ran on another host.
+        - The run has ended.
+        - The message of the run's state already contains the text.
     """
     owner = read_owner(run.run_id)
     record = read_local_record(run.run_id)
@@ -72,8 +74,8 @@ def describe_lost_process(run: Run) -> str:
 def read_artifacts(run: Run, *keys: str) -> list[str]:
     """Return the content of a run's artifacts on the Prefect server, in the order of the keys.
 
-    Missing artifacts are omitted. The list is empty if no server is configured or the server does
-    not answer.
+    Missing artifacts are left out. The list is empty if no server is configured, or if the server
+    does not answer.
     """
     if not run.flow_run_id or not may_have_prefect_server():
         return []
@@ -89,8 +91,8 @@ def find_last_attempt(run: Run, *, wait: bool = False) -> int:
         wait: True to wait for the first attempt if the run has no attempt yet.
 
     Raises:
-        BadArgument: This machine has no attempt of the run. If `wait` is True, the run has ended or
-            runs on another host.
+        BadArgument: This machine has no attempt of the run. With `wait`, the error means that the
+            run has ended or is on another host.
     """
     last_shown_state = ""
     while True:
@@ -107,7 +109,7 @@ def find_last_attempt(run: Run, *, wait: bool = False) -> int:
 
 
 def explain_missing_files(run: Run) -> str:
-    """Return a message that says why this machine has no attempt directory of a run."""
+    """Return a message that explains why this machine has no attempt directory of a run."""
     if not run.is_on_another_host:
         return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'without a message'}"
     directory = run.place.directory

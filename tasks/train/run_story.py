@@ -18,10 +18,10 @@ from tasks.train.runs import ENDED_STATES, Run
 
 
 def measure_time_use(run: Run) -> Slow | None:
-    """Return how a run spends its time, from its events and metrics on this machine.
+    """Return how a run uses its time, according to its events and metrics on this machine.
 
     Returns:
-        The use of time. None if the files are on another host, or do not show the use of time.
+        The use of time. None if the files are on another host, or do not contain enough data.
     """
     spent = TimeSpent()
     for number in list_attempts(run.place):
@@ -33,7 +33,7 @@ def measure_time_use(run: Run) -> Slow | None:
 
 
 def tell_story(run: Run) -> str:
-    """Return a summary of a run, short enough for a screen or a prompt for a language model."""
+    """Return a short summary of a run, for a screen or for a prompt to a language model."""
     record = find_record(run)
     if record is None:
         return str(run)
@@ -44,7 +44,7 @@ def tell_story(run: Run) -> str:
     lines: Iterable[str] = summarize_run(record, run.place, rows, sentences)
 
     if run.state not in ENDED_STATES and run.message:
-        # Replace the first line, which contains the message from `run.json`. The message on the
+        # Replace the first line, because its message comes from `run.json`. The message from the
         # server is newer.
         lines = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(lines, 1, None))
     return "\n".join(lines)

@@ -51,7 +51,7 @@ from tasks.train.server_url import read_server_url
 #: Number of runs that `muster ls` shows by default.
 _LISTED_RUNS = 20
 _NO_RUN_YET = "There are no runs yet. To start one, run `muster train SPEC`."
-#: Number of newest runs among which the function `overview` selects the runs that it prints.
+#: Number of newest runs from which `overview` selects the runs that it prints.
 _OVERVIEW_RUNS = 200
 
 
@@ -117,11 +117,11 @@ def ls(
         for run in runs
     ]
     if not is_on_terminal():
-        # Print each run as one line, for programs such as grep and cut. Do not shorten any cell.
+        # Print one line per run, for programs such as grep and cut. Do not shorten any cell.
         for row in rows:
             *cells, step, metric, message = row.cells
-            # Print the columns `step` and `metric` last, because they were added last. So scripts
-            # that select another column by its number still work.
+            # Print the new columns `step` and `metric` at the end, so that scripts which select
+            # another column by its number still work.
             print("\t".join((*cells, message, step, metric)))
         return
     console = console_of(sys.stdout)
@@ -187,7 +187,7 @@ def metrics(run: RunName = "latest", /) -> None:
     Exit: 0 printed; 2 there is no such run, or this machine has no metrics of the run.
     """
     for row in read_metrics(find_run_with_files(run)):
-        # JSON has no NaN and no infinity. Python writes both, so replace them by null.
+        # JSON has no NaN and no infinity, but Python writes both. So replace them by null.
         finite_row = loads(dumps(row), parse_constant=lambda _: None)
         print(dumps(finite_row))
 
@@ -234,19 +234,19 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
             has_flow_run = bool(found_run.flow_run_id and read_server_url())
-            # For a cancelled run, the message of its state says who has cancelled the run. So print
+            # If the run was cancelled, the message of its state says who cancelled it. So print
             # this message.
             if has_flow_run and found_run.state != RunState.CANCELLED.value:
-                # Import this module only here. It imports Prefect, which takes seconds.
+                # Import this module only if needed, because it imports Prefect, which takes
+                # seconds.
                 from tasks.queue.command import why as explain_waiting
 
                 exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
             else:
                 print(found_run)
         except MusterError:
-            # The server does not answer, or it does not know the run because the run had a
-            # temporary server. If the run has begun, continue without the server: the files of the
-            # run explain the run.
+            # The server does not answer, or does not have the run because the run used a temporary
+            # server. If the run has started, its files are sufficient.
             if not has_begun:
                 raise
             print(found_run)
@@ -261,7 +261,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         for sentence in time_use.sentences():
             print(sentence)
     else:
-        # The use of time is computed from files of the run, which may be on another host. That host
+        # The use of time is computed from files of the run. If they are on another host, that host
         # has stored the text in a Prefect artifact.
         print_markdown(read_artifacts(found_run, TIME))
     return exit_code
@@ -278,7 +278,7 @@ def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
             lost.
         json: Print the run as in `ls`, with its state before the cancellation.
     """
-    # Import this module only here. It imports Prefect, which takes seconds.
+    # Import this module only if needed, because it imports Prefect, which takes seconds.
     from tasks.train.run_cancellation import cancel_run
 
     found_run = find_run(run)
@@ -311,7 +311,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
         return
     now = time.time()
     if not is_on_terminal():
-        # Print each checkpoint as one line, for programs such as grep and cut.
+        # Print one line per checkpoint, for programs such as grep and cut.
         for row in rows:
             print(format_checkpoint_line(row, now))
         return

@@ -20,12 +20,12 @@ from tasks.train.local_runs import list_attempts, read_local_record
 
 #: Seconds between two requests for the step of a run on another host.
 _ASK_STEP_EVERY_S = 5.0
-#: Longest wait, in seconds, until the record of a run on this machine shows its end. The wait
-#: begins when the flow run has ended on the server.
+#: Longest wait in seconds until the record of a run on this machine is final. The wait starts when
+#: the flow run has ended on the server.
 _RECORD_WITHIN_S = 10.0
 #: Seconds between two reads of the record.
 _READ_EVERY_S = 0.2
-#: For a run on another host, about this number of lines with the training step are printed.
+#: Approximate number of lines with a training step that are printed for a run on another host.
 _STEP_LINES = 20
 
 
@@ -37,7 +37,8 @@ class RunEvents:
 
     def __init__(self, place: RunPlace, after_attempt: int) -> None:
         self._place = place
-        #: Number of the attempt whose event log is read. At first, the number `after_attempt`.
+        #: Number of the attempt whose event log is read. Before the first event log,
+        #: `after_attempt`.
         self._number = after_attempt
         self._log: LogFile | None = None
 
@@ -51,8 +52,8 @@ class RunEvents:
         numbers = [number for number in list_attempts(self._place) if number > self._number]
         yield from self._read_log()
         for number in numbers:
-            # First read the rest of the old log. An attempt begins only after the last event of the
-            # attempt before it.
+            # First read the rest of the old event log. An attempt starts only after the last event
+            # of the previous attempt.
             yield from self._read_log()
             self._number = number
             self._log = LogFile(self._place.attempt(number).events)
@@ -67,7 +68,7 @@ class RunEvents:
 
 
 class RunWatch:
-    """Shows the states of a run on the server, and its events if the run is on this machine."""
+    """Shows the states of a run on the server, and its events if it is on this machine."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class RunWatch:
             flow_run_id: Id of the flow run.
             run_id: Id of the run.
             terminal: Terminal on which the run is shown.
-            after_attempt: Number of the last attempt that is not shown, because it had ended before
-                `muster retry`. 0 to show all attempts.
+            after_attempt: Number of the last attempt that is not shown. Attempts before `muster
+                retry` are not shown. 0 to show all attempts.
         """
         self._client = client
         self._flow_run_id = flow_run_id
@@ -96,13 +97,13 @@ class RunWatch:
         self._ask_step_at = 0.0
 
     def show_state(self, state: State[object]) -> None:
-        """Show a new state of the flow run, unless the events of the run already show it."""
+        """Show a new state of the flow run, unless an event of the run already shows the same."""
         if not state.is_final() and not (state.is_running() and self._events.has_begun):
             message = f": {state.message}" if state.message else ""
             self._terminal.say(f"{state.name}{message}")
 
     def show_news(self, state: State[object]) -> None:
-        """Show the new events of the run. For a run on another host, show its step.
+        """Show the new events of the run, or the training step if it is on another host.
 
         Args:
             state: Present state of the flow run.
@@ -134,7 +135,10 @@ class RunWatch:
         self._terminal.end(state.type.value.lower(), state.message or "", page)
 
     def _show_remote_step(self) -> None:
-        """Print the step from the run's artifact `summary`, about `_STEP_LINES` times per run."""
+        """Print the training step of a run on another host, about `_STEP_LINES` times per run.
+
+        The step is read from the artifact `summary`.
+        """
         for artifact in find_artifacts(self._client, self._flow_run_id, [SUMMARY])[:1]:
             progress = find_step(artifact.description or "")
             if progress is None:

@@ -22,15 +22,15 @@ from tasks.train.background_work import BackgroundWork
 from tasks.train.interpreters import component_interpreter
 from tasks.train.plan import PlanInputs, find_containment
 
-#: Rule in `record/cause_rules.toml` that recognises a missing Python package.
+#: Rule in `record/cause_rules.toml` that matches the message about a missing Python package.
 _MISSING_PACKAGE_RULE = "module-not-found"
 
 
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
     """Start the process from which the guardian processes of an attempt will be forked.
 
-    A guardian is the small process that owns the process tree of one component. The start of the
-    template process is slow, so the process is started while the run still waits for its GPUs.
+    A guardian is the small process that owns the process tree of one component. Starting the
+    template process takes long, so it is started while the run still waits for its GPUs.
 
     Args:
         spec: The spec of the run.
@@ -38,8 +38,8 @@ def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> Guardian
         number: Number of the attempt.
 
     Returns:
-        The process. None if the attempt has only one component, if this machine supports no
-        guardians, or if the process could not be started.
+        The process. None if the attempt has only one component, if guardians do not work on this
+        machine, or if the process could not be started.
     """
     if len(spec.processes) < 2 or find_containment(spec).level is Level.L1:
         return None
@@ -49,7 +49,7 @@ def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> Guardian
 
 
 class RunningAttempt:
-    """Starts the supervisor of one attempt, and ends everything that the attempt has started."""
+    """Starts the supervisor of one attempt, and later ends the attempt's processes and threads."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class RunningAttempt:
             emit: Function that publishes events of the attempt.
             register: Entry of the run in this machine's registry of active runs.
             note_ports: Function that writes the TCP ports of the attempt to the run's record.
-            template: Running process that is forked for each program of the run, to watch and end
-                the program's processes. If None, a new process is started for this purpose.
+            template: Process from which a guardian process is forked for each program. If None,
+                guardian processes are started without a template.
         """
         self._plan_inputs = plan_inputs
         self._spec = spec
@@ -80,7 +80,7 @@ class RunningAttempt:
         )
         #: Threads that work while the components run.
         self.background = BackgroundWork()
-        #: Thread that passes the events of the inference servers to the event log. None if the run
+        #: Thread that copies the events of the inference servers to the event log. None if the run
         #: has no inference servers.
         self._fleet_tail: FleetTail | None = None
         if plan_inputs.fleet is not None:
@@ -89,11 +89,11 @@ class RunningAttempt:
 
     @property
     def containment(self) -> Containment:
-        """The kernel features that this machine uses to end all processes of the attempt."""
+        """The kernel features with which this machine can end all processes of the attempt."""
         return self._plan_inputs.containment
 
     def end(self) -> Verdict:
-        """Stop all components and threads of the attempt. Later calls return the same result.
+        """Stop all components and threads of the attempt. A repeated call returns the same result.
 
         Returns:
             The result of the attempt and its cause, with secrets masked.
@@ -112,7 +112,7 @@ class RunningAttempt:
         return self._verdict
 
     def _replan(self, component: str) -> AttemptPlan:
-        """Return the plan of the attempt with other ports for a component whose port was taken.
+        """Return a new plan of the attempt, with new ports for a component whose port was taken.
 
         Raises:
             OSError: No port is free, or the settings of the inference servers already contain the
@@ -125,10 +125,10 @@ class RunningAttempt:
 
 
 def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
-    """Return the result of an attempt, with the interpreter that lacks a Python package.
+    """Add the Python interpreter to a result if the attempt failed due to a missing package.
 
-    If a component failed because a Python package is missing, its Python interpreter is added to
-    the hint of the failure. Any other result is returned unchanged.
+    The path of the component's interpreter is added to the hint of the failure. Any other result is
+    returned unchanged.
 
     Args:
         verdict: The result of the attempt.

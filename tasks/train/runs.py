@@ -10,7 +10,7 @@ from tasks.processes.identity import host_name
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 
-#: Matches a run id. The group of the pattern is the name in the spec of the run.
+#: Matches a run id. The group contains the name in the spec of the run.
 _RUN_ID = re.compile(r"(.+)-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}")
 #: State of a run that has not ended.
 OpenState = Literal["queued", "pending_resources", "admitted", "starting", "running", "stopping"]
@@ -24,50 +24,51 @@ WAITING_STATES = ("queued", "pending_resources")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run, as `muster ls --json` shows it. Times are UTC epoch seconds."""
+    """One run. The fields are those of `muster ls --json`."""
 
     #: Id of the run. It is also the name of the flow run.
     run_id: str
     #: Id of the flow run. Empty if `run.json` does not contain it.
     flow_run_id: str
-    #: As in `run.json`: queued, pending_resources, admitted, starting, running, stopping,
-    #: completed, failed, cancelled; or crashed, if the process of the run was lost.
+    #: State of the run as in `run.json`: queued, pending_resources, admitted, starting, running,
+    #: stopping, completed, failed or cancelled. The state is crashed if the process of the run was
+    #: lost.
     state: str
-    #: Message of the state: the reason for waiting, or the way in which the run ended.
+    #: Message about the state: the reason for waiting, or how the run ended.
     message: str
     #: Tags of the run spec and of the flow run.
     tags: tuple[str, ...]
-    #: Time at which the flow run was created, in UTC epoch seconds. Without a server, the same as
+    #: Time at which the flow run was created, in UTC epoch seconds. Without a server, the value of
     #: `started_at`.
     created_at: float | None
-    #: Time at which the run began, in UTC epoch seconds. None if the run has not begun.
+    #: Time at which the run started, in UTC epoch seconds. None if the run has not started.
     started_at: float | None
     #: Time at which the run ended, in UTC epoch seconds. None if the run has not ended.
     ended_at: float | None
     #: Number of attempts. None if this machine has no record of the run.
     attempts: int | None
-    #: Host on which the flow process runs or last ran. Empty if the run had no process yet.
+    #: Host on which the flow process runs or ran last. Empty if the run had no process yet.
     host: str
 
     @property
     def name(self) -> str:
-        """Name in the spec of the run, or the run id if the run id does not contain the name."""
+        """Name in the spec of the run. If the run id does not contain this name, the run id."""
         match = _RUN_ID.fullmatch(self.run_id)
         return match[1] if match else self.run_id
 
     @property
     def brief(self) -> str:
-        """First line of the message."""
+        """First line of `message`."""
         return self.message.partition("\n")[0]
 
     @property
     def place(self) -> RunPlace:
-        """Paths of the run's files. The files exist only on the run's own host."""
+        """Paths of the run's files. The files exist only on the host of the run."""
         return RunPlace.of(self.run_id)
 
     @property
     def is_on_another_host(self) -> bool:
-        """True if the run has begun on another host than this machine."""
+        """True if the run has started on another host than this machine."""
         return self.host not in ("", host_name()) and self.started_at is not None
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class Run:
 
     @staticmethod
     def of_record(record: RunJson) -> Run:
-        """Convert the content of a `run.json` on this machine into a `Run`."""
+        """Return a `Run` for the content of a `run.json` on this machine."""
         return Run(
             run_id=record.run_id,
             flow_run_id=record.flow_run_id,

@@ -8,11 +8,13 @@ from types import ModuleType
 
 @cache
 def import_server_runs() -> ModuleType:
-    """Return the module `server_runs`, which reads runs from the Prefect server.
+    """Import and return the module `server_runs`, which reads runs from the Prefect server.
 
     The first call imports Prefect, which takes seconds. So call this function only if a server may
-    be configured. The Python client calls it once while it loads Muster's modules. A later import
-    of `tasks` could find a package of that name in the user's project.
+    be configured.
+
+    The Python client calls this function while it loads Muster's modules. A later import could find
+    another package with the name `tasks`, in the user's project.
     """
     from tasks.train import server_runs
 

@@ -37,7 +37,7 @@ from tasks.spec.run import RunSpec
 from tasks.train.runs import Run
 from tasks.train.server_url import read_server_url
 
-#: Run state by the name of a Prefect state, or by the type of a Prefect state in capitals.
+#: Mapping from the name of a Prefect state, or its type in capitals, to the state of the run.
 _RUN_STATES = {
     "PendingResources": "pending_resources",
     "AwaitingRetry": "pending_resources",
@@ -48,7 +48,7 @@ _RUN_STATES = {
 
 
 def make_run(flow_run: FlowRun, record: RunJson | None) -> Run:
-    """Return the run that a flow run of the Prefect server represents.
+    """Return the `Run` for a flow run of the Prefect server.
 
     Args:
         flow_run: The flow run.
@@ -60,7 +60,8 @@ def make_run(flow_run: FlowRun, record: RunJson | None) -> Run:
     ended = flow_run.end_time if state is not None and state.is_final() else None
     message = (state.message if state else None) or ""
     if record is not None and record.state is RunState.CANCELLED and record.message:
-        # Prefect's worker replaces the message by `Flow run was cancelled successfully.`
+        # Use the message in the record, because Prefect's worker replaces the message by `Flow run
+        # was cancelled successfully.`
         message = record.message
     return Run(
         run_id=parse_request(flow_run).name,
@@ -77,7 +78,7 @@ def make_run(flow_run: FlowRun, record: RunJson | None) -> Run:
 
 
 def _is_outdated(record: RunJson, flow_run: FlowRun) -> bool:
-    """Return True if another host resumed the run after this machine wrote `run.json`."""
+    """Return True if another host has resumed the run since this machine wrote `run.json`."""
     hosts = {attempt.host for attempt in record.attempts[-1:]}
     hosts.add(find_host(flow_run))
     return len(hosts - {None}) > 1
@@ -87,14 +88,14 @@ def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
     """Return the run state, such as `starting`, for the Prefect state of a flow run.
 
     Args:
-        state: The Prefect state. None counts as queued.
+        state: The Prefect state. None means queued.
         record: Content of the run's `run.json`, or None if unknown.
     """
     if state is None:
         return "queued"
     if state.is_running() and record is not None:
-        # Return the state in the record, which is more exact: Prefect's state Running stands for
-        # the three run states starting, running and stopping.
+        # Return the state in the record, because it is more exact. Prefect's state Running can mean
+        # starting, running or stopping.
         return record.state.value
     type_name = state.type.value
     return _RUN_STATES.get(state.name or "") or _RUN_STATES.get(type_name, type_name.lower())
@@ -103,13 +104,13 @@ def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
 def read_server_runs(
     at_most: int, records: Mapping[str, RunJson]
 ) -> list[tuple[Run, Mapping[str, Any]]]:
-    """Return the newest runs of the server as pairs: the run, and its run spec.
+    """Return pairs of a run and its run spec for the newest runs of the server.
 
     If the server does not answer, a warning is printed on stderr.
 
     Args:
         at_most: Largest number of runs to return.
-        records: Content of the `run.json` files on this machine, by run id.
+        records: Mapping from run ids to the content of the `run.json` files on this machine.
     """
     runs: list[tuple[Run, Mapping[str, Any]]] = []
     try:
@@ -122,9 +123,10 @@ def read_server_runs(
 
 
 def read_typed_names(at_most: int) -> dict[str, str]:
-    """Return the names that people gave to flow runs, for example in *Custom run*, by flow run id.
+    """Return a mapping from flow run ids to the names that people gave to the flow runs.
 
-    Muster's scheduler renames a flow run to its run id, and keeps the earlier name in a label.
+    A person can type a name in *Custom run*, for example. Muster's scheduler renames the flow run
+    to its run id, and keeps the typed name in a label.
 
     Args:
         at_most: Largest number of flow runs, newest first, whose names are read.
@@ -138,10 +140,10 @@ def read_typed_names(at_most: int) -> dict[str, str]:
 
 
 def read_submitted_spec(run: Run) -> RunSpec | None:
-    """Return the spec with which a run was submitted, with its placeholders.
+    """Return the submitted spec of a run, in which placeholders are not replaced.
 
     Returns:
-        None if no server is configured, or if the server does not answer or does not know the run.
+        None if no server is configured, or if the server does not answer or does not have the run.
 
     Raises:
         InvalidSpec: The spec has faults.
@@ -163,14 +165,14 @@ def read_artifacts_of_run(run: Run, *keys: str) -> list[str]:
         return []
     with suppress(ServerAway), connect_to_server(api_url) as client:
         artifacts = find_artifacts(client, UUID(run.flow_run_id), keys)
-        # The artifacts are sorted newest first. If a key occurs twice, the newest must win.
+        # The artifacts are sorted newest first. If a key occurs twice, use the newest artifact.
         content = {artifact.key: str(artifact.data) for artifact in reversed(artifacts)}
         return [content[key] for key in keys if key in content]
     return []
 
 
 def read_summaries(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the headlines of runs from their artifacts `summary` on the server, by run id."""
+    """Return a mapping from run ids to headlines, from the artifacts `summary` on the server."""
     api_url = read_server_url()
     if not api_url:
         return {}
@@ -197,6 +199,6 @@ def _read_flow_runs(at_most: int) -> Iterator[FlowRun]:
         flow_runs = read_flow_runs(
             client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC
         )
-        # Omit flow runs that a schedule will start in the future.
+        # Skip flow runs that a schedule will start in the future.
         begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
         yield from islice(begun, at_most)

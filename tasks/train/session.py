@@ -63,45 +63,43 @@ from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
 
-#: Absolute path of the spec file from which `muster train` starts the run. None if the run was
-#: started in another way.
+#: Absolute path of the spec file of a run that `muster train` starts. None for other runs.
 spec_file: ContextVar[Path | None] = ContextVar("spec_file", default=None)
 T = TypeVar("T")
 
-#: Pauses, in seconds, before the folder of checkpoints is read again after an error. The pauses are
-#: short, because the run already holds its GPUs.
+#: Pauses in seconds before the folder of checkpoints is read again after an error. The pauses are
+#: short, because the run already occupies its GPUs.
 _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
-#: Time limit, in seconds, of one read of the folder of checkpoints before an attempt.
+#: Longest wait in seconds for reading the folder of checkpoints before an attempt.
 _READ_CHECKPOINTS_WITHIN_S = 120.0
-#: Time limit, in seconds, of the search for a checkpoint that an ended attempt has saved.
+#: Longest wait in seconds for finding a checkpoint that an ended attempt has saved.
 _FIND_SAVED_WITHIN_S = 5.0
-#: Time limit, in seconds, of a read of checkpoints after a request to end the run. It replaces the
-#: longer limit of the read.
+#: Longest wait in seconds for reading checkpoints after a request to end the run. Replaces the
+#: longer limits.
 _ANSWERS_AT_END_WITHIN_S = 2.0
-#: Time limit, in seconds, of one read of the checkpoints before the run gets its GPUs.
+#: Longest wait in seconds for reading the checkpoints before the run gets its GPUs.
 _STORE_WITHIN_S = 60.0
-#: Longest pause, in seconds, between two requests to a store of checkpoints that does not answer.
-#: The run has no GPUs yet during these requests.
+#: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
+#: run has no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest time in seconds that a run waits for a store that does not answer, before the run gets
-#: its GPUs.
+#: Longest time in seconds that a run without GPUs waits for a store that does not answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run waits for a store that refuses access, before the run gets its
-#: GPUs. The run does not fail at once, because an operator may be renewing the store's credentials.
+#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The run
+#: waits because an operator may be renewing the store's credentials.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
 class CheckpointsUnreadable(MusterError):
     """The folder of the run's checkpoints cannot be read, so no attempt may start.
 
-    An attempt that started now would start from the beginning, and overwrite the checkpoints.
+    An attempt without a checkpoint would start at the first step and overwrite the checkpoints.
     """
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(
             f"the checkpoints of the run cannot be read, so no attempt starts: {cause}"
         )
-        #: Kind of failure of the run.
+        #: Kind of the failure that is recorded for the run.
         self.kind = FailureKind.STORAGE
         if isinstance(cause, StoreUnreachable):
             self.kind = FailureKind.NETWORK
@@ -110,7 +108,7 @@ class CheckpointsUnreadable(MusterError):
 class RunSession:
     """One run, from its first attempt to its final state.
 
-    `interrupt`, `hurry` and `hand_over` may be called from any thread.
+    Any thread may call `interrupt`, `hurry` and `hand_over`.
     """
 
     def __init__(
@@ -126,32 +124,32 @@ class RunSession:
         """Create the run's directory, and register this process as the owner of the run.
 
         Args:
-            spec: The run spec with placeholders.
+            spec: The run spec, in which placeholders are not replaced yet.
             run_id: Id of the run.
             flow_run_id: Id of the flow run.
-            api_url: Address of the Prefect server that stores the flow run. None if the server
-                ends together with the run.
+            api_url: Address of the Prefect server that stores the flow run. None if the server ends
+                together with the run.
             worker: Name of the Prefect worker that started this process. None if no worker did.
-            earlier: The record that another host wrote for this run. None if the run was on no
-                other host.
+            earlier: The record that another host wrote for this run. None if the run was never on
+                another host.
 
         Raises:
-            OSError: The disk does not accept the files, another process of this machine owns the
-                run, or a leftover of an earlier process cannot be ended.
+            OSError: The files cannot be written, another process of this machine owns the run, or a
+                leftover process of the run cannot be ended.
         """
         self.spec = spec
         self.flow_run_id = flow_run_id
         #: Paths of the run's files.
         self.place = RunPlace.of(run_id)
-        #: Text that lists the files that could not be written before the end of the run, with the
-        #: reasons. Empty if all files were written.
+        #: Text for the user about the files that could not be written before the end of the run.
+        #: Empty if all files were written.
         self.unwritten_files = ""
-        # Check first that the run's directory belongs to this flow run. The next steps change files
-        # in the directory and end processes of the run.
+        # First check that the run's directory belongs to this flow run. The next steps change files
+        # in this directory and end processes of the run.
         RunJson.read_for_flow_run(self.place.record, str(flow_run_id))
 
-        #: True if the Ray jobs of the run continue when this process dies, and the next process of
-        #: the run then takes over the jobs.
+        #: True if the Ray jobs of the run continue when this process dies. The next process of the
+        #: run then supervises the jobs.
         self.adopts_jobs = spec.on_lost_flow == "adopt"
         finish_predecessor(run_id, adopts=self.adopts_jobs)
         self._register = RunRegistration.opened(
@@ -162,11 +160,11 @@ class RunSession:
             directory=self.place.directory,
             adopts=self.adopts_jobs,
         )
-        # The run stays registered until this process exits. If the process is killed before the
-        # flow run gets its final state, `muster reconcile` finds the run.
+        # Keep the run registered until this process exits. If the process is killed before the flow
+        # run gets its final state, `muster reconcile` finds the run.
         atexit.register(self._register.close)
         self.place.directory.mkdir(parents=True, exist_ok=True)
-        # Remove a note about the end of an earlier process, which that process has not used.
+        # Remove the note about a cancellation if an earlier process has not used it.
         take_note(self.place.directory)
 
         self._secrets = RunSecrets(spec)
@@ -187,19 +185,21 @@ class RunSession:
             **self._describe_origin(),
         )
 
-        #: Function that sends all pending reports to the Prefect server. Its argument is the
-        #: longest wait in seconds. It returns False if a report was not sent. Call it before the
-        #: flow run gets another state, because a late report would set the state back to Running.
+        #: Function that sends all pending reports to the Prefect server. The argument is the
+        #: longest wait in seconds. The result is False if a report was not sent. Call this function
+        #: before the flow run gets another state, because a late report would set the state to
+        #: Running again.
         self.flush_reports: Callable[[float], bool] = lambda timeout_s: True
-        #: Dashboard address of the work pool's Ray cluster. Empty if the spec contains an address.
+        #: Dashboard address of the Ray cluster of the work pool. Empty if the spec contains an
+        #: address.
         self.ray_address = ""
         #: The submitted code of the run. None if the run uses the project's files directly.
         self.code: code_store.Code | None = None
-        #: The nodes and GPUs that the queue granted for the attempt. None if there is no grant.
+        #: The nodes and GPUs that the queue granted for the attempt, or None.
         self.grant: GpuGrant | None = None
         self._device_lease: DeviceLease | None = None
         folders = {one.checkpoints for one in spec.processes.values() if one.checkpoints}
-        #: Reader of the folders of checkpoints, which may be on a file system that does not answer.
+        #: Reads the folders of checkpoints in a thread, because the file system may not respond.
         self._checkpoint_reader = PlaceReader(", ".join(sorted(folders)) or "the checkpoints")
 
         #: Paths of the current or last attempt. None before the first attempt.
@@ -211,8 +211,8 @@ class RunSession:
         self._guardian_template: GuardianTemplate | None = None
         self._verdict: Verdict | None = None
         self._is_left = False
-        #: True if this process is handing the run over to the next flow process. False again if the
-        #: handover has failed.
+        #: True while this process hands the run over to the next flow process. If the handover
+        #: fails, the value is False again.
         self.is_handing_over = False
 
     @property
@@ -221,9 +221,9 @@ class RunSession:
 
     @property
     def resolved_spec(self) -> RunSpec:
-        """The spec with the placeholders of the current or last attempt filled in.
+        """The spec in which placeholders are replaced by the values of the current or last attempt.
 
-        Before the first attempt, the placeholders are not filled in.
+        Before the first attempt, placeholders are not replaced.
         """
         return self._attempt_spec.resolved if self._attempt_spec is not None else self.spec
 
@@ -240,7 +240,7 @@ class RunSession:
 
     @property
     def verdict(self) -> Verdict:
-        """Result of the last attempt, or of the whole run if the run ended without an attempt."""
+        """Result of the last attempt, or of the run if the run ended without an attempt."""
         if self._verdict is not None:
             return self._verdict
         message = self.interrupt_reason or "not started"
@@ -248,12 +248,12 @@ class RunSession:
 
     @property
     def interrupt_reason(self) -> str:
-        """Reason for ending the run as cancelled. Empty if the run was not interrupted."""
+        """Reason why the run must end as cancelled. Empty if there is no such reason."""
         return self._end_request.interrupt_reason
 
     @property
     def handover_reason(self) -> str:
-        """Reason why another process will continue the run. Empty if this process keeps the run."""
+        """Reason why another process must continue the run. Empty if there is no such reason."""
         return self._end_request.handover_reason
 
     def _write_spec(self) -> None:
@@ -262,9 +262,10 @@ class RunSession:
         replace_file(self.place.spec, text)
 
     def _describe_origin(self) -> dict[str, Any]:
-        """Return the field `provenance` of a new record: where the run comes from.
+        """Return the field `provenance` of a new record, which describes the origin of the run.
 
-        It contains the spec file, and the run whose checkpoint this run starts from, if any.
+        It contains the spec file. If this run starts from a checkpoint of another run, it also
+        contains the checkpoint and that run.
         """
         provenance: dict[str, Any] = {}
         start = self.spec.start_from
@@ -280,29 +281,29 @@ class RunSession:
         return {"provenance": provenance} if provenance else {}
 
     def interrupt(self, why: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Return at once."""
+        """Request that the run ends as cancelled, with all grace periods. Does not wait."""
         self._end_request.interrupt(why)
 
     def hurry(self) -> None:
-        """Skip the remaining grace periods of an interrupted run. Return at once."""
+        """End an interrupted run without waiting for the remaining grace periods. Does not wait."""
         self._end_request.hurry()
 
     def hand_over(self, why: str) -> None:
-        """End the run's work in this process, but let its Ray jobs run. Return at once.
+        """End the run's work in this process, but let its Ray jobs continue. Does not wait.
 
-        Another process of the run will continue the Ray jobs.
+        Another process of the run will supervise the Ray jobs.
         """
         self._end_request.hand_over(why)
 
     def wait(self, delay_s: float) -> bool:
         """Wait for `delay_s` seconds, and return True.
 
-        Return False at once if the run must end, or if another process will continue the run.
+        Return False at once if the run must end, or if another process must continue the run.
         """
         return not self._end_request.wait(delay_s)
 
     def open(self) -> None:
-        """Notify the event listeners that the run has begun.
+        """Notify the event listeners that the run has started.
 
         Also start the process from which the guardian processes of the first attempt are forked.
         """
@@ -312,17 +313,17 @@ class RunSession:
         self._guardian_template = start_guardian_template(self.spec, self.run_id, number)
 
     def enter_code(self, fetch: code_store.Fetch) -> None:
-        """Check out the submitted code of the run, and make it the working directory.
+        """Write the submitted code of the run into a folder, and make it the working directory.
 
-        Do nothing if the spec names no submitted code.
+        Do nothing if the run has no submitted code.
 
         Args:
-            fetch: Function that downloads code by its name from the server. It returns None if the
-                server does not have the code.
+            fetch: Function that downloads code with a certain name from the server. It returns None
+                if the server does not have the code.
 
         Raises:
             NoCode: The code is neither on this machine nor on the server.
-            OSError: The code cannot be checked out. Errors of `fetch` are raised, too.
+            OSError: The code cannot be written. Errors of `fetch` are raised, too.
         """
         os.environ.pop(code_store.PROJECT, None)
         if self.spec.code in (None, LIVE_CODE):
@@ -330,14 +331,16 @@ class RunSession:
         self.code = code_store.read_code(self.spec.code, fetch)
         directory = self.place.directory / "code"
         code_store.check_out(self.code, directory, fetch)
-        # Make MUSTER_HOME an absolute path. After the change of the working directory below, a
-        # relative path would lead to another directory.
+        # Make MUSTER_HOME an absolute path, because the working directory changes below.
         os.environ["MUSTER_HOME"] = str(muster_home())
         os.environ[code_store.PROJECT] = self.code.project
         os.chdir(directory)
 
     def set_secret_blocks(self, block_values: Mapping[str, str]) -> None:
-        """Set the values of the run's Prefect Secret blocks, by the names of the blocks."""
+        """Set the values of the run's Prefect Secret blocks.
+
+        The keys of `block_values` are the names of the blocks.
+        """
         self._secrets.set_blocks(block_values)
 
     def accept_grant(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
@@ -346,7 +349,7 @@ class RunSession:
         The GPUs are released at the end of that attempt.
 
         Args:
-            nodes: Number of granted GPUs by name of the node.
+            nodes: Mapping from the name of each node to the number of granted GPUs.
             lease: The granted devices of this machine. None if Ray assigns the devices.
         """
         self._device_lease = lease
@@ -359,7 +362,7 @@ class RunSession:
         """Choose the checkpoint from which the next attempt starts.
 
         Raises:
-            CheckpointsUnreadable: The folder of the checkpoints cannot be read, after several
+            CheckpointsUnreadable: The folder of the checkpoints cannot be read, even after several
                 tries.
         """
         return self._read_checkpoints(self._plan_resume)
@@ -374,7 +377,7 @@ class RunSession:
         After an error, the call is repeated.
 
         Raises:
-            CheckpointsUnreadable: The folder cannot be read, after several tries.
+            CheckpointsUnreadable: The folder cannot be read, even after several tries.
         """
         for pause_s in (*_READ_CHECKPOINTS_PAUSES_S, None):
             try:
@@ -387,14 +390,15 @@ class RunSession:
     def _ask_checkpoints(self, read: Callable[[], T], within_s: float) -> T:
         """Call a function that reads checkpoints in another thread, and return its result.
 
-        The file system of the checkpoints may hang. If the run must end, the wait is shorter.
+        The file system of the checkpoints may not respond. If the run must end, the time limit is
+        shorter.
 
         Args:
             read: The function.
             within_s: Time limit in seconds.
 
         Raises:
-            PlaceTimeout: The file system of the checkpoints does not answer.
+            PlaceTimeout: The file system of the checkpoints does not respond.
             OSError: The checkpoints cannot be read.
         """
         began_s = time.monotonic()
@@ -407,8 +411,8 @@ class RunSession:
     def await_checkpoint_store(self) -> None:
         """Wait until the store or the folder of the run's checkpoints can be read.
 
-        Call this before the run gets its GPUs, so that no GPU is idle during the wait. A store that
-        cannot be reached never counts as a store without checkpoints.
+        Call this method before the run gets its GPUs, so that no GPU is idle during the wait. A
+        store that does not answer is never treated as an empty store.
 
         Raises:
             CheckpointsUnreadable: The store did not answer in time, still refuses access, or the
@@ -418,8 +422,8 @@ class RunSession:
         if not urls:
             return
         if self.adopts_jobs and self.record.content.adoptable(self.place) is not None:
-            # The checkpoints are not needed: this process attaches to the Ray jobs of the last
-            # attempt, which still run, and starts no attempt.
+            # The checkpoints are not needed, because the Ray jobs of the last attempt still run.
+            # This process supervises these jobs and starts no attempt.
             return
         began_s = time.monotonic()
         message = ""
@@ -446,7 +450,7 @@ class RunSession:
                 pause_s = min(pause_s * 2, _ASK_STORE_EVERY_S)
 
     def _check_checkpoints(self, urls: Sequence[str]) -> None:
-        """Check that the checkpoints of the run can be read. The call may block.
+        """Check that the checkpoints of the run can be read. The call may take long.
 
         Args:
             urls: URLs and folders of the checkpoints.
@@ -466,18 +470,18 @@ class RunSession:
         self.emit("run.waiting", message=message)
 
     def begin_attempt(self) -> None:
-        """Reserve ports, fill in the spec's placeholders, and start a supervisor.
+        """Start an attempt: reserve ports, replace the placeholders, and start a supervisor.
 
-        If Ray jobs that an earlier process of the run started still run, continue the attempt of
-        these jobs. Otherwise begin a new attempt.
+        If Ray jobs of an earlier process of this run are still running, continue their attempt.
+        Otherwise start a new attempt.
 
         Raises:
-            OSError: No port is free, or the disk does not accept the files.
+            OSError: No port is free, or the files cannot be written.
         """
         adopted = self.record.content.adoptable(self.place) if self.adopts_jobs else None
         place = self.place.attempt(adopted.number if adopted else self.record.attempts + 1)
-        # The directory exists if an earlier process was killed before it wrote the attempt into
-        # the record.
+        # The directory may exist: an earlier process may have been killed before it wrote the
+        # attempt into the record.
         place.directory.mkdir(exist_ok=True)
         if adopted is not None:
             resume = adopted.resume
@@ -531,10 +535,10 @@ class RunSession:
 
         Args:
             place: Paths of the attempt's files.
-            adopted: Record of the attempt that an earlier process began. None for a new attempt.
+            adopted: Record of the attempt if an earlier process started it. None for a new attempt.
             resume_from: Path of the checkpoint from which the attempt starts, or an empty string.
             resume: The checkpoint from which the attempt starts, and the reasons for its choice.
-                None if they are unknown.
+                None if unknown.
             ports: The ports that are reserved for the attempt.
 
         Returns:
@@ -550,7 +554,7 @@ class RunSession:
             secrets=self._secrets,
         )
         self._attempt_spec = attempt_spec
-        # An attempt that began on another host may have no `spec.yaml` on this host.
+        # If the attempt started on another host, this host may not have its `spec.yaml`.
         if adopted is None or not place.spec.exists():
             attempt_spec.write()
         self.attempt = place
@@ -561,13 +565,14 @@ class RunSession:
             mask=self.mask,
             disk=self._register.disk,
         )
-        # This spec contains secret values. It is passed to the components, and never written.
+        # This spec contains secret values. Pass it only to the components, and never write it to a
+        # file.
         spec = attempt_spec.with_block_values()
         containment = find_containment(spec)
         metrics = adopted.metrics if adopted is not None else None
         if adopted is None and spec.progress is not None and spec.progress.jsonl is not None:
-            # If the file system does not answer in time, continue without a fingerprint. The
-            # supervisor then makes the fingerprint later.
+            # If the file system does not respond in time, continue without a fingerprint. The
+            # supervisor makes the fingerprint later.
             file = Path(spec.cwd) / spec.progress.jsonl
             with suppress(PlaceTimeout):
                 metrics = PlaceReader(file).ask_blocking(partial(FileFingerprint.of, file))
@@ -629,8 +634,8 @@ class RunSession:
             mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
-        # Pass the template, a process from which guardian processes are forked, only to the first
-        # attempt. The supervisor of that attempt ends the template at the end of the attempt.
+        # Pass the template only to the first attempt. It is a process from which guardian processes
+        # are forked. The supervisor of the first attempt ends the template.
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(
@@ -642,15 +647,15 @@ class RunSession:
             template=template,
         )
         if adopted is None:
-            # Record in `run.json` which code the run uses. Do this in the background, because Git
-            # may need long to find the changes in a large project.
+            # Record the code of the run in the background, because Git may need long to find the
+            # changes in a large project.
             self._running.background.start(
                 record_provenance, self.record, self.code, spec, Path.cwd(), self._secrets
             )
         return self._running
 
     def check_devices(self) -> None:
-        """Requeue the run if this machine no longer has a device that was granted to it."""
+        """Requeue the run if a device that was granted to the run is missing on this machine."""
         reason = self._device_lease.why_unfit() if self._device_lease is not None else None
         if reason:
             message = f"{reason}: the run returns to its place in the queue"
@@ -658,10 +663,10 @@ class RunSession:
             self.supervisor.fail(Failure(kind=kind, message=message, rule=PREFLIGHT))
 
     def end_attempt(self) -> Verdict:
-        """Stop all components, and record the attempt's result. Later calls change nothing.
+        """Stop all components, and record the attempt's result. A repeated call changes nothing.
 
         Raises:
-            RuntimeError: No attempt has begun.
+            RuntimeError: No attempt has started.
         """
         if self._running is None:
             raise RuntimeError("no attempt of the run has begun")
@@ -669,8 +674,8 @@ class RunSession:
         if verdict is self._verdict:
             return verdict
         self._verdict = verdict
-        # If the state is not final, the Ray jobs of the attempt continue. The run's next process
-        # will continue the attempt, so record the end only for a final state.
+        # Record the end of the attempt only for a final state. Otherwise the Ray jobs of the
+        # attempt continue, and the next process of the run continues the attempt.
         if verdict.state.is_final:
             self._release_grant()
             self._end_in_record(verdict)
@@ -684,9 +689,9 @@ class RunSession:
         return verdict
 
     def _end_in_record(self, verdict: Verdict) -> None:
-        """Record the result of the attempt, and warn if it had no lasting result.
+        """Record the result of the attempt, and warn if the attempt had no lasting result.
 
-        An attempt has no lasting result if it saved no newer checkpoint, or made no net progress.
+        A lasting result is a newer checkpoint, or a higher training step.
         """
         content = self.record.content
         attempt = content.under_way
@@ -709,7 +714,7 @@ class RunSession:
         self.record.end_attempt(verdict, saved_checkpoint=saved, fruitless_attempts=count or None)
 
     def record_decision(self, text: str) -> None:
-        """Record the decision after an attempt: a retry, a requeue or the end of the run."""
+        """Record the decision after an attempt: a retry, a requeue, or the end of the run."""
         self.record.decide(self.mask(text))
         self.emit("attempt.decided", attempt=self.record.attempts, text=text)
 
@@ -722,7 +727,7 @@ class RunSession:
             lease.close()
 
     def fail(self, kind: FailureKind, message: str) -> Verdict:
-        """Record the result FAILED for an error that no component of the attempt caused."""
+        """Record the result FAILED for an error that no component of the attempt has caused."""
         failure = Failure(kind=kind, message=self.mask(message), rule="start")
         self._verdict = Verdict.failed(failure, 0.0)
         if self.record.attempts:
@@ -732,7 +737,7 @@ class RunSession:
     def crash(self, error: Exception) -> None:
         """End the attempt as FAILED after an error in Muster itself.
 
-        Before the first attempt, the whole run gets the result FAILED.
+        If there is no attempt yet, the whole run gets the result FAILED.
         """
         if self._running is None:
             _log.error(
@@ -746,21 +751,20 @@ class RunSession:
             self._running.supervisor.crash(error)
 
     def leave(self) -> None:
-        """Give up the run without a final state, because another process will continue the run."""
+        """Stop working on the run without a final state. Another process will continue the run."""
         self._is_left = True
-        # Remove the run from the registry now and not at exit. The run's next process would refuse
-        # to continue a run that is still registered.
+        # Remove the run from the registry now instead of at exit. The next process of the run
+        # refuses to start while the run is registered.
         self._register.close()
 
     def close(self, *, is_cancelled: bool = False, cancellation: str = "") -> Verdict:
         """Record the final state of the run, unless another process will continue the run.
 
         Args:
-            is_cancelled: True if the flow run was cancelled on the Prefect server. The run is then
-                cancelled even if the result of its last attempt was known before, because the
-                server accepts no other final state.
-            cancellation: Reason of the cancellation on the Prefect server, which replaces the
-                signal as the reason. Empty if it is unknown.
+            is_cancelled: True if the flow run was cancelled on the Prefect server. The run then
+                ends as cancelled in any case, because the server accepts no other final state.
+            cancellation: Reason for the cancellation on the Prefect server, or an empty string if
+                unknown. It replaces the signal as the reason.
 
         Returns:
             The result of the run and its cause.
@@ -787,13 +791,13 @@ class RunSession:
             if removed:
                 self.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
-        # Wait until `run.json` is on the disk, because programs read the file as soon as they
+        # Wait until `run.json` is on the disk, because other programs read the file as soon as they
         # notice the end of the run.
         self.unwritten_files = self._register.settle(self.record.content)
         return verdict
 
     def mask(self, text: str) -> str:
-        """Return the text with `***` in place of each secret that the components may know."""
+        """Return the text in which each secret of the run is replaced by `***`."""
         return self._secrets.mask(text)
 
     def emit(self, name: str, **fields: Any) -> None:

@@ -21,7 +21,7 @@ from tasks.train.interpreters import find_missing_files
 
 
 def load_checked_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Return the run spec of a file, after a check of the programs and features that it names.
+    """Load the run spec in a file, and check that its programs and features are available.
 
     The access to object stores is not checked.
 
@@ -40,9 +40,9 @@ def load_checked_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool = True) -> None:
-    """Raise an error if a run spec names a placeholder, program or feature that is not available.
+    """Raise an error if a placeholder, program or feature in a run spec is not available.
 
-    Environment variables of Muster with values that are not valid are faults, too.
+    Invalid values of Muster's environment variables are faults, too.
 
     Args:
         spec: The spec of the run.
@@ -69,7 +69,7 @@ def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool =
 def _find_store_faults(spec: RunSpec) -> Iterator[Fault]:
     """Yield a fault if the store of the checkpoints refuses access.
 
-    A store that does not answer is no fault of the spec. The run waits for this store later.
+    A store that does not answer is no fault, because the run waits for the store later.
     """
     for name, component in spec.processes.items():
         try:
@@ -83,9 +83,9 @@ def _find_store_faults(spec: RunSpec) -> Iterator[Fault]:
 
 
 def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
-    """Yield a fault if the spec requires a PID namespace and this machine offers none.
+    """Yield a fault if the spec requires a PID namespace, but this machine does not support it.
 
-    A spec with `containment: auto` requires no PID namespace.
+    A spec with `containment: auto` does not require a PID namespace.
     """
     if spec.containment != "namespace":
         return
@@ -99,7 +99,7 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
 
 
 def _find_memory_faults(spec: RunSpec) -> Iterator[Fault]:
-    """Yield a fault for each key `memory_gib` if this machine cannot limit memory."""
+    """Yield a fault for each key `memory_gib` if memory cannot be limited on this machine."""
     for name, component in spec.processes.items():
         if component.memory_gib is None:
             continue

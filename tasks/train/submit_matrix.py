@@ -26,9 +26,9 @@ from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.interpreters import print_project
 
-#: Deployment that runs a submitted pipeline.
+#: Name of the deployment that runs submitted pipelines.
 PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"
-#: Name of the only stage of the pipeline that `--matrix` creates. The stage has one run for each
+#: Name of the only stage of a pipeline that `--matrix` creates. The stage has one run for each
 #: combination of values.
 _STAGE = "points"
 #: Matches a range of whole numbers, such as `1..4`.
@@ -50,7 +50,7 @@ MatrixOptions = Annotated[
 def make_matrix_pipeline(
     spec: RunSpec, options: Sequence[str], at_most: int | None = None
 ) -> PipelineSpec:
-    """Return the pipeline that runs a spec once for each point of a matrix.
+    """Return a pipeline that runs a spec once for each point of a matrix.
 
     A point is one combination of the values in the options `--matrix`.
 
@@ -61,7 +61,7 @@ def make_matrix_pipeline(
 
     Raises:
         BadArgument: An option is malformed or names an unknown variable.
-        InvalidSpec: A point of the matrix is no valid run spec.
+        InvalidSpec: The spec for a point of the matrix is not valid.
     """
     matrix: dict[str, list[Any]] = {}
     for option in options:
@@ -78,7 +78,7 @@ def make_matrix_pipeline(
         "name": _STAGE,
         "spec": spec.to_server_data(),
         "matrix": matrix,
-        # A failed point must not keep the other points from running.
+        # If a point fails, the other points must still run.
         "on_failure": "continue",
     }
     if at_most is not None:
@@ -88,9 +88,9 @@ def make_matrix_pipeline(
 
 
 def _find_path(spec: RunSpec, key: str) -> str:
-    """Return the dotted path in the run spec that a key of the option `--matrix` stands for.
+    """Return the dotted path in the run spec for a key of the option `--matrix`.
 
-    The key is such a path itself, or the name of an environment variable of the spec, in upper or
+    The key is either this path, or the name of an environment variable in the spec, in upper or
     lower case.
 
     Raises:
@@ -112,11 +112,11 @@ def _find_path(spec: RunSpec, key: str) -> str:
 
 
 def _read_values(key: str, text: str) -> list[Any]:
-    """Return the values of an option `--matrix`.
+    """Return the values in an option `--matrix`.
 
     Args:
         key: The key of the option, for messages.
-        text: The values, separated by commas. Each is YAML, or a range such as `1..4`.
+        text: The values, separated by commas. Each value is YAML, or a range such as `1..4`.
 
     Raises:
         BadArgument: A range is empty, or too large.
@@ -139,13 +139,13 @@ def _read_values(key: str, text: str) -> list[Any]:
 def queue_matrix(
     client: SyncPrefectClient, spec: RunSpec, pipeline: PipelineSpec, root: Path
 ) -> FlowRun:
-    """Create the flow run of a pipeline for a matrix, and return it.
+    """Create and return the flow run of a pipeline for a matrix.
 
     The project, the code and the Python interpreter of the points are printed on stderr.
 
     Args:
         client: Client of the Prefect server.
-        spec: The run spec, whose Secret blocks are checked.
+        spec: The run spec. Its Prefect Secret blocks are checked.
         pipeline: The pipeline that `make_matrix_pipeline` returned.
         root: Root folder of the spec's project.
 

@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class DiskFull(MusterError):
-    """The disk accepts no files of the run, so that the run cannot begin or continue."""
+    """The files of the run cannot be written, so the run cannot start or continue."""
 
     def __init__(self, error: BaseException) -> None:
         description = describe_storage_error(error, muster_home())
@@ -79,32 +79,32 @@ class DiskFull(MusterError):
         return Failed(message=f"{FailureKind.STORAGE.value}: {self}")
 
 
-#: Longest time to repeat a request to a Prefect server that does not answer, in seconds. A server
-#: that is being restarted answers earlier.
+#: Longest time in seconds for repeating a request to a Prefect server that does not answer. A
+#: restart of the server takes less time.
 _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
-#: Number of times that Prefect's client sends the final state of a flow run again if the server
-#: does not answer. The pauses double from 2 s on, so 8 retries take about eight minutes. A restart
-#: of the server by `muster up` can take that long.
+#: Number of retries for the final state of a flow run if the server does not answer. The pauses
+#: start at 2 s and double each time, so 8 retries take about eight minutes. A restart of the server
+#: by `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: Number of times that the final state is sent again for a run that a person started. The person
-#: waits at the terminal, so the retries end earlier.
+#: Number of retries for the final state of a run that a person started. The person waits at the
+#: terminal, so there are fewer retries.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: Number of times that the final state of an interrupted run is sent again. There are few retries,
-#: because the run's host or the Prefect server is probably being stopped. If all of them fail,
-#: `muster reconcile` reports the final state later.
+#: Number of retries for the final state of an interrupted run. There are few retries, because the
+#: host or the Prefect server is probably being stopped. If they fail, `muster reconcile` reports
+#: the state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
 def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
-    """Turn a function that returns a Prefect state into a task that returns True or False.
+    """Return a Prefect task for a function that returns a Prefect state.
 
-    The task returns True if the state is Completed.
+    The task returns True if the state is Completed, otherwise False. The name of the task run
+    consists of the function and the component, such as `start-trainer`.
 
-    The task run is named after the function and the component, such as `start-trainer`. The task
-    raises no error: an error ends the run, and the result of the run reports the error once. If the
-    task raised the error, the log would contain a traceback for each task.
+    The task raises no errors. An error ends the run, and the result of the run reports the error
+    once.
     """
 
     @wraps(body)
@@ -121,9 +121,9 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
         run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
             call_body
         )
-        # Give the task run no tags. For each tag, Prefect would request a concurrency slot, which
-        # causes a write to the server's database. SQLite accepts one writer at a time, and the
-        # reporter writes at the same moment. Prefect's client would then wait 2 s and try again.
+        # Give the task run no tags. For each tag, Prefect would write to the server's database.
+        # SQLite allows only one writer, and the reporter may be writing, so the client would wait 2
+        # s and try again.
         with TagsContext(current_tags=set()):
             return bool(run_task(return_state=True).is_completed())
 
@@ -135,8 +135,8 @@ def admit(run: RunSession) -> State[None]:
     """Check the run's spec, and wait until the queue has granted all GPUs of the run.
 
     Returns:
-        Completed if the attempt may begin, Failed if it cannot begin, Cancelled if the run was
-        interrupted or if another process will continue the run.
+        Completed if the attempt may start, Failed if it cannot start. Cancelled if the run was
+        interrupted, or if another process will continue the run.
     """
     try:
         _repeat_until_answered(run, partial(run.enter_code, _download_code))
@@ -163,8 +163,8 @@ def admit(run: RunSession) -> State[None]:
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")
-    # Import these modules only here, because the import takes 0.1 s. Runs that returned above do
-    # not need the modules.
+    # Import these modules only if needed. The import takes 0.1 s, and runs that returned above do
+    # not need these modules.
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import MissingFromServer
@@ -177,8 +177,8 @@ def admit(run: RunSession) -> State[None]:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return Completed(message=f"admitted: {reason}")
 
-    # A killed run of this host may still hold GPUs that this run waits for. So this process also
-    # cleans up after killed runs while it waits.
+    # A killed run of this host may still occupy GPUs. So clean up after killed runs while this run
+    # waits.
     with reconcile_while_waiting():
         outcome = wait_for_gang(
             run.flow_run_id,
@@ -199,9 +199,9 @@ def admit(run: RunSession) -> State[None]:
 
 
 def _label_flow_run(run: RunSession) -> None:
-    """Add a label to the flow run that names the submitted code of the run.
+    """Add a label with the name of the submitted code to the flow run.
 
-    Flow runs of a schedule or of the Prefect UI do not have the label yet.
+    Flow runs that a schedule or the Prefect UI created do not have this label yet.
     """
     labels = make_code_label(run.spec.code) or {}
     if labels.keys() - get_current_flow_run().labels.keys():
@@ -210,10 +210,10 @@ def _label_flow_run(run: RunSession) -> None:
 
 
 def _download_code(name: str) -> bytes | None:
-    """Return submitted code from the Prefect server, or None if the server does not have it.
+    """Download submitted code from the Prefect server, or return None if it does not exist.
 
     Args:
-        name: Name of the stored code or of the file tree that belongs to it.
+        name: Name of the stored code, or of its entry with the project's files.
     """
     with connect_to_server(PREFECT_API_URL.value() or "") as client:
         return download_code(client, name)
@@ -222,7 +222,7 @@ def _download_code(name: str) -> bytes | None:
 def _repeat_until_answered(run: RunSession, request: Callable[[], T]) -> T:
     """Call a function that sends a request to the Prefect server, and return its result.
 
-    The call is repeated while the server does not answer.
+    While the server does not answer, the call is repeated.
 
     Raises:
         ServerAway: The server did not answer in time, or the run must end. Other errors of the
@@ -254,8 +254,8 @@ def start(run: RunSession, component: str) -> State[None]:
     except RunEnded:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
-            # The attempt has ended because of another component. So this component's task run
-            # becomes Cancelled. The state Failed would blame this component.
+            # The attempt has ended because of another component. So the state is Cancelled. With
+            # the state Failed, this component would seem to be the cause.
             message = f"{component} is no longer needed, because the run ends: {decision.reason}"
             return Cancelled(message=run.mask(message))
         return _describe_end(run)
@@ -266,7 +266,7 @@ def start(run: RunSession, component: str) -> State[None]:
 
 @_as_task
 def monitor(run: RunSession) -> State[None]:
-    """Watch a run whose components are all ready, until the run must end.
+    """Supervise a run whose components are all ready, until the run must end.
 
     Returns:
         Completed if the run was successful.
@@ -279,7 +279,7 @@ def monitor(run: RunSession) -> State[None]:
 def teardown(run: RunSession) -> State[None]:
     """Stop the running components in the reverse order of their start.
 
-    This task may run in any phase of the run, and several times.
+    This task may be called at any time of the run, and several times.
 
     Returns:
         Failed if a process or a Ray job could not be ended.
@@ -306,7 +306,7 @@ def _describe_end(run: RunSession) -> State[None]:
     if decision is None:
         return Failed(message="")
     if decision.state is RunState.RUNNING:
-        # The attempt goes on in another process, so this task has neither completed nor failed.
+        # The attempt continues in another process, so this task has neither completed nor failed.
         # Prefect has no state for this case, so use Cancelled.
         make_state = Cancelled
     else:
@@ -314,13 +314,13 @@ def _describe_end(run: RunSession) -> State[None]:
     return make_state(message=run.mask(decision.reason))
 
 
-# Call this function at import, because Prefect writes log lines before it calls the flow. If the
-# worker was killed, nothing reads these lines, and the write error would end the run.
+# Call this function at import. Prefect writes log lines before it calls the flow. If the worker
+# that reads these lines was killed, the write error would end the run.
 outlive_readers()
 
 
 def make_run_id_of_flow_run() -> str:
-    """Return the run id of the current flow run. Prefect names the flow run after this id."""
+    """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
     spec = get_current_spec(RunSpec)
     return spec.run_id or make_current_run_id(spec.name, spec.workload)
 
@@ -329,12 +329,12 @@ def make_run_id_of_flow_run() -> str:
 def open_run(spec: RunSpec) -> Iterator[RunSession]:
     """Open the run of the current flow run. Signals and cancellations end the run cleanly.
 
-    When the context ends, the final state of the run is recorded, unless another
-    process will continue the run.
+    When the context closes, the final state of the run is recorded, unless another process will
+    continue the run.
 
     Raises:
         Abort: Another process of this machine already owns the run.
-        DiskFull: The disk does not accept the files of the run. No component runs.
+        DiskFull: The files of the run cannot be written. No component is running.
     """
     flow_run = get_current_flow_run()
     api_url = find_lasting_api_url()
@@ -343,9 +343,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         add_listed_clusters(read_listed_clusters(api_url))
     starter = find_worker_flow_run()
     earlier_record = None
-    # If this is not the first process of the run, an earlier process may have run on another host.
-    # Read its record from the server. A run that a person started on this machine has no such
-    # process.
+    # If the run had an earlier process, that process may have been on another host. So read its
+    # record from the server. This does not apply to a run that a person started on this machine.
     if api_url and starter and starter.run_count > 1:
         earlier_record = read_earlier_record(api_url, flow_run_id)
     try:
@@ -359,7 +358,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         )
     except RunHeld as error:
         # Another process already executes the run, for example because two workers started the same
-        # flow run. That process sets the states of the flow run, so this process sets none.
+        # flow run. That process sets the states of the flow run, so this process must not set any.
         raise Abort(f"{error.strerror}. This process exits and changes nothing") from error
     except OSError as error:
         if is_storage_error(error):
@@ -379,7 +378,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             yield run
         except Exception as error:
             # Muster has a bug, or this machine lacks ports, disk space or processes. Record the
-            # failure. Otherwise the record of the run would never get a final state.
+            # failure, because otherwise the record would never get a final state.
             if isinstance(error, CheckpointsUnreadable):
                 run.fail(error.kind, str(error))
             elif is_storage_error(error):
@@ -391,8 +390,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             traceback_text = "".join(traceback.format_exception(error))
             if run.mask(traceback_text) == traceback_text:
                 raise
-            # Prefect writes the error into the flow run's state and its traceback into the log.
-            # The traceback contains a secret, so raise a masked error without the traceback.
+            # Prefect writes the error into the flow run's state, and its traceback into the log.
+            # Both may contain a secret, so raise a masked error without the traceback.
             raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
@@ -400,10 +399,10 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
 
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
-    """Return the number of times that an unanswered request with the final state is repeated."""
+    """Return the number of retries for the request with the final state."""
     if find_lasting_api_url() is None:
-        # The run has a temporary server. Nothing restarts such a server if it does not answer, so
-        # more retries would be useless.
+        # The run has a temporary server. Nobody restarts such a server, so more retries would be
+        # useless.
         return 1
     if run.interrupt_reason:
         return _FINAL_STATE_RETRIES_OF_INTERRUPTED
@@ -413,13 +412,13 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
     """Ask the Prefect server whether a user has cancelled a run, and for the reason.
 
-    This process may not know of a cancellation: the thread that watches the server may not have
-    noticed it yet. Or this process does not know the reason: a worker that cancels a run only sends
-    SIGTERM. If the server does not answer, the result is the same as without a cancellation.
+    This process may not have noticed the cancellation yet. Or it does not know the reason, because
+    a worker only sends SIGTERM. If the server does not answer, the result is the same as for a run
+    that was not cancelled.
 
     Returns:
-        Two values. The first is True if the server accepts no other final state than Cancelled. The
-        second is the reason of the cancellation. It is empty if the run knows the reason already.
+        - True if the server accepts no other final state than Cancelled.
+        - The reason of the cancellation. Empty if the run already has a reason.
     """
     is_ended_by_signal = run.interrupt_reason.startswith(INTERRUPTED_BY)
     is_known = run.verdict.state is RunState.CANCELLED and not is_ended_by_signal
@@ -435,8 +434,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
                 run.interrupt(reason)
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
-            # A user has set a final state by hand while this process still ran. The server accepts
-            # the result of this run in place of that state, unless the run was interrupted.
+            # A user has set a final state by hand while this process was running. The server
+            # accepts the result of this run instead of that state, unless the run was interrupted.
             return bool(run.interrupt_reason), note
     return False, note
 

@@ -17,17 +17,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-#: Environment variables with which a user selects one run of W&B. If one of them is set, Muster
-#: sets no variable of W&B, so that the user's choice remains.
+#: Environment variables with which a user selects a run of W&B. If one of them is set, Muster sets
+#: no variables of W&B.
 _WANDB_SELECTORS = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-#: Environment variables with which a user selects a run of MLflow or the tags of a run. If one of
-#: them is set, Muster sets no variable of MLflow, so that the user's choice remains.
+#: Environment variables with which a user selects a run of MLflow, or the tags of a run. If one of
+#: them is set, Muster sets no variables of MLflow.
 _MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
-#: Environment variables that select an MLflow server or experiment. A component with one of them
-#: uses MLflow.
+#: Environment variables that select an MLflow server or experiment. A component with one of these
+#: variables uses MLflow.
 _MLFLOW_PLACES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
 
-#: Tag of MLflow's runs with the id of Muster's run.
+#: Tag of an MLflow run that contains the id of Muster's run.
 RUN_TAG = "muster.run"
 
 
@@ -40,8 +40,8 @@ def tracker_env(
         component: Name of the component.
         run_id: Id of the run.
         attempt: Number of the attempt, from 1.
-        env: The other variables of the component. A variable that is set here is not returned, so
-            that the value of the user is kept.
+        env: The other variables of the component. A variable in this mapping is not returned, so
+            the user's value is kept.
         mlflow_parent: Id of the parent run in MLflow, or an empty string if there is none.
     """
     variables: dict[str, str] = {}
@@ -64,14 +64,15 @@ def tracker_env(
 
 
 def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
-    """Return True if a later attempt of a component needs a parent run in MLflow.
+    """Return True if the MLflow runs of a component need a parent run in MLflow.
 
-    A parent run is needed if the component uses MLflow, unless the user selects a run of MLflow.
+    A parent run groups the MLflow runs of several attempts. It is not needed if the user selects a
+    run of MLflow.
 
     Args:
         env: Variables of the component that do not come from `tracker_env`.
-        is_job: True if the component is a Ray job. A Ray job needs a parent run only if its MLflow
-            runs are on an MLflow server. This machine cannot read MLflow files of another machine.
+        is_job: True if the component is a Ray job. A Ray job needs a parent run only if it uses an
+            MLflow server, because this machine cannot read MLflow files of another machine.
     """
     if any(name in env for name in _MLFLOW_SELECTORS):
         return False

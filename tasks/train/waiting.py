@@ -49,30 +49,30 @@ from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
-#: Divisor of the delay before a requeued run starts again, if the run uses Ray. The delay can be
-#: shorter with Ray, because Ray soon reports which GPUs are free.
+#: For a run that uses Ray, the delay before a requeued run starts again is divided by this number.
+#: Ray soon reports which GPUs are free, so a shorter delay is sufficient.
 _REPORTED_CLUSTER_DIVISOR = 12
-#: Least number of seconds between the exit of a run's process and the start of the next process.
-#: Otherwise a worker of Prefect 3.8.8 that was started with `--limit` ends with a RuntimeError: its
-#: capacity limiter still counts the old process.
+#: Smallest number of seconds between the exit of a run's process and the start of the next process.
+#: With a shorter pause, a worker of Prefect 3.8.8 with `--limit` still counts the old process, and
+#: ends with a RuntimeError.
 _MIN_ABSENCE_S = 2.0
-#: Longest time in seconds to send the pending reports before this process exits and another process
-#: continues the run.
+#: Longest time in seconds for sending the last reports before this process exits and another
+#: process continues the run.
 _FLUSH_TIMEOUT_S = 15.0
 
 
 def next_attempt(run: RunSession) -> bool:
     """Decide whether the run gets a first or another attempt, and wait until the attempt is due.
 
-    If a Prefect worker started this process, the process exits during the wait. The process itself
-    waits if a person started the run, or if the Prefect server does not accept the waiting state.
-    An interrupt or a cancellation ends the wait at once.
+    If a Prefect worker started this process, the process exits instead of waiting. But if the
+    Prefect server does not accept the waiting state, or a person started the run, the process
+    waits. An interrupt or a cancellation ends the wait at once.
 
     Returns:
-        True if an attempt must begin now, False if the run is over.
+        True if an attempt must start now, False if the run is over.
 
     Raises:
-        Pause: The next process of the run will continue, and this process must exit.
+        Pause: This process must exit. The next process of the run will continue.
     """
     if run.handover_reason and not (run.attempt and run.verdict.state.is_final):
         _leave_jobs(run)
@@ -92,9 +92,9 @@ def next_attempt(run: RunSession) -> bool:
     labels = _make_labels(run, decision, delay_s)
 
     if starter is not None:
-        # A requeued run gets back its old position in the queue at once, so that no later run
+        # A requeued run returns to its old position in the queue at once, so that no later run
         # overtakes it during the delay. A run that is retried because of its own failure joins the
-        # queue only after the delay.
+        # queue after the delay.
         has_queue = run.spec.gang is not None and starter.labels.get(TYPE_LABEL) == "gang"
         place_in_queue = None
         if decision.is_requeue and has_queue:
@@ -104,7 +104,7 @@ def next_attempt(run: RunSession) -> bool:
         )
         try:
             # Write this file before the waiting state is set. If the run is cancelled while it has
-            # no process, `muster reconcile` needs the file to find and finish the run.
+            # no process, `muster reconcile` finds the run through this file and ends it.
             note_waiting_run(run.run_id, str(starter.id), PREFECT_API_URL.value() or "")
             if _hand_over_run(run, starter.id, state, labels):
                 run.leave()
@@ -131,7 +131,7 @@ def next_attempt(run: RunSession) -> bool:
             )
         if decision.is_requeue:
             # Do not wait for the end of the delay here. The next task, `admit`, waits in the queue,
-            # and the scheduler grants the run no GPUs before the delay is over.
+            # and the scheduler grants no GPUs before the end of the delay.
             return not (run.interrupt_reason or run.handover_reason)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
@@ -141,11 +141,10 @@ def next_attempt(run: RunSession) -> bool:
 
 
 def _leave_jobs(run: RunSession) -> NoReturn:
-    """Exit this process of a run whose Ray jobs continue, so that another process takes over.
+    """Exit this process of a run whose Ray jobs continue. Another process will supervise the jobs.
 
-    The flow run gets a waiting state, from which a worker starts the next process. If the Prefect
-    server does not accept the state, `muster reconcile` finds the run, and ends its jobs or
-    continues them.
+    The flow run gets a waiting state, so that a worker starts the next process. If the Prefect
+    server does not accept this state, `muster reconcile` finds the run.
 
     Raises:
         Pause: Always. This process must exit.
@@ -163,8 +162,8 @@ def _leave_jobs(run: RunSession) -> NoReturn:
             if flow_run is not None:
                 labels = handover_labels(flow_run)
         _hand_over_run(run, starter.id, state, labels)
-    # This process exits now, even if the server has not accepted the waiting state. With this flag,
-    # the thread that watches the flow run no longer sets the flow run back to Running.
+    # This process exits now, even if the server has not accepted the waiting state. The flag
+    # prevents the thread that watches the flow run from setting the state back to Running.
     run.is_handing_over = True
     run.leave()
     raise Pause(state=state)
@@ -175,8 +174,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     verdict = run.verdict
     attempts = run.record.content.attempts
     start = ""
-    # The text of the decision names the checkpoint of the next attempt. If the checkpoints cannot
-    # be read now, leave out this name. The next attempt reads the checkpoints again.
+    # The text of the decision contains the checkpoint of the next attempt. If the checkpoints
+    # cannot be read now, leave out the checkpoint. The next attempt reads the checkpoints again.
     with suppress(CheckpointsUnreadable):
         start = run.plan_resume().describe()
     decision = decide_retry(
@@ -194,8 +193,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
 
 
 def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
-    """Report the nodes that caused a failure to the scheduler, which then avoids these nodes."""
-    # Import these modules only here, because the import takes 0.1 s, and most runs need no report.
+    """Report the nodes that caused a failure to the scheduler, so that it avoids these nodes."""
+    # Import these modules only if needed. The import takes 0.1 s, and most runs report no nodes.
     from tasks.queue.admission import note_failure
     from tasks.queue.settings import MissingFromServer
 
@@ -211,7 +210,7 @@ def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
 
 
 def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, due: datetime) -> str:
-    """Return the message of the waiting state: the failure, and the start of the next attempt."""
+    """Return the message of the waiting state: the failure, and when the next attempt starts."""
     failure = run.verdict.failure
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
@@ -221,9 +220,7 @@ def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, du
 
 
 def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> dict[str, Any]:
-    """Return the flow run labels of a run that waits for its GPUs again.
-
-    The labels tell the scheduler the earliest start of the next attempt.
+    """Return labels for the flow run that tell the scheduler when the next attempt may start.
 
     Args:
         run: The run.
@@ -238,19 +235,18 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # A shorter delay is enough with Ray. The scheduler relies on Ray's report on the free GPUs,
-        # and some seconds after the end of an attempt this report is correct again. The shorter
-        # delay is a fraction of the full delay, so it also grows with each requeue.
+        # With Ray, a shorter delay is sufficient: some seconds after the end of an attempt, Ray
+        # reports the free GPUs correctly. The shorter delay is a fraction of the full delay, so it
+        # also grows with each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
 
 def _min_absence_s() -> float:
-    """Return the least number of seconds from now to the scheduled start of the next process.
+    """Return the smallest number of seconds from now to the scheduled start of the next process.
 
-    This process must exit at least `_MIN_ABSENCE_S` before a worker starts the next process. A
-    worker starts a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so
-    these seconds are added.
+    This process must exit at least `_MIN_ABSENCE_S` earlier. A worker starts a flow run up to
+    PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so these seconds are added.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
@@ -258,7 +254,7 @@ def _min_absence_s() -> float:
 def _hand_over_run(
     run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
-    """Give the flow run a waiting state, with which another process can start it.
+    """Give the flow run a waiting state, so that another process can start it.
 
     Args:
         run: The run.
@@ -267,15 +263,15 @@ def _hand_over_run(
         labels: Labels to set on the flow run before the state.
 
     Returns:
-        True if the server accepted the state and the run was not interrupted. This process may then
-        exit. False if the run must wait in this process, or end.
+        True if this process may exit: the server accepted the state, and the run was not
+        interrupted. False if this process must wait, or end the run.
     """
-    # Send the pending reports first. A report that is sent after the waiting state would set the
-    # flow run back to Running.
+    # Send the pending reports first. A report after the waiting state would set the flow run back
+    # to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
-    # Set this flag before the waiting state. The thread that watches the flow run corrects every
-    # state other than Running. With this flag, it leaves the waiting state unchanged.
+    # Set this flag before the waiting state. Otherwise, the thread that watches the flow run would
+    # set the state back to Running.
     run.is_handing_over = True
     is_accepted = False
     try:
@@ -298,24 +294,24 @@ def _set_waiting_state(
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
             # If the run was cancelled in the meantime, do not set the waiting state. This process
-            # then ends the run itself.
+            # then ends the run.
             if run.interrupt_reason:
                 return False
             if hand_over_flow_run(client, flow_run_id, state):
-                # If a signal has cancelled the run during this request, the result is False. The
-                # flow then ends the run as cancelled.
+                # If a signal has cancelled the run during this request, return False. The flow then
+                # ends the run as cancelled.
                 return not run.interrupt_reason
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)
 
-    # The server refused the waiting state, or accepted it but its response was lost. Read the
-    # present state of the flow run to find out which.
+    # Either the server refused the waiting state, or it accepted the state and its response was
+    # lost. Read the present state of the flow run to distinguish these cases.
     with suppress(ServerAway), _connect() as client:
         present = read_state(client, str(flow_run_id))
         if present is not None and (present.is_cancelling() or present.is_cancelled()):
             run.interrupt("cancelled from Prefect")
         elif present and (present.name, present.message) == (state.name, state.message):
-            # The server has accepted the waiting state, and only its response was lost.
+            # The server has accepted the waiting state. Only its response was lost.
             return not run.interrupt_reason
     _log.warning(
         "run %s keeps its process while it waits for the next attempt, because the Prefect server "
