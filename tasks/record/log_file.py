@@ -191,7 +191,7 @@ class _OpenLog:
         return None
 
     def _read_before(self, position: int) -> bytes:
-        """Return the remembered number of bytes before a position of the file."""
+        """Return the last `_COMPARED_BYTES` bytes before a position of the file."""
         start = max(0, position - _COMPARED_BYTES)
         return os.pread(self.file.fileno(), position - start, start)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Extra of the Python package `muster` that installs the client library of an object store, by the
-#: protocol of the URL. An empty string means that no extra is needed.
+#: Mapping from the protocol of a URL to the extra of the Python package `muster` that installs the
+#: client library of the object store. An empty string means that no extra is needed.
 EXTRAS = {"s3": "s3", "gs": "gcs", "file": ""}
-#: Other names of the protocols, as some trainers write them.
+#: Mapping from other names of a protocol, which some trainers use, to its usual name.
 _ALIASES = {"s3a": "s3", "gcs": "gs"}
 #: Matches the beginning of a URL. A local path never matches.
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-#: Matches a URL with a missing or additional slash or colon after its protocol.
+#: Matches a URL in which a slash or colon after the protocol is missing or is written twice.
 _MISTYPED = re.compile(r"(?i)(s3a?|gcs|gs|file)(?::/(?!/)|//|:(?!/))")
 _EXAMPLE = "s3://BUCKET/FOLDER"
 
@@ -22,20 +22,20 @@ class UrlFault:
     """A mistake in the URL of a checkpoint folder."""
 
     problem: str
-    #: Correct form that the user should write instead.
+    #: The correct form of the URL, as advice to the user.
     remedy: str
 
 
 def is_url(written: str) -> bool:
-    """Return True if the value of the key `checkpoints` is a URL, and not a path."""
+    """Return True if the value of the key `checkpoints` is a URL instead of a path."""
     return _PROTOCOL.match(written) is not None
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split a URL into its protocol, and its path without slashes at the end.
+    """Split a URL into its protocol and its path. Slashes at the end of the path are removed.
 
     For `s3://bucket/a/`, the result is `("s3", "bucket/a")`. For `file:///data`, the result is
-    `("file", "/data")`. Aliases of a protocol are replaced: `s3a` by `s3`, and `gcs` by `gs`.
+    `("file", "/data")`. Other names of a protocol are replaced: `s3a` by `s3`, and `gcs` by `gs`.
 
     Raises:
         ValueError: The text is no URL.
@@ -51,8 +51,8 @@ def find_url_fault(written: str) -> UrlFault | None:
     """Return the mistake in the URL of a checkpoint folder, or None if the URL is valid.
 
     Args:
-        written: Value of the key `checkpoints`, which may contain placeholders. If it is a local
-            path, the result is None.
+        written: Value of the key `checkpoints`, which may contain placeholders. For a local path,
+            the result is None.
     """
     if not is_url(written):
         if _MISTYPED.match(written):

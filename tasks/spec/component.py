@@ -38,7 +38,7 @@ from tasks.spec.values import (
     validate_collecting_faults,
 )
 
-#: Name of the component that is a fleet of inference servers.
+#: Name of the component that consists of the inference servers.
 FLEET = "rollout"
 
 _GIB = 1 << 30
@@ -46,12 +46,12 @@ OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
 
 
-#: Signals that no program can handle, so that they cannot be the warning signal of a component.
+#: Signals that a program cannot handle. They are not allowed as the warning signal of a component.
 _UNCATCHABLE = (signal.SIGKILL.name, signal.SIGSTOP.name)
 
 
 class ComponentStop(Stop):
-    """Signals and times with which Muster warns and then stops a program of the run."""
+    """Signals and waiting times with which Muster warns and then stops a component."""
 
     warn: SignalName | None = Field(
         None,
@@ -79,7 +79,7 @@ class ComponentStop(Stop):
         if warn in _UNCATCHABLE:
             problem = f"must be a signal that a program can handle, found {warn!r}"
             yield ("warn",), make_refusal(problem, "write for example SIGUSR1")
-        # `warn_s` without `warn` is a fault of the user. But accept the default value of `warn_s`,
+        # A user must not write `warn_s` without `warn`. But accept the default value of `warn_s`,
         # because Prefect adds the default values of all keys to the parameters of a flow run.
         default_warn_s = cls.model_fields["warn_s"].default
         if warn is None and written.get("warn_s") not in (None, default_warn_s):
@@ -242,11 +242,10 @@ class Component(Model):
 
 
 def _find_folder_fault(checkpoints: object, cwd: object) -> str:
-    """Return an error text if a folder for checkpoints also contains files of Muster, otherwise "".
+    """Return an error text if a checkpoint folder also contains files of Muster, otherwise "".
 
-    Muster could take these files for checkpoints. The directory of a run contains the directories
-    of its attempts, whose names look like names of checkpoints. The directory of an attempt
-    contains logs, and debug files of NCCL.
+    Muster could mistake these files for checkpoints. Examples are the directories of attempts,
+    whose names look like names of checkpoints, and the logs in the directory of an attempt.
     """
     if not isinstance(checkpoints, str):
         return ""
@@ -255,8 +254,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     folder = f"{cwd}/{checkpoints}" if isinstance(cwd, str) and is_relative else checkpoints
     if "${run.dir}" not in folder and "${attempt.dir}" not in folder:
         return ""
-    # The value of `checkpoints` may be a pattern such as `DIR/*`, which matches everything in DIR.
-    # Check the folder DIR itself.
+    # The value of `checkpoints` may be a pattern such as `DIR/*`, which matches all files in DIR.
+    # Check the folder DIR in this case.
     folder = re.sub(r"/\*+/*$", "", folder)
     for placeholder, example in _MUSTER_FOLDERS.items():
         folder = folder.replace(placeholder, example)
@@ -270,22 +269,22 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     return ""
 
 
-#: Placeholders of the directories in which Muster writes files. `_find_folder_fault` replaces each
-#: placeholder by the example here, so that it can compare paths.
+#: Mapping from placeholders to example paths. Muster writes files into the directories with these
+#: placeholders. `_find_folder_fault` uses the example paths to compare folders.
 _MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs/run/attempt-01"}
 
 
 class ComponentsByName:
     """Pydantic schema of the spec key `components`.
 
-    The component `rollout` is a fleet of inference servers, and every other component is a program.
-    The validated components keep the order of the file.
+    The component `rollout` consists of inference servers. Each other component is a program. The
+    order of the components in the file is kept.
 
-    The form in the Prefect UI offers fields for the components in `offered`. The form sends null
-    for an omitted component, so the value of these components may be null.
+    The form in the Prefect UI has fields for the components in `offered`, and sends null if the
+    user leaves out such a component. So null is a valid value for these components.
     """
 
-    #: Components that the form in the Prefect UI offers: name and description.
+    #: Mapping from the names of components to descriptions. The form in the Prefect UI shows them.
     offered: ClassVar[Mapping[str, str]] = {
         "api": "The server through which the other components exchange data, such as run-api of "
         "Atropos.",
@@ -327,7 +326,7 @@ class ComponentsByName:
     def _validate(
         self, data: object, handler: core_schema.ValidatorFunctionWrapHandler
     ) -> dict[str, Component | Rollout]:
-        """Return the validated components by name, in the order of the keys of `data`."""
+        """Return a mapping from names to validated components, in the order of `data`."""
         if not isinstance(data, Mapping):
             raise make_refusal(
                 f"must be a mapping, found {describe_value(data)}", "write NAME: {command: [...]}"
@@ -358,10 +357,10 @@ class ComponentsByName:
 
 
 def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
-    """Return a fault for each component with the key `checkpoints`, except the first of them.
+    """Return a fault for each component with the key `checkpoints`, except the first.
 
-    The placeholder `${attempt.resume_from}` stands for one path, so only one component of a run may
-    have the key `checkpoints`.
+    Only one component of a run may have this key, because the placeholder `${attempt.resume_from}`
+    can have only one value.
     """
     names = [
         name

@@ -16,9 +16,9 @@ from typing import Any
 from tasks.spec.placeholders import substitute
 from tasks.spec.values import describe_value, is_number, shorten
 
-#: Longest allowed condition, in characters. The limit also bounds the depth of nested parentheses.
+#: Longest allowed condition, in characters. This also limits how deeply parentheses can be nested.
 MAX_LENGTH = 500
-#: Start of the names that replace placeholders before the condition is parsed.
+#: Beginning of the variable names that replace placeholders before the condition is parsed.
 _VARIABLE = "stage_value_"
 #: Values of the words `true`, `false` and `null`, which a condition may contain.
 _CONSTANTS: Mapping[str, object] = {"true": True, "false": False, "null": None}
@@ -41,7 +41,7 @@ _HELP = "write for example ${stage.eval.result.score} > 0.6"
 
 
 class InvalidCondition(ValueError):
-    """A condition is not in the allowed part of Python, or its values do not fit its operators.
+    """A condition uses forbidden Python syntax, or its operators do not fit its values.
 
     Args:
         problem: Description of the mistake, with the value that was found.
@@ -56,25 +56,26 @@ class InvalidCondition(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A parsed condition, whose placeholders have no values yet."""
+    """A parsed condition in which placeholders do not have values yet."""
 
     #: The condition as the user wrote it.
     text: str
     #: Names in the placeholders of the condition, such as `stage.eval.result.score`.
     names: tuple[str, ...]
-    #: Syntax tree, in which the variable `stage_value_N` stands for the N-th name.
+    #: Syntax tree of the condition. The variable `stage_value_N` stands for the N-th name in
+    #: `names`.
     tree: ast.expr
 
     def evaluate(self, value_of: Callable[[str], object]) -> bool:
-        """Return True if the condition holds.
+        """Return True if the condition is true.
 
         Args:
-            value_of: Function that returns the value of a placeholder name. A value is plain JSON
-                data.
+            value_of: Function that returns the value of a placeholder with a certain name, as plain
+                JSON data.
 
         Raises:
-            InvalidCondition: The values do not fit the operators, such as a text compared with a
-                number.
+            InvalidCondition: The values do not fit the operators. For example, a text is compared
+                with a number.
         """
         values = {f"{_VARIABLE}{index}": value_of(name) for index, name in enumerate(self.names)}
         return bool(_evaluate(self.tree, {**_CONSTANTS, **values}))
@@ -118,7 +119,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def _check_node(node: ast.AST) -> None:
-    """Raise InvalidCondition if a node of the syntax tree is not allowed in a condition."""
+    """Raise InvalidCondition if a node of the syntax tree is not allowed in conditions."""
     match node:
         case ast.Constant(value=value):
             if isinstance(value, str) and _VARIABLE in value:
@@ -158,11 +159,11 @@ def _check_node(node: ast.AST) -> None:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:
-    """Return the value of a checked part of a condition.
+    """Return the value of a part of a condition. The syntax of the part was checked before.
 
     Args:
         node: Part of the syntax tree.
-        values: Value of each variable, and of each constant such as `true`, by name.
+        values: Mapping from the names of variables, and of constants such as `true`, to values.
     """
     match node:
         case ast.Constant(value=value):

@@ -17,7 +17,8 @@ from tasks.spec.values import Text, make_refusal
 _MAX_PATHS = 50
 #: Largest length of a path or URI, in characters.
 _MAX_LENGTH = 1000
-#: Matches the names of query parameters that sign a URL and so give access to the data.
+#: Matches the names of query parameters that contain the signature of a URL. A signed URL gives
+#: access to the data.
 _SIGNING = re.compile(r"(?:^|[-_])sig(?:nature)?$|credential", re.IGNORECASE)
 _CREDENTIALS_REMEDY = "write the URI without credentials, and set them in the environment"
 
@@ -34,8 +35,8 @@ def _check_data_input(text: str) -> str:
             "write each path as an item of the list",
         )
     if not is_url(text):
-        # The text is a path, or a mistyped URL such as `s3:/bucket`. `find_url_fault` finds the
-        # mistake in such a URL.
+        # The text is a path, or a mistyped URL such as `s3:/bucket`. `find_url_fault` finds such
+        # mistakes.
         if fault := find_url_fault(text):
             raise make_refusal(fault.problem, fault.remedy)
         return text
@@ -46,12 +47,12 @@ def _check_data_input(text: str) -> str:
 
 
 def _has_credentials(uri: str) -> bool:
-    """Return True if a URI contains a password, or a query parameter that gives access."""
+    """Return True if a URI contains a password or a query parameter with credentials."""
     try:
         parts = urlsplit(uri)
         has_password = bool(parts.password)
     except ValueError:
-        # `urlsplit` rejects the text: the part after `://` is not a valid network address, so this
+        # `urlsplit` rejects the text: the part after `://` is not a valid network address. So this
         # part contains no password.
         return False
     is_store = parts.scheme in ("s3", "s3a", "gs", "gcs")
@@ -66,14 +67,14 @@ DataInput = Annotated[Text, AfterValidator(_check_data_input)]
 
 
 def make_result_uri(run_id: str) -> str:
-    """Return the URI that stands for the JSON result of a step's run."""
+    """Return the URI of the JSON result of a pipeline step's run."""
     return f"muster://runs/{run_id}/result"
 
 
 def list_paths(value: Any) -> list[str]:
-    """Return the absolute paths and URIs among the strings of JSON data, without repeats.
+    """Return the absolute paths and URIs among the strings of JSON data, each only once.
 
-    URIs with credentials are omitted. At most 50 paths are returned.
+    URIs with credentials are left out. At most 50 paths are returned.
 
     Args:
         value: The JSON data, for example the result of a step.
@@ -103,10 +104,10 @@ def is_data_input(text: str) -> bool:
 
 
 def drop_invalid_inputs(spec: dict[str, Any]) -> None:
-    """Remove the items of the key `inputs` that are invalid after placeholders were replaced.
+    """Remove invalid items of the key `inputs`, after placeholders were replaced.
 
     For example, an item is invalid if its placeholder had an empty value. No error is raised,
-    because `inputs` only records the data of a run, and the run can start without such a record.
+    because the run can start without these items.
 
     Args:
         spec: A run spec as plain data. It is changed.
@@ -116,7 +117,7 @@ def drop_invalid_inputs(spec: dict[str, Any]) -> None:
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """Yield the texts in JSON data, but not the keys of its objects."""
+    """Yield all texts in JSON data, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

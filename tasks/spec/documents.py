@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-#: Folders that may contain the documents: the checkout, and the environment of an installed wheel.
+#: Folders that may contain the documents: one in the source checkout, and one in the Python
+#: environment of an installed wheel.
 _FOLDERS = (
     Path(__file__).parents[2] / "docs",
     Path(sys.prefix) / "share" / "doc" / "muster" / "docs",
@@ -20,6 +21,6 @@ def list_documents() -> list[Path]:
 
 
 def find_document(name: str) -> str:
-    """Return the path of a document, such as `run-spec.md`, or its name if it is not installed."""
+    """Return the path of a document such as `run-spec.md`, or its name if not installed."""
     paths = (folder / name for folder in _FOLDERS)
     return next((str(path) for path in paths if path.is_file()), f"docs/{name}")

@@ -20,22 +20,25 @@ from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
 
-#: YAML file with the training frameworks that Muster recognises, and with text for their run specs.
+#: YAML file with the training frameworks that Muster recognises, and with templates for their run
+#: specs.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
-#: Name of the Python module with which a training script writes its metrics.
+#: Name of a Python module that Muster writes for a training script. The script uses the module to
+#: write its metrics.
 HOOK_NAME = "muster_metrics.py"
-#: Text of this Python module. The suffix differs, because Muster itself never imports the module.
+#: Text of this Python module. The file has no suffix `.py`, because Muster itself never imports the
+#: module.
 _HOOK = Path(__file__).with_name("muster_metrics.txt")
-#: Number of bytes that are read from the beginning of each file that may be the training script.
+#: Number of bytes that are read at the beginning of each possible training script.
 _READ_BYTES = 65_536
-#: Matches paths that are ignored: hidden files, installed packages, outputs of trainings, and files
-#: that never start a training.
+#: Matches paths that are ignored, such as hidden files, installed packages and outputs of
+#: trainings.
 _IGNORED = re.compile(
     r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/"
     rf"|(?:setup|conftest|__init__|{Path(HOOK_NAME).stem})\.py$|muster\.yaml$)"
 )
-#: Matches words for each workload in the training's main file, in lower case. The file's workload
-#: is the first one whose pattern matches. The word `endpoint` contains dpo, but must not match.
+#: Mapping from each workload to a pattern for the training's main file, in lower case. The first
+#: workload whose pattern matches is used. The word `endpoint` contains dpo, but must not match.
 _WORKLOADS = {
     "grpo": re.compile("grpo"),
     "ppo": re.compile("ppo"),
@@ -43,37 +46,39 @@ _WORKLOADS = {
     "rm": re.compile("rewardtrainer|rewardconfig|trl reward"),
     "sft": re.compile("sft"),
 }
-#: Name of the TRL command of a workload, if it differs from the workload. TRL has no command `ppo`.
+#: Mapping from a workload to the name of its TRL command, if the names differ. TRL has no command
+#: `ppo`.
 _TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
-#: Matches a variable in the template from which a run spec is written, such as COMMAND.
+#: Matches a variable in the template for a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
-#: Words that are likely in the name of a training's main file, the likeliest first. Their order
-#: helps to rank several files that may be the main file, see `_CandidateFile.rank`.
+#: Words that are common in the name of a training's main file, the most common first. The order is
+#: used to sort the possible main files, see `_CandidateFile.rank`.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
-#: Matches the names of helper files of a training, such as `data.py`. Such a file is unlikely to be
+#: Matches the names of helper files of a training, such as `data.py`. A helper file is hardly ever
 #: the main file, which starts the training.
 _HELPER = re.compile(
     r"(?i)(^|[_-])(test|tests|eval\w*|data\w*|utils?|helpers?|config\w*|models?|plot\w*|serve\w*"
     r"|infer\w*|prepare\w*|convert\w*|download\w*|install\w*)($|[_-])"
 )
-#: Matches text in a Python file which shows that the file is the main file of a program.
+#: Matches Python code that only the main file of a program contains.
 _MAIN = re.compile(r"__main__|\.parse_args\(|\.backward\(|\.train\(|\.fit\(")
 #: Matches the import of a library that computes on GPUs.
 _GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)\b|\bcuda\b")
-#: Matches scripts whose options are the fields of `TrainingArguments` of transformers.
+#: Matches Python code of scripts whose options are the fields of `TrainingArguments` of
+#: transformers.
 _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentParser)\b")
-#: Matches the number of steps in the text of a script, such as `max_steps=60`.
+#: Matches a number of training steps in a script, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
-#: Matches a loop over the training steps, with the first argument of `range` as its only group.
+#: Matches a loop over the training steps. The group contains the first argument of `range`.
 _STEP_LOOP = re.compile(
     r"\bfor\s+(?:\w*step\w*|\w*iter\w*|it?|t)\s+in\s+(?:\w+\()?range\(((?:[^(),]|\([^()]*\))*)[,)]"
 )
-#: Matches the first argument of `range` in a loop that counts from 1, such as `start + 1`.
+#: Matches the first argument of `range`, such as `start + 1`, if the loop counts from 1.
 _FROM_ONE = re.compile(r"(?:^|\+)\s*1\s*$")
-#: Matches a word that YAML reads as the same text in a list such as `[python, train.py]`.
+#: Matches a word that needs no quotes in a YAML list such as `[python, train.py]`.
 _PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
 #: Number of GPUs in a run spec that is written on a machine without GPUs. The lines with this
-#: number are commented out.
+#: number are comments.
 _EXAMPLE_GPUS = 8
 #: Largest number of scripts in `Draft.other_scripts`.
 _MAX_OTHER_SCRIPTS = 5
@@ -83,18 +88,19 @@ _MAX_OTHER_SCRIPTS = 5
 class Draft:
     """A run spec for the training in a directory."""
 
-    #: Name of the recognised framework, such as `TRL`. `a script` if no framework was recognised.
+    #: Name of the recognised framework, such as `TRL`, or `a script` if no framework was
+    #: recognised.
     framework: str
     #: Main file of the training, relative to the directory.
     file: Path
     #: Text of the run spec, in YAML with comments.
     text: str
-    #: Other scripts of the directory that may start a training, the likeliest first.
+    #: Other scripts in the directory that may start a training, the most likely first.
     other_scripts: tuple[Path, ...]
-    #: Names of required arguments of the script for which the run spec has no value.
+    #: Names of required arguments of the script that have no value in the run spec.
     missing_arguments: tuple[str, ...]
-    #: Path of the Python module that the script needs to write metrics, relative to the directory.
-    #: None if the framework writes its metrics without a change of the script.
+    #: Path of the Python module with which the script writes metrics, relative to the directory.
+    #: None if the framework writes metrics itself.
     hook: Path | None
 
 
@@ -106,16 +112,16 @@ def read_hook() -> str:
 def draft_spec(
     directory: Path, file: Path | None = None, *, gpus: int = 0, guide: str = "docs/run-spec.md"
 ) -> Draft:
-    """Recognise the training in a directory, and return a commented run spec for it.
+    """Recognise the training in a directory, and return a run spec with comments for the training.
 
     Args:
         directory: The directory of the training.
-        file: Path of the main file, relative to the directory. None to choose the likeliest file.
+        file: Path of the main file, relative to the directory. None to choose the most likely file.
         gpus: Number of GPUs of this machine that a run can get.
         guide: Path of the document that explains the keys of a run spec.
 
     Raises:
-        InvalidSpec: The directory contains no training that Muster could start.
+        InvalidSpec: The directory contains no training that Muster can start.
     """
     templates = parse_yaml(_TEMPLATES.read_text(encoding="utf-8"), _TEMPLATES.name)
     assert isinstance(templates, dict)
@@ -153,7 +159,7 @@ def draft_spec(
 def _find_candidate_files(directory: Path) -> Iterator[Path]:
     """Yield the paths of the files that may start a training, relative to the directory.
 
-    Only files in the directory and up to two folders below it are yielded.
+    Files are searched in the directory, and up to two folders below it.
     """
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):
@@ -163,7 +169,7 @@ def _find_candidate_files(directory: Path) -> Iterator[Path]:
 
 
 def _read_beginning(path: Path) -> str:
-    """Return the first `_READ_BYTES` bytes of a file as text; an empty string if unreadable."""
+    """Return the first `_READ_BYTES` bytes of a file as text, or "" if it cannot be read."""
     with suppress(OSError), path.open("rb") as f:
         return f.read(_READ_BYTES).decode("utf-8", errors="replace")
     return ""
@@ -180,11 +186,10 @@ class _CandidateFile:
 
     @property
     def rank(self) -> tuple[bool, int, int, bool, str]:
-        """Sort key of the file. Files that are more likely the main file come first.
+        """Sort key of the file. The most likely main file comes first.
 
         Helper files, such as `data.py`, come last. The other files are sorted by the number of
-        folders in their path, the smallest number first. Of the files with the same number, those
-        with likely names come first.
+        folders in their path, and then by their names: common names of main files come first.
         """
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
@@ -194,11 +199,11 @@ class _CandidateFile:
 
     @property
     def is_main(self) -> bool:
-        """True if the file is the main file of a program, as far as its text shows."""
+        """True if the text of the file looks like that of the main file of a program."""
         return self.file.suffix == ".sh" or _MAIN.search(self.content) is not None
 
     def is_written_for(self, framework: Mapping[str, Any]) -> bool:
-        """Return True if the file starts a training with the given framework.
+        """Return True if the file starts a training with a certain framework.
 
         Args:
             framework: An item of `ways` in `draft.yaml`.
@@ -210,7 +215,7 @@ class _CandidateFile:
 def _find_other_scripts(
     chosen: _CandidateFile, scripts: Sequence[_CandidateFile]
 ) -> tuple[Path, ...]:
-    """Return the scripts, other than the chosen one, that may start a training."""
+    """Return the scripts that may start a training, except the chosen script."""
     others = [
         script.file
         for script in scripts
@@ -223,7 +228,7 @@ def _find_other_scripts(
 
 
 class _SpecWriter:
-    """Writes a run spec that starts a training with a certain Python file."""
+    """Writes a run spec for a training that a certain Python file starts."""
 
     def __init__(
         self,
@@ -250,7 +255,7 @@ class _SpecWriter:
         self._guide = guide
         needs_all = framework["gpus"] == "all"
         needs_gpus = needs_all or _GPU_LIBRARY.search(script.content) is not None
-        #: Number of GPUs that the run requests, or 0 if the spec has no `gang`.
+        #: Number of GPUs that the run requests, or 0 if the spec has no key `gang`.
         self._gpus = gpus if needs_all else min(gpus, 1)
         if not needs_gpus:
             self._gpus = 0
@@ -260,7 +265,7 @@ class _SpecWriter:
 
     @property
     def hook(self) -> Path | None:
-        """Path of the module with which the script writes its metrics, beside a Python script.
+        """Path of the module with which the script writes its metrics, in the folder of the script.
 
         None if the script needs no such module.
         """
@@ -271,7 +276,7 @@ class _SpecWriter:
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
-        """Names of required arguments of the script for which the run spec has no value."""
+        """Names of required arguments of the script that have no value in the run spec."""
         used = {option.name for option in self._used_options.values()}
         return tuple(
             option.name
@@ -296,7 +301,7 @@ class _SpecWriter:
         options = self._write_options()
         command = command.replace(", OPTIONS", f", {options}" if options else "")
         if self.missing_arguments:
-            # The YAML comment has the same indentation as the key `command` in the template.
+            # Indent this comment like the key `command` in the template.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
         if "PROCESSES" in command and not self._gpus:
@@ -309,7 +314,7 @@ class _SpecWriter:
         return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
 
     def _is_needed(self, part: str) -> bool:
-        """Return True if the run spec needs a part of the template."""
+        """Return True if the run spec needs a certain part of the template."""
         if part.endswith("_hook"):
             return self.hook is not None
         if part == "success":
@@ -317,7 +322,7 @@ class _SpecWriter:
         return True
 
     def _choose_options(self) -> dict[Purpose, ScriptOption]:
-        """Return the options of the script whose purpose is known, by their purpose."""
+        """Return a mapping from known purposes to the options of the script."""
         chosen: dict[Purpose, ScriptOption] = {}
         for option in self._options:
             if option.purpose is not None:
@@ -328,7 +333,7 @@ class _SpecWriter:
         return chosen
 
     def _write_options(self) -> str:
-        """Return the options of the script with their values, as items of a YAML list."""
+        """Return the options of the script and their values, as items of a YAML list."""
         values = {
             Purpose.CHECKPOINTS: "${run.dir}/checkpoints",
             Purpose.RESUME_FROM: "${attempt.resume_from}",
@@ -343,11 +348,11 @@ class _SpecWriter:
         return ", ".join(words)
 
     def _write_variables(self) -> str:
-        """Return the key `env` of the run spec as YAML, or an empty string if it has no variables.
+        """Return the key `env` of the run spec as YAML, or "" if there are no variables.
 
-        A variable passes a path to the script if the script has no command-line option for this
-        path. The path is that of the metrics file, of the folder of the checkpoints, or of the
-        checkpoint from which the script resumes.
+        A variable passes a path to a script that has no command-line option for this path. The path
+        is that of the metrics file, the folder of checkpoints, or the checkpoint from which the
+        script resumes.
         """
         lines = ["env:"]
         if Purpose.METRICS not in self._used_options:
@@ -363,7 +368,7 @@ class _SpecWriter:
         return "\n".join(lines) + "\n" if len(lines) > 1 else ""
 
     def _find_total(self) -> int | None:
-        """Return the number of training steps that the script names, or None if unknown."""
+        """Return the number of training steps according to the script, or None if unknown."""
         option = self._used_options.get(Purpose.STEPS)
         if option is not None:
             return option.default_number
@@ -372,9 +377,9 @@ class _SpecWriter:
 
     @property
     def _counts_from_zero(self) -> bool:
-        """True if the script has a loop over its steps that probably begins with step 0.
+        """True if the script has a loop over its steps that probably starts with step 0.
 
-        False for the trainer of a framework, which counts its steps from 1.
+        False if the trainer of a framework runs the steps, because it counts from 1.
         """
         if "loop_hook" not in self._framework["parts"]:
             return False
@@ -383,7 +388,7 @@ class _SpecWriter:
 
     @staticmethod
     def _begins_with_one(loop: re.Match[str]) -> bool:
-        """Return True if a loop over the steps begins with step 1.
+        """Return True if a loop over the steps starts with step 1.
 
         Args:
             loop: A match of `_STEP_LOOP`.
@@ -394,8 +399,8 @@ class _SpecWriter:
     def _write_script(self) -> str:
         """Return the script as items of a YAML list, for the command that starts the training.
 
-        A module of a package that imports other modules of this package is started with `-m`.
-        Python would otherwise not find these modules.
+        If the script is a module of a package and imports other modules of this package, it is
+        started with `-m`. Otherwise Python would not find these modules.
         """
         file = self._script.file
         folder = self._directory / file.parent
@@ -413,7 +418,7 @@ class _SpecWriter:
         return f"-m, {_quote('.'.join(module.parts))}"
 
     def _make_values(self) -> dict[str, str]:
-        """Return the value of each variable in the template of the run spec, by its name."""
+        """Return a mapping from the names of variables in the template to their values."""
         file = self._script.file
         name = re.sub(r"[^a-z0-9]+", "-", self._directory.name.lower()).lstrip("-0123456789")
         lowered = f"{file} {self._script.content}".lower()

@@ -13,10 +13,10 @@ from tasks.spec.formatting import format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A mistake in a spec, with its place in the file."""
+    """A mistake in a spec, and its place in the file."""
 
-    #: Dotted path in the spec, such as `components.trainer.command`. An empty path stands for the
-    #: whole file.
+    #: Dotted path in the spec, such as `components.trainer.command`. If empty, the fault concerns
+    #: the whole file.
     path: str
     #: Description of the mistake, with the value that was found.
     problem: str
@@ -32,7 +32,7 @@ class Fault:
 class MusterError(Exception):
     """Base class of all errors that Muster raises on purpose.
 
-    A caller should catch a subclass, because only the subclass says how to react.
+    Callers should catch subclasses, because each subclass has its own reaction.
     """
 
     #: Exit code of a Muster command that ends with this error.
@@ -40,7 +40,7 @@ class MusterError(Exception):
 
 
 class BadArgument(MusterError):
-    """The user asked for something impossible or something missing; Muster did nothing."""
+    """The user asked for something impossible or missing. Muster did nothing."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class BadArgument(MusterError):
 class InvalidSpec(MusterError):
     """A spec has mistakes that the user must correct. Nothing was started or written.
 
-    One exception reports all mistakes of a spec.
+    One exception contains all mistakes of a spec.
 
     Args:
         faults: The mistakes, at least one.
@@ -70,18 +70,17 @@ class InvalidSpec(MusterError):
 class RunEnded(MusterError):
     """The run is already ending, so Muster did not do the requested step.
 
-    The caller should continue to stop the components of the run. The error does not contain the
-    result of the run. The result is the `Verdict` of the attempt, with the component that failed
-    first.
+    The caller should continue to stop the components of the run. This error does not say why the
+    run ends: see the `Verdict` of the attempt.
     """
 
 
 class LostContact(MusterError):
-    """A server or cluster did not answer, so the outcome of a request is unknown.
+    """A server or cluster did not answer, so it is unknown whether a request was executed.
 
-    The caller must ask for the outcome before it repeats the request.
+    The caller must find this out before it repeats the request.
     """
 
 
 class IllegalTransition(MusterError):
-    """Muster tried an illegal change of the state of a run, which is a bug in Muster."""
+    """Muster tried to change the state of a run in an illegal way. This is a bug in Muster."""

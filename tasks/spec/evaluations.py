@@ -99,7 +99,7 @@ class KeepBest(Best):
 
 
 def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of the keys `evals` and `keep_best` that concern several keys.
+    """Yield the faults that result from a combination of keys in `evals` and `keep_best`.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
@@ -122,9 +122,9 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of an evaluation that depend on its place: a Ray node or the worker's host.
+    """Yield the faults of an evaluation that depend on its place, which is in the key `on`.
 
-    The key `on` of the evaluation decides the place.
+    The place is a Ray node, or the worker's host.
 
     Args:
         written: The run spec as the user wrote it.
@@ -164,8 +164,8 @@ def _check_keep_best(
 def find_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> object:
     """Return the place of an evaluation: `ray` for a Ray node, or `host` for the worker's host.
 
-    If the value of the key `on` is invalid, this value is returned unchanged. The validation of the
-    evaluation reports it.
+    An invalid value of the key `on` is returned unchanged. It is reported when the evaluation is
+    validated.
 
     Args:
         written: The run spec as plain data.
@@ -186,12 +186,12 @@ def build_evaluation_spec(
     """Return the run spec that evaluates one checkpoint, as plain data.
 
     Args:
-        written: The run spec of the training as plain data, with placeholders. The evaluation may
-            have faults; the validation of the returned spec then reports them.
+        written: The run spec of the training as plain data, in which placeholders are not replaced.
+            Faults of the evaluation are found later, when the returned spec is validated.
         name: Name of the evaluation.
-        values: Value of each placeholder name in `placeholders.CHECKPOINT_NAMES`.
-        result: Path of the file into which the evaluation writes its figures. If empty, the file
-            is in the directory of the evaluation's own attempt.
+        values: Mapping from each name in `placeholders.CHECKPOINT_NAMES` to its value.
+        result: Path of the file into which the evaluation writes its results. If empty, the file is
+            in the directory of the evaluation's own attempt.
         ray_address: Address of the Ray dashboard. None to use the only cluster of the work pool.
         code: Version of the project's files that the training uses, or None if unknown.
     """
@@ -208,8 +208,7 @@ def build_evaluation_spec(
     spec["tags"] = [*(written.get("tags") or ())]
     spec["cwd"] = written.get("cwd", ".")
     if result:
-        # A `${` in the path of the result is literal text. Escape it, so that it does not begin a
-        # placeholder.
+        # A `${` in the path is not a placeholder, so escape it.
         spec["components"][STEP]["env"][RESULT_VARIABLE] = result.replace("${", "$${")
     filled: dict[str, Any] = fill_in_checkpoint(spec, values)
     return filled

@@ -15,81 +15,79 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-#: Words for the path of a hang report in advice to the user. Before the advice is shown, the words
-#: are replaced by the path of the failed component's hang report.
+#: Text in an advice to the user that stands for the path of a hang report. Before the advice is
+#: shown, this text is replaced by the path of the failed component's hang report.
 HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
 
 
 class NodeBlame(StrEnum):
     """Condition under which the next attempt of a run avoids the nodes of a failed attempt."""
 
-    #: A node is never the cause of this kind of failure.
+    #: A node never causes a failure of this kind.
     NEVER = "never"
-    #: The nodes that the failure names may be the cause. If the failure names no node, every node
-    #: of the attempt may be the cause.
+    #: The nodes in the failure's message may be the cause. If the message contains no node, all
+    #: nodes of the attempt may be the cause.
     ALWAYS = "always"
-    #: The nodes of the attempt may be the cause if the failure names a rank of the training.
+    #: The nodes of the attempt may be the cause if the failure's message contains a rank of the
+    #: training.
     IF_RANK_IS_NAMED = "if the failure names a rank"
 
 
 class CheckpointBlame(StrEnum):
-    """Condition under which the checkpoint of an attempt may be the cause of its failure."""
+    """Condition under which the checkpoint that an attempt loaded may have caused its failure."""
 
-    #: A checkpoint is never the cause of this kind of failure.
+    #: A checkpoint never causes a failure of this kind.
     NEVER = "never"
-    #: The checkpoint may be the cause if the attempt made no progress: the attempt may have hung
-    #: while it loaded the checkpoint.
+    #: The checkpoint may be the cause if the attempt stopped responding, perhaps while it loaded
+    #: the checkpoint.
     IF_HUNG = "if the attempt hung"
-    #: The checkpoint may be the cause if the trainer ended with an error: a damaged checkpoint can
-    #: cause such an error.
+    #: The checkpoint may be the cause if the trainer ended with an error, because a damaged
+    #: checkpoint can cause such an error.
     IF_DIED = "if the trainer died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindProperties:
-    """All facts about a kind of failure: one table of `failure_kinds.toml`."""
+    """All properties of a kind of failure, as in a table of `failure_kinds.toml`."""
 
-    #: Events and log texts by which Muster recognises this kind of failure, in Markdown for the
-    #: documents.
+    #: Events and log lines that show this kind of failure, in Markdown for the documents.
     cause: str
-    #: Reaction of Muster, in Markdown sentences.
+    #: Description of what Muster does after the failure, in Markdown sentences.
     reaction: str
-    #: Advice for the user, in Markdown sentences in the imperative, for the documents.
+    #: Advice for the user in the documents, in Markdown sentences in the imperative.
     action: str
-    #: Advice for the user, in plain text. Muster shows it if the failure itself has no hint.
+    #: Advice for the user, in plain text. Shown if the failure itself has no advice.
     remedy: str
-    #: True if a failure of this kind is not caused by the run, so that the run returns to the queue
-    #: for another attempt. False if the run fails, unless the user lists the kind under `retry` in
-    #: the run spec.
+    #: True if the run itself does not cause this kind of failure. The run then returns to the queue
+    #: for another attempt. False if the run fails, unless the run spec lists the kind under
+    #: `retry`.
     is_requeued: bool = False
-    #: False if the run fails before its first attempt, so that no attempt can be repeated.
+    #: False if the run fails before its first attempt, so that there is no attempt to repeat.
     can_be_retried: bool = True
-    #: True if the attempt ends before its components have run. In that case, the delay before the
-    #: next attempt depends only on the number of consecutive failures of this kind.
+    #: True if the attempt ends before its components start. The delay before the next attempt then
+    #: depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
-    #: Largest number of attempts of a requeued run, including the first, if the run spec sets no
-    #: number. None if there is no limit. There is a limit for each kind whose failed attempts hold
-    #: the GPUs of the run for some time.
+    #: Largest number of attempts of a requeued run, including the first, if the run spec contains
+    #: no number. None for no limit. There is a limit if failed attempts of this kind occupy the
+    #: GPUs for some time.
     attempts: int | None = None
-    #: Seconds between an attempt with this kind of failure and the first retry, if the run spec
-    #: sets no delay. None if the common default delay applies, as for most kinds of failure. A
-    #: short delay is enough if no GPU must become free before the retry.
+    #: Delay in seconds before the first retry, if the run spec contains no delay. None for the
+    #: usual delay. A short delay is sufficient if the retry does not have to wait for a GPU.
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
-    #: Names of errors of the operating system, such as `ENOSPC`. A failure has this kind if one of
-    #: these errors prevented the start of a component's program.
+    #: Names of operating system errors, such as `ENOSPC`. If one of these errors occurs when the
+    #: program of a component is started, the failure has this kind.
     errnos: tuple[str, ...] = ()
 
 
 class FailureKind(StrEnum):
-    """Kind of the cause that made an attempt of a run fail. Each kind needs another reaction.
+    """Kind of cause of a failed attempt. Muster reacts to each kind differently.
 
-    By default, the run fails. The user can list a kind of failure under `retry` in the run spec;
-    Muster then starts another attempt. `failure_kinds.toml` has a table for each kind, which
-    explains the kind.
+    By default, the run fails. If the user lists a kind under `retry` in the run spec, Muster starts
+    another attempt. `failure_kinds.toml` explains the kinds.
 
-    `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms. They count only if the
+    `COLLECTIVE_TIMEOUT`, and a SIGKILL of unknown origin, are symptoms. They are used only if the
     logs show no other cause.
     """
 
@@ -116,7 +114,7 @@ class FailureKind(StrEnum):
 
     @property
     def properties(self) -> KindProperties:
-        """The facts about this kind of failure, from `failure_kinds.toml`."""
+        """The properties of this kind of failure, from `failure_kinds.toml`."""
         return _PROPERTIES[self]
 
 
@@ -124,8 +122,8 @@ def find_kind_of_start_error(error_number: int | None) -> FailureKind:
     """Return the kind of failure of a component whose program could not be started.
 
     Args:
-        error_number: Error number of the operating system. 0 for an error that Python itself
-            raises, such as a NUL character in an argument. None if the error has no number.
+        error_number: Error number of the operating system. 0 for an error of Python itself, such as
+            a NUL character in an argument. None if the error has no number.
     """
     if error_number is None:
         return FailureKind.UNKNOWN
@@ -135,13 +133,13 @@ def find_kind_of_start_error(error_number: int | None) -> FailureKind:
 
 
 def _read_table() -> Mapping[FailureKind, KindProperties]:
-    """Return the properties of all kinds of failure, from `failure_kinds.toml`.
+    """Return a mapping from all kinds of failure to their properties in `failure_kinds.toml`.
 
     Raises:
         KeyError: A kind of failure has no table.
         TypeError: A table has an unknown key, or lacks a key.
-        ValueError: The name of a table is not a kind of failure. Also raised if a value is not in
-            the enum of its key.
+        ValueError: The name of a table is not a kind of failure, or the value of a key is not
+            allowed.
     """
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     properties = {}
@@ -151,11 +149,11 @@ def _read_table() -> Mapping[FailureKind, KindProperties]:
 
 
 def make_properties(table: Mapping[str, Any]) -> KindProperties:
-    """Return the properties of a kind from its TOML table.
+    """Return the properties of a kind of failure from its TOML table.
 
     Raises:
         TypeError: The table has an unknown key, or lacks a key.
-        ValueError: A value is not in the enum of its key.
+        ValueError: The value of a key is not allowed.
     """
     values = {
         **table,
@@ -167,26 +165,26 @@ def make_properties(table: Mapping[str, Any]) -> KindProperties:
 
 
 _PROPERTIES = _read_table()
-#: Kind of failure of a program that could not be started, by the error number.
+#: Mapping from the error number to the kind of failure of a program that could not be started.
 _KIND_OF_START_ERROR = {
     getattr(errno, name): kind
     for kind, properties in _PROPERTIES.items()
     for name in properties.errnos
 }
-#: Kinds of failure after which the run returns to the queue, even if `retry` does not list them.
+#: Kinds of failure after which the run returns to the queue, even without the spec key `retry`.
 REQUEUED = frozenset(kind for kind in FailureKind if kind.properties.is_requeued)
 
 
 def describe_requeues(kind: FailureKind) -> str:
-    """Return the number of requeues after failures of a kind: `without limit`, `5 times`."""
+    """Return how often a run is requeued after failures of a kind: `without limit` or `5 times`."""
     attempts = kind.properties.attempts
     return "without limit" if attempts is None else f"{attempts - 1} times"
 
 
 def list_requeued_kinds() -> str:
-    """Return text that lists the kinds of failure after which a run is requeued.
+    """Return a text about the kinds of failure after which a run is requeued.
 
-    The text contains the name of each kind and its number of requeues.
+    The text lists each kind with its number of requeues.
     """
     return ", ".join(
         f"{kind} {describe_requeues(kind)}" for kind in FailureKind if kind in REQUEUED
@@ -194,9 +192,9 @@ def list_requeued_kinds() -> str:
 
 
 def list_default_attempts() -> str:
-    """Return text that lists the kinds of failure after which a run is requeued.
+    """Return a text about the kinds of failure after which a run is requeued.
 
-    The text contains the name of each kind and its largest number of attempts.
+    The text lists each kind with its largest number of attempts.
     """
     return ", ".join(
         f"{kind} ({kind.properties.attempts or 'no limit'})"
@@ -206,9 +204,9 @@ def list_default_attempts() -> str:
 
 
 def list_default_delays() -> str:
-    """Return text that lists the kinds of failure with a special delay before a retry.
+    """Return a text about the kinds of failure that have a special delay before a retry.
 
-    The text contains the name of each kind and its default delay in seconds.
+    The text lists each kind with its default delay in seconds.
     """
     return ", ".join(
         f"{kind} ({kind.properties.delay_s:g})" for kind in FailureKind if kind.properties.delay_s

@@ -19,13 +19,13 @@ def format_count(count: float, noun: str) -> str:
 
 
 def join_words(items: Iterable[object], last: str = "and", *, at_most: int | None = None) -> str:
-    """Return the items as a phrase: `a, b and c`.
+    """Return a phrase that lists the items: `a, b and c`.
 
     Args:
         items: At least one item.
         last: Word before the last item.
-        at_most: Largest number of items in the phrase, or None for no limit. If there are more, the
-            last item of the phrase is the number of omitted items: `a, b and 7 more`.
+        at_most: Largest number of items in the phrase, or None for no limit. The phrase for more
+            items ends with the number of omitted items: `a, b and 7 more`.
     """
     shown = [str(item) for item in items]
     if at_most is not None and len(shown) > at_most:
@@ -55,7 +55,7 @@ def format_date_minute(at: float) -> str:
 
 
 def format_minute(at: float, now: float) -> str:
-    """Return a time as `14:20`, or with its date if the date differs from that of `now`.
+    """Return a time as `14:20`. If the day of the time is not today, add the date.
 
     Args:
         at: The time, in UTC epoch seconds.
@@ -91,10 +91,10 @@ def format_duration(duration: float) -> str:
 
 
 def format_minutes(duration: float) -> str:
-    """Return a duration as whole minutes, or as whole seconds if it is below one minute.
+    """Return a duration in whole minutes, or in whole seconds if it is below one minute.
 
-    Use this for a text that Muster writes again whenever the text changes. With whole minutes, such
-    a text changes only once a minute.
+    Use this function for a text that is written again after each change of the text. The text then
+    changes only once a minute.
 
     Args:
         duration: The duration in seconds.
@@ -105,18 +105,18 @@ def format_minutes(duration: float) -> str:
 
 
 def suggest_name(name: object, allowed: Iterable[str]) -> str:
-    """Return a remedy that suggests the allowed names most similar to a wrong name.
+    """Return advice that suggests the allowed names most similar to a wrong name.
 
-    Upper and lower case count as equal.
+    Upper and lower case are treated as equal.
 
     Args:
         name: The wrong name.
         allowed: The allowed names.
 
     Returns:
-        The remedy, ``did you mean `trainer`?``, or an empty string if no allowed name is similar.
-        If the wrong name is a word of several allowed names, all of them are suggested:
-        ``did you mean `HOST_OOM` or `CUDA_OOM`?``.
+        The advice, such as ``did you mean `trainer`?``, or an empty string if no name is similar.
+        If the wrong name is a word in several names, all of them are suggested: ``did you mean
+        `HOST_OOM` or `CUDA_OOM`?``.
     """
     written = str(name).lower()
     by_lower_case = {allowed_name.lower(): allowed_name for allowed_name in allowed}

@@ -43,28 +43,28 @@ _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 #: Matches a decimal integer without leading zeros.
 _INT = re.compile(r"0|-?[1-9][0-9]*")
 
-#: Beginning of the names of YAML's own types, such as `tag:yaml.org,2002:int`.
+#: Prefix in the names of YAML's own types, such as `tag:yaml.org,2002:int`.
 _TAG = "tag:yaml.org,2002:"
-#: Types that YAML derives from the spelling of a value, such as `on` or `1`. The key of a mapping
-#: is always read as text, even if it is spelled like such a value.
+#: YAML types that depend on the spelling of a value, such as `on` or `1`. The keys of mappings are
+#: always read as text, even if they have such a spelling.
 _VALUE_TAGS = frozenset(f"{_TAG}{name}" for name in ("bool", "int", "float", "null", "timestamp"))
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads only plain decimal numbers as numbers, and rejects duplicate keys.
+    """YAML loader that reads only decimal numbers as numbers, and rejects duplicate keys.
 
-    PyYAML's own SafeLoader silently keeps the last value of a duplicate key.
+    PyYAML's own SafeLoader silently uses the last value of a duplicate key.
     """
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the root node of the only document of a file; None if the file is empty.
+        """Return the root node of the only document in a file, or None if the file is empty.
 
         Empty documents are ignored, so a file may end with `---`.
 
         Raises:
             ComposerError: The file has several documents with content.
         """
-        # PyYAML has no type annotations for the parser methods that are called below.
+        # The parser methods of PyYAML that are called below have no type annotations.
         events: Any = self
         document: yaml.Node | None = None
         while not self.check_event(yaml.StreamEndEvent):
@@ -84,9 +84,9 @@ class _Loader(yaml.SafeLoader):
         return document
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the YAML node of a mapping. Each key becomes a text with the spelling of the file.
+        """Return the YAML node of a mapping. Each key is a text with its original spelling.
 
-        Without this, YAML would read a key such as `on` as a Boolean.
+        By default, YAML would read a key such as `on` as a Boolean.
 
         Raises:
             ComposerError: The mapping contains the same key twice.
@@ -104,8 +104,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# `_Loader` needs its own dict of resolvers. The dict of SafeLoader must not be changed, because
-# other libraries in this process use it, too.
+# Give `_Loader` its own dict of resolvers. Other libraries in this process use the dict of
+# SafeLoader, so it must not be changed.
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, rule) for tag, rule in rules if tag not in (f"{_TAG}int", f"{_TAG}float")]
     for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -117,7 +117,7 @@ _Loader.add_implicit_resolver(
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """Return the number in a YAML node as a float that keeps the spelling of the file."""
+    """Return the number in a YAML node as a float that also stores its original spelling."""
     return WrittenFloat.of(node.value, loader.construct_yaml_float(node))
 
 
@@ -132,8 +132,8 @@ def name_source(path: Path) -> str:
 def locate_spec(path: Path) -> Path:
     """Return the absolute path of a spec file.
 
-    For standard input, the result is the path of a file in the current directory. No such file
-    exists. The result only makes the relative paths of the spec start in the current directory.
+    For standard input, the result is the path of a missing file in the current directory. So
+    relative paths in the spec start at the current directory.
     """
     return Path.cwd() / "-" if path == STANDARD_INPUT else path.absolute()
 
@@ -165,7 +165,7 @@ def parse_yaml(text: str, source: str) -> object:
         source: Name of the file for error messages.
 
     Raises:
-        InvalidSpec: The text is not valid YAML. The error has the line and the column.
+        InvalidSpec: The text is not valid YAML. The error contains the line and the column.
     """
     try:
         return yaml.load(text, _Loader)
@@ -174,14 +174,14 @@ def parse_yaml(text: str, source: str) -> object:
     except RecursionError:
         fault = Fault(path="", problem="the lists and mappings of the file are nested too deeply")
     except (ValueError, TypeError, AttributeError) as error:
-        # PyYAML raises these errors for impossible values, such as the 31st of February as a date
+        # PyYAML raises these errors for impossible values. Examples are the date 31st of February,
         # or `!!float` before a word.
         fault = Fault(path="", problem=f"a value cannot be read: {error}")
     raise InvalidSpec((fault,), source)
 
 
 def _make_syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
-    """Return the fault for a syntax error in a YAML text, with line and column if known."""
+    """Return the fault for a syntax error in a YAML text, with line and column if possible."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return Fault(path="", problem=f"not valid YAML: {' '.join(str(error).split())}")
@@ -213,17 +213,17 @@ def read_override(override: str) -> tuple[str, object]:
 
 
 def apply_value(data: dict[str, Any], path: str, value: object) -> None:
-    """Set a value in a spec. If a mapping on the path of the value is missing, it is created.
+    """Set a value in a spec. Missing mappings on the path of the value are created.
 
     Args:
         data: The spec as plain data. It is changed.
-        path: Dotted path of the value. In a list, a part of the path is an index, as in
+        path: Dotted path of the value. A part of the path may be the index of a list item, as in
             `components.trainer.command.3`.
         value: The new value.
 
     Raises:
-        InvalidSpec: The path leads through a value that is no mapping or list, or to a missing list
-            item. The message does not contain the new value, which may be a secret.
+        InvalidSpec: A part of the path leads to a value that is no mapping or list, or to a missing
+            list item. The message does not contain the new value, because it may be a secret.
     """
     parts = path.split(".")
     node: Any = data
@@ -278,7 +278,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 def load_resolved(path: Path) -> RunSpec:
     """Return the run spec that an attempt stored in its directory.
 
-    The placeholders of such a spec are already replaced, so a `${` in it is literal text.
+    The placeholders in this spec are already replaced, so `${` is plain text.
 
     Raises:
         InvalidSpec: The file has faults. The error lists all faults.
@@ -299,8 +299,8 @@ def parse_spec(
         data: A mapping, which is not changed, or a `RunSpec`.
         overrides: Changes of the form `a.b=c`. They are applied in order.
         source: Name of the input for error messages.
-        from_form: True if the data may come from the form in the Prefect UI. The form sends null
-            for an omitted component.
+        from_form: True if the data may come from the form in the Prefect UI. For an omitted
+            component, the form sends null.
 
     Raises:
         InvalidSpec: The data, a placeholder or an override has faults. The error lists all faults.
@@ -315,8 +315,8 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)
-    # For data from the form, check the placeholders of `spec`, which lacks the components that the
-    # user omitted. So a placeholder such as `${NAME.port}` of an omitted component is a fault.
+    # `spec` lacks the components that the user left out in the form. Check the placeholders of
+    # `spec`, so that a placeholder such as `${NAME.port}` of a missing component is a fault.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )
@@ -329,13 +329,13 @@ def parse_spec(
 
 
 def _find_evaluation_faults(written: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults in the run specs that execute the evaluations of a run.
+    """Return the faults in the run specs that are created for the evaluations of a run.
 
     Args:
         written: The run spec as plain data. It has no other faults.
     """
     faults: list[Fault] = []
-    # The checkpoint is not known yet. The validation needs some text in its place.
+    # The checkpoint is not known yet, so use any text as its value for the validation.
     values = dict.fromkeys(placeholders.CHECKPOINT_NAMES, "checkpoint")
     for name in mapping_or_empty(written.get("evals")):
         try:
@@ -347,35 +347,35 @@ def _find_evaluation_faults(written: Mapping[str, Any]) -> list[Fault]:
 
 
 def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
-    """Return a run spec as YAML text, without the keys that the user omitted.
+    """Return a run spec as YAML text, without keys that the user did not write.
 
-    The text loads to an equal spec, except that secrets are masked.
+    Secrets are masked. Apart from the secrets, loading the text gives the same spec again.
 
     Args:
         spec: The spec.
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
-    # A value that consists of a placeholder such as `${run.id}` is no secret. Masking it would also
-    # replace this placeholder in all other texts of the spec.
+    # A value that consists of a placeholder, such as `${run.id}`, is no secret. Masking such a
+    # value would also mask the placeholder in all other texts.
     masked_values = {
         secret
         for secret in spec.secrets | frozenset(secrets)
         if placeholders.substitute(secret, lambda name: "")
     }
     written = _mask_secrets(spec.written(), masked_values)
-    # Long lines are not wrapped, because a command on several lines is hard to copy.
+    # Do not wrap long lines, because a command on several lines is hard to copy.
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 
 def copy_as_dict(data: object, source: str) -> dict[str, Any]:
-    """Return a copy of the data of a spec as a dict.
+    """Return a copy of a spec's data as a dict.
 
     Args:
         data: A mapping, or a validated spec.
         source: Name of the input for error messages.
 
     Raises:
-        InvalidSpec: The data are no mapping.
+        InvalidSpec: The data is not a mapping.
     """
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
@@ -386,10 +386,10 @@ def copy_as_dict(data: object, source: str) -> dict[str, Any]:
 
 
 def _find_empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault for each component that has no value in a file.
+    """Yield a fault for each component without a value in a spec file.
 
-    The validation accepts such a component, because the form in the Prefect UI sends null for an
-    omitted component. In a file, a component without a value is a mistake.
+    The validation accepts components without a value, because the form in the Prefect UI sends null
+    for an omitted component. In a file, they are mistakes.
     """
     for name, component in mapping_or_empty(written.get("components")).items():
         if component is None and name in ComponentsByName.offered:
@@ -399,10 +399,11 @@ def _find_empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
-    """Return the data of a run spec with its secrets masked.
+    """Return the data of a run spec in which secrets are masked.
 
     Args:
-        written: The run spec as plain data. Each of its keys `env` gets a new, masked value.
+        written: The run spec as plain data. Each key `env` in it gets a new mapping with masked
+            values.
         secrets: Values to mask in every text of the spec.
     """
     evaluations = mapping_or_empty(written.get("evals")).values()
@@ -413,32 +414,29 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
     return texts
 
 
-#: A directory that contains a file or folder with one of these names is the root of a project.
+#: Names of files and folders that mark the root of a project.
 _ROOT_MARKERS = (".git", "pyproject.toml")
 
 
 def find_project_root(file: Path) -> Path:
-    """Return the absolute path of the root of the project that contains a file.
+    """Return the root folder of the project that contains a file.
 
-    For standard input, the project is that of the current directory.
+    The root is the nearest folder above the file with a `.git` or `pyproject.toml`. If there is
+    none, the root is the folder of the file. For standard input, the search starts in the current
+    directory.
 
-    The relative paths of a spec start at this root. The root is the nearest folder above the file
-    that contains `.git` or `pyproject.toml`. If no folder contains either, the root is the folder
-    of the file.
+    For security, some files are ignored: a `.git` or `pyproject.toml` of another user, and all
+    folders in which another user could have created such a file.
 
-    A `.git` or `pyproject.toml` is ignored if it belongs neither to this user nor to root. The
-    search stops at a folder in which another user could have created such a file, because the
-    folder belongs to another user or every user may write to it.
-
-    The flow process of a run uses this root as its working directory.
+    The root is the working directory of a run's flow process. Relative paths in a spec start there.
     """
     folders = locate_spec(file).parents
     for folder in folders:
         try:
             fault = find_folder_fault(folder)
         except OSError:
-            # The folder does not exist, so no user can have put a file into it. Continue with the
-            # folder above. The caller may ask for a file that is not written yet.
+            # The folder does not exist, so no user can have put a file into it. Continue with its
+            # parent folder. The caller may pass the path of a file that does not exist yet.
             continue
         if fault:
             if folder is not folders[0]:
@@ -452,14 +450,13 @@ def find_project_root(file: Path) -> Path:
 def is_project_root(folder: Path) -> bool:
     """Return True if a folder is the root of a project.
 
-    The root of a project contains `.git` or `pyproject.toml`, and no other user could have put that
-    file or folder there.
+    The folder must contain a `.git` or `pyproject.toml` that no other user could have created.
     """
     return any(_is_trusted_marker(folder / marker) for marker in _ROOT_MARKERS)
 
 
 def _is_trusted_marker(marker: Path) -> bool:
-    """Return True if a `.git` or `pyproject.toml` exists and no other user could have put it there.
+    """Return True if a `.git` or `pyproject.toml` exists and another user cannot have created it.
 
     Args:
         marker: Path of the file or folder. If it exists and is not trusted, a warning is logged.
@@ -467,8 +464,7 @@ def _is_trusted_marker(marker: Path) -> bool:
     try:
         fault = find_marker_fault(marker)
     except OSError:
-        # The marker (`.git` or `pyproject.toml`) does not exist, or is a symbolic link without a
-        # target.
+        # The `.git` or `pyproject.toml` does not exist, or is a symbolic link without a target.
         return False
     if fault:
         warn_ignored(marker, fault)
@@ -476,7 +472,7 @@ def _is_trusted_marker(marker: Path) -> bool:
 
 
 def _warn_about_markers(folder: Path, fault: str) -> None:
-    """Log a warning for each `.git` and `pyproject.toml` in an untrusted folder: they are ignored.
+    """Log a warning for each ignored `.git` and `pyproject.toml` in an untrusted folder.
 
     Args:
         folder: The untrusted folder, in which another user could have created files.
@@ -492,10 +488,10 @@ def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
 
     The ports are:
 
-    - `NAME.port` of a component, if a placeholder in the spec uses it
-    - `NAME.ports.OTHER` for each name that a component lists under `ports`, even if no placeholder
-      uses it
-    - `rollout.port`, the port of the gateway, if the run has a fleet
+    - `NAME.port` of a component, if a placeholder in the spec uses this port
+    - `NAME.ports.OTHER` for each name in the key `ports` of a component, even if no placeholder
+      uses this port
+    - `rollout.port`, the port of the gateway, if the run has inference servers
     """
     used_names = {use.name for use in placeholders.find_uses(spec.written())}
     ports: list[str] = []
@@ -510,15 +506,15 @@ def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
 
 
 def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
-    """Return the spec with its placeholders replaced, and with each `cwd` as an absolute path.
+    """Return the spec with placeholders replaced by values, and with absolute paths as `cwd`.
 
-    Each `$${` becomes `${`. Do not resolve the result a second time: it may contain `${` as literal
-    text. The placeholders `${server.NAME}` of a fleet stay unchanged.
+    Each `$${` becomes a plain `${`, so do not resolve the result a second time. The placeholders
+    `${server.NAME}` of inference servers are not replaced.
 
     Args:
         spec: The spec as loaded. It has no unknown placeholder names.
-        names: Value of each placeholder name that the spec uses. Numbers such as `progress.total`
-            may be missing, because the spec has their values.
+        names: Mapping from each placeholder name in the spec to its value. Numbers such as
+            `progress.total` may be missing, because the spec contains their values.
         root: Absolute path of the project's root.
 
     Raises:
@@ -540,7 +536,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
 @contextmanager
 def collect_faults(faults: list[Fault], parent_path: str = "") -> Iterator[None]:
-    """Catch an `InvalidSpec` that is raised within the context, and add its faults to a list.
+    """Catch an `InvalidSpec` that is raised inside the context, and add its faults to a list.
 
     Args:
         faults: List to which the faults are added.

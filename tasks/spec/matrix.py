@@ -51,7 +51,7 @@ class Range(Model):
             yield ("min",), make_refusal(f"a log scale needs a positive number, found {low:g}")
 
     def draw(self, generator: random.Random) -> float:
-        """Return a random value of the range, rounded to five significant digits."""
+        """Return a random value in the range, rounded to five significant digits."""
         if self.scale == "integer":
             return generator.randint(math.ceil(self.min), math.floor(self.max))
         if self.scale == "log":
@@ -62,7 +62,7 @@ class Range(Model):
 
 
 def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> Any:
-    # Choose one type here. For a union type, pydantic would report the faults of both types.
+    # Choose one type here. If pydantic checked both types, it would report the faults of both.
     if isinstance(value, Range):
         return value
     if isinstance(value, Mapping):
@@ -79,8 +79,8 @@ def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> A
     return tuple(value)
 
 
-#: Values of a matrix by key. A key is a dotted path in the run spec, or the name of an argument of
-#: the step.
+#: Type of a matrix: a mapping from keys to values. A key is a dotted path in the run spec, or the
+#: name of an argument of the step.
 Matrix = Mapping[
     DottedKey,
     Annotated[tuple[Any, ...] | Range, WrapValidator(_values_or_range)],
@@ -101,8 +101,8 @@ class Best(Model):
     )
 
 
-#: Smallest number of other points with which a point must be compared before it is stopped early.
-#: Fewer points show little about the usual value of the metric.
+#: Before a point is stopped early, it must be compared with at least this number of other points.
+#: With fewer points, the usual value of the metric is too uncertain.
 MIN_OTHER_POINTS = 3
 
 
@@ -126,7 +126,7 @@ class StopEarly(Best):
 
 
 def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults that concern several keys of a stage with a matrix.
+    """Yield the faults that result from a combination of keys of a stage with a matrix.
 
     Args:
         written: The stage as the user wrote it. Its values are not validated yet.
@@ -176,15 +176,15 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
 def list_points(
     name: str, matrix: Mapping[str, Sequence[Any] | Range], sample: Count | None
 ) -> list[dict[str, Any]]:
-    """Return the values of each point of a matrix, by key.
+    """Return the points of a matrix. Each point is a mapping from keys to values.
 
     The result depends only on the arguments, so every process of a pipeline gets the same points.
 
     Args:
         name: Name of the stage. It is part of the seed of the random points.
-        matrix: The values of each key.
-        sample: Number of random points. If None, the result has all combinations, and the last key
-            changes fastest.
+        matrix: Mapping from each key to its possible values.
+        sample: Number of random points. If None, the result contains all combinations, and the last
+            key changes fastest.
     """
     if sample is None:
         lists = [values for values in matrix.values() if not isinstance(values, Range)]

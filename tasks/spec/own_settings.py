@@ -24,11 +24,11 @@ from tasks.spec.formatting import suggest_name
 
 _ValueT = TypeVar("_ValueT", covariant=True)
 
-#: Beginning of the names of Muster's environment variables.
+#: Prefix of the names of Muster's environment variables.
 _PREFIX = "MUSTER_"
-#: Beginning of the names of the variables that only Muster's tests use.
+#: Prefixes of the names of variables that only Muster's tests use.
 _TEST_PREFIXES = ("MUSTER_TEST_", "MUSTER_BENCH_")
-#: Further variables that only Muster's tests use.
+#: Names of further variables that only Muster's tests use.
 _TEST_VARIABLES = (
     "MUSTER_DATABASE",
     "MUSTER_FAULTS_TABLE",
@@ -37,17 +37,17 @@ _TEST_VARIABLES = (
     "MUSTER_REQUIRE_ATTACKS",
     "MUSTER_SEED",
 )
-#: Matches the names of the variables that Kubernetes sets in each pod for a service `muster` or
-#: `muster-NAME`. These variables are no settings of Muster, so no warning names them.
-#: Source: kubernetes/pkg/kubelet/envvars/envvars.go.
+#: Matches the variables that Kubernetes sets in each pod for a service `muster` or `muster-NAME`.
+#: They are no settings of Muster, so no warning is printed about them. Source:
+#: kubernetes/pkg/kubelet/envvars/envvars.go.
 _SERVICE_VARIABLE = re.compile(
     r"MUSTER_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)"
     r"(?:_(?:PROTO|PORT|ADDR))?)"
 )
 #: Matches the value of the variable NAME_PORT that Kubernetes sets for a service.
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
-#: Levels of containment, from the weakest to the strongest. They decide by which means Muster ends
-#: all processes of a run. See `tasks.processes.containment.Level`.
+#: Levels of containment, from the weakest to the strongest. A level is a method with which Muster
+#: ends all processes of a run. See `tasks.processes.containment.Level`.
 _LEVELS = ("L1", "L2", "L3", "L4")
 #: Example of a list of devices.
 _DEVICE_EXAMPLE = "MUSTER_GPUS=0,1,4-7"
@@ -57,7 +57,7 @@ _FALSE_WORDS = ("false", "no", "off", "0", "f", "n")
 
 
 class InvalidVariable(MusterError):
-    """An environment variable has a value that Muster does not understand; nothing was started.
+    """An environment variable has an invalid value. Nothing was started.
 
     Args:
         problems: One text for each wrong variable, with its name, its value and the right form.
@@ -84,15 +84,16 @@ class Setting(Generic[_ValueT]):
     default_text: str
     #: Value if the variable is not set or empty.
     default: _ValueT
-    #: Converts the text of the variable into the value of the setting. Raises ValueError with a
-    #: description of a valid text if the text is not valid.
+    #: Function that converts the text of the variable to the value of the setting. For an invalid
+    #: text, the function raises ValueError with a description of a valid text.
     parse: Callable[[str], _ValueT]
 
     def read(self, environment: Mapping[str, str] | None = None) -> _ValueT:
         """Return the value of the setting.
 
         Args:
-            environment: The environment variables. None for those of this process.
+            environment: The environment variables. None for the environment variables of this
+                process.
 
         Raises:
             InvalidVariable: The value is not valid.
@@ -296,7 +297,8 @@ SETTINGS: tuple[Setting[object], ...] = (
     RAY_CLUSTERS,
 )
 
-#: Meaning of each environment variable that Muster sets for the programs of a run, as Markdown.
+#: Mapping from each environment variable that Muster sets for the programs of a run to its meaning,
+#: as Markdown.
 COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_RUN_ID": "the run's id",
     "MUSTER_ATTEMPT": "number of the attempt, from 1",
@@ -314,7 +316,7 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_RESULT": "file to which a [step of a pipeline](pipelines.md) may write a JSON result",
 }
 
-#: Meaning of each environment variable that Muster's processes set for each other.
+#: Mapping from each environment variable that Muster's processes set for each other to its meaning.
 INTERNAL_VARIABLES: Mapping[str, str] = {
     "MUSTER_ROLE": (
         "type of a Muster process, such as `guardian`, the parent process of a component"
@@ -336,7 +338,7 @@ def find_setting_problems(environment: Mapping[str, str] | None = None) -> tuple
     """Return a text for each setting whose value is not valid.
 
     Args:
-        environment: The environment variables. None for those of this process.
+        environment: The environment variables. None for the environment variables of this process.
     """
     problems: list[str] = []
     for setting in SETTINGS:
@@ -348,12 +350,12 @@ def find_setting_problems(environment: Mapping[str, str] | None = None) -> tuple
 
 
 def find_unknown_variables(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return a warning for each variable `MUSTER_*` that Muster does not know.
+    """Return a warning for each unknown variable `MUSTER_*`.
 
-    The variables that Kubernetes sets for a service with the name `muster` are not reported.
+    Variables that Kubernetes sets for a service with the name `muster` are not reported.
 
     Args:
-        environment: The environment variables. None for those of this process.
+        environment: The environment variables. None for the environment variables of this process.
     """
     variables = os.environ if environment is None else environment
     names = [setting.name for setting in SETTINGS]
@@ -373,7 +375,7 @@ def find_unknown_variables(environment: Mapping[str, str] | None = None) -> tupl
 
 
 def _is_of_kubernetes(name: str, value: str) -> bool:
-    """Return True if Kubernetes sets a variable with this name and value for a service."""
+    """Return True if Kubernetes has set a variable with this name and value for a service."""
     if _SERVICE_VARIABLE.fullmatch(name):
         return True
     return name.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
@@ -383,7 +385,7 @@ def require_valid_settings(warn: Callable[[str], None]) -> None:
     """Check all variables `MUSTER_*` of this process.
 
     Args:
-        warn: Called with a text for each variable that Muster does not know.
+        warn: Function that is called with a text about each unknown variable.
 
     Raises:
         InvalidVariable: The value of a setting is not valid.

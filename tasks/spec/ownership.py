@@ -23,22 +23,22 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: Largest number of symbolic links that the kernel follows in one path.
-#: Source: path_resolution(7).
+#: Largest number of symbolic links that the kernel follows in one path. Source: path_resolution(7).
 _MOST_LINKS = 40
 _ROOT_UID = 0
-#: Files of the working directory from which Prefect reads settings. They must be trusted, because a
-#: setting can name a program that Prefect then runs.
+#: Files in the working directory from which Prefect reads settings. The files must be trusted,
+#: because a setting can contain the name of a program that Prefect runs.
 PREFECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
-#: Layout of the kernel's answer about the process at the other end of a local socket: process id,
+#: Layout of the kernel's data about the process at the other end of a local socket: process id,
 #: user id and group id. Source: SO_PEERCRED in unix(7).
 _PEER = struct.Struct("3i")
-#: Name of the extended attribute of a file whose access control list gives rights to further users.
+#: Name of the extended attribute with the access control list of a file. Such a list gives rights
+#: to further users.
 _ACL = "system.posix_acl_access"
 
 
 class UntrustedPath(MusterError):
-    """Another user could change the content of a path that Muster needs; Muster started nothing."""
+    """Another user could change the content of a path that Muster needs. Nothing was started."""
 
     exit_code = 2
 
@@ -49,7 +49,10 @@ def trusted_users() -> frozenset[int]:
 
 
 def _format_user(uid: int) -> str:
-    """Return name and id of a user for a message: `alice (1000)`, or `user 1000` without a name."""
+    """Return the name and the id of a user for a message, such as `alice (1000)`.
+
+    If the user has no name, the result is a text such as `user 1000`.
+    """
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -57,7 +60,7 @@ def _format_user(uid: int) -> str:
 
 
 def _describe_untrusted_user(uid: int) -> str:
-    """Return a text such as `alice (1000), whom Muster does not trust`."""
+    """Return a text about an untrusted user, such as `alice (1000), whom Muster does not trust`."""
     return f"{_format_user(uid)}, whom Muster does not trust"
 
 
@@ -66,7 +69,7 @@ def find_ownership_fault(
 ) -> str:
     """Return an error text if a file or folder is not trusted, otherwise an empty string.
 
-    Only the owner of a symbolic link counts, because the mode of a symbolic link has no meaning.
+    For a symbolic link, only the owner is checked, because the mode of a link has no meaning.
 
     Args:
         path: Path of the file or folder, for the message.
@@ -83,7 +86,7 @@ def find_ownership_fault(
 
 
 def _find_writable_fault(path: Path, status: os.stat_result) -> str:
-    """Return a message if users other than the owner may write to a path, else an empty string."""
+    """Return a message if other users than the owner may write to a path, otherwise ""."""
     mode = stat.S_IMODE(status.st_mode)
     is_open_to_group = bool(mode & stat.S_IWGRP) and not _is_private_group(path, status)
     if not mode & stat.S_IWOTH and not is_open_to_group:
@@ -96,8 +99,8 @@ def _find_writable_fault(path: Path, status: os.stat_result) -> str:
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
     """Return True if the owner of a path is the only member of the path's group.
 
-    Many systems give each user such a group, with the name of the user, and let the group write to
-    the user's files. That is harmless, because the group has no other member.
+    Many systems create such a group for each user, with the same name, and allow the group to write
+    to the user's files. This is safe, because the group has no other member.
     """
     try:
         owner = pwd.getpwuid(status.st_uid)
@@ -108,8 +111,8 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if set(group.gr_mem) - {owner.pw_name}:
         return False
-    # If the path has an access control list, other users on that list may be able to write, too. So
-    # the group counts as private only if the path has no such list.
+    # The path may have an access control list, which may give other users the right to write. So
+    # the group counts as private only if there is no such list.
     try:
         os.getxattr(path, _ACL, follow_symlinks=False)
     except OSError as error:
@@ -120,11 +123,10 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
 def find_path_fault(
     path: Path, users: Collection[int] | None = None, *, from_root: bool = True
 ) -> str:
-    """Return an error text if another user could change the target of a path, else an empty string.
+    """Return an error text if another user could change the target of a path, otherwise "".
 
-    The function checks every folder and symbolic link on the path. Parts of the path that do not
-    exist are not checked. A folder with the sticky bit, such as `/tmp`, is accepted within the
-    path. A user cannot replace the files of other users in such a folder.
+    Every existing folder and symbolic link on the path is checked. A folder with the sticky bit,
+    such as `/tmp`, is accepted within the path: users cannot replace each other's files there.
 
     Args:
         path: Absolute path.
@@ -136,8 +138,8 @@ def find_path_fault(
         OSError: The status of a part of the path cannot be read.
     """
     current = Path("/") if from_root else path.parent
-    # The parts of the path that are not checked yet, in reverse order. The loop below replaces a
-    # part that is a symbolic link by the parts of the link's target.
+    # Parts of the path that are not checked yet, in reverse order. The loop below replaces a
+    # symbolic link by the parts of its target.
     rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
     links = 0
     fault = (
@@ -179,8 +181,8 @@ def _find_part_fault(
         path: Path of the file or folder, for the message.
         status: Status of the file or folder.
         users: Ids of the trusted owners. None means the users of `trusted_users`.
-        is_last: True if this is the last part of the checked path. Only an earlier part may be a
-            folder with the sticky bit that every user may write to.
+        is_last: True if this is the last part of the checked path. A folder with the sticky bit
+            that every user may write to is accepted only if it is not the last part.
     """
     is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if is_sticky and not is_last:
@@ -192,9 +194,9 @@ def _find_part_fault(
 def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
     """Return an error text if another user could have created a file, otherwise an empty string.
 
-    Use this for files that decide which programs Muster runs, such as `pyproject.toml`. The file,
-    its folder and the target of a symbolic link must belong to this user or to root. The folder may
-    have the sticky bit, or be writable for a group, as in a project of several people.
+    Use this function for files that decide which programs Muster runs, such as `pyproject.toml`.
+    The file, its folder and the target of a symbolic link must belong to this user or to root. The
+    folder may be writable for a group, as in a shared project, or have the sticky bit.
 
     Args:
         path: Path of the file.
@@ -216,7 +218,7 @@ def find_folder_fault(folder: Path) -> str:
     """Return an error text if another user could have created files in a folder, otherwise "".
 
     A folder with the sticky bit, such as `/tmp`, is accepted although other users can create files
-    in it. So the caller must also check the owner of each file that it uses from the folder.
+    there. So the caller must also check the owner of each file that it uses from this folder.
 
     Raises:
         OSError: The folder does not exist, or its status cannot be read.
@@ -228,7 +230,7 @@ def find_folder_fault(folder: Path) -> str:
 
 
 def _find_open_fault(path: Path, status: os.stat_result) -> str:
-    """Return a message if all users may write to a file or folder, else an empty string.
+    """Return a message if all users may write to a file or folder, otherwise "".
 
     A folder with the sticky bit is accepted.
     """
@@ -239,13 +241,13 @@ def _find_open_fault(path: Path, status: os.stat_result) -> str:
 
 
 def refuse_foreign_settings(folder: Path) -> None:
-    """Check that no other user has put settings of Prefect into the working directory.
+    """Check that no other user could have put settings of Prefect into the working directory.
 
     Args:
         folder: The working directory.
 
     Raises:
-        UntrustedPath: A file of another user may contain settings of Prefect.
+        UntrustedPath: A file that another user could have written may contain settings of Prefect.
     """
     for name in PREFECT_SETTINGS:
         file = folder / name
@@ -264,7 +266,7 @@ def refuse_foreign_settings(folder: Path) -> None:
 def _has_settings(file: Path) -> bool:
     """Return True if a file may contain settings of Prefect.
 
-    An unreadable file also counts, because its content is unknown.
+    For an unreadable file, the result is True, because its content is unknown.
 
     Args:
         file: One of the files in `PREFECT_SETTINGS`.
@@ -292,18 +294,18 @@ def warn_ignored(path: Path, fault: str) -> None:
 
 
 def is_present(path: Path) -> bool:
-    """Return True if a path exists. A broken symbolic link counts as existing."""
+    """Return True if a path exists. A symbolic link exists even if its target is missing."""
     return os.path.lexists(path)
 
 
 def get_peer(connection: socket.socket) -> tuple[int, int]:
-    """Return process id and user id of the process at the other end of a connected local socket.
+    """Return the process id and user id of the process at the other end of a local socket.
 
-    The kernel recorded both when that process connected or began to listen.
+    The kernel stored both ids when that process connected or started to listen.
 
     Raises:
-        OSError: The kernel cannot name the process, for example because `connection` is not a local
-            socket.
+        OSError: The kernel does not know the process, for example because `connection` is not a
+            local socket.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(credentials)
@@ -315,7 +317,7 @@ def require_own_peer(connection: socket.socket) -> None:
 
     Raises:
         PermissionError: The process belongs to another user.
-        OSError: The kernel cannot name the process.
+        OSError: The kernel does not know the process.
     """
     _pid, uid = get_peer(connection)
     if uid != os.geteuid():

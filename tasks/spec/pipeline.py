@@ -75,7 +75,7 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Name of the deployment that creates the run of a stage, if the stage names no other deployment.
+#: Name of the deployment that creates the run of a stage. Used if the stage contains no deployment.
 STAGE_DEPLOYMENT = "train/any"
 #: Keys that only a stage with a run spec may have, and keys that only a step may have. A step is a
 #: stage that runs a function or a command.
@@ -84,7 +84,7 @@ _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache",
 
 
 def _check_condition(text: str) -> str:
-    """Return the text of a condition unchanged, or raise an error if the text is no condition."""
+    """Return the text of a condition unchanged, or raise an error if the text is not valid."""
     try:
         parse_condition(text)
     except InvalidCondition as error:
@@ -93,7 +93,7 @@ def _check_condition(text: str) -> str:
 
 
 def _check_json(value: Any) -> Any:
-    """Return the value of a step's argument, or raise an error if the value is no JSON data."""
+    """Return the value of a step's argument, or raise an error if it is not JSON data."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -284,8 +284,8 @@ class Stage(Model):
         kind = "step" if kinds[0] in ("call", "command") else "run"
         for key in _RUN_KEYS if kind == "step" else _STEP_KEYS:
             # A run must not have the keys of a step, and a step must not have the keys of a run.
-            # But such a key with its default value is no fault, because Prefect adds the default
-            # values of all keys to the parameters of a flow run.
+            # But a key with its default value is accepted, because Prefect adds the default values
+            # of all keys to the parameters of a flow run.
             default = cls.model_fields[key].get_default(call_default_factory=True)
             value = written.get(key)
             is_blank = isinstance(value, Mapping) and not any(value.values())
@@ -312,28 +312,28 @@ class Stage(Model):
 
     @property
     def is_step(self) -> bool:
-        """True if the stage runs a function or a command, False if the stage is a training run."""
+        """True if the stage runs a function or a command, and False if the stage is a training."""
         return self.call is not None or self.command is not None
 
     @property
     def best_evaluation(self) -> str:
-        """Name of the evaluation whose result contains the number that the key `best` compares.
+        """Name of the evaluation whose result contains the number in the key `best`.
 
-        An empty string if `best` names a metric of the training or a number in a step's result.
+        Empty if the number is a metric of the training, or belongs to the result of a step.
         """
         name = self.best.by.partition(".")[0] if self.best is not None else ""
         return name if name in mapping_or_empty((self.spec or {}).get("evals")) else ""
 
     @property
     def points(self) -> list[dict[str, Any]]:
-        """Values of each point of the matrix, by key. Empty if the stage has no matrix."""
+        """Points of the matrix, each as a mapping from keys to values. Empty without a matrix."""
         return list_points(self.name, self.matrix, self.sample) if self.matrix is not None else []
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Name of the stage, or the names of the points of its matrix: `NAME.1`, `NAME.2` etc.
+        """Names of the points of the matrix: `NAME.1`, `NAME.2` and so on.
 
-        A separate run is created for each of these units.
+        Without a matrix, it is only the name of the stage. Each of these units has its own run.
         """
         if self.matrix is None:
             return (self.name,)
@@ -385,15 +385,15 @@ class PipelineSpec(Document):
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """`needs[stage]`: names of the stages that must have ended before the stage begins."""
+        """Mapping from each stage to the stages that must have ended before it starts."""
         return list_needs([stage.model_dump(exclude_none=True) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raise KeyError if the pipeline has no such stage."""
+        """Return the stage with a certain name. Raise KeyError if there is no such stage."""
         return {stage.name: stage for stage in self.stages}[name]
 
     def unit_stage(self, unit: str) -> Stage:
-        """Return the stage with a given name, or the stage to which a point of a matrix belongs.
+        """Return the stage with a certain name, or the stage that a point of a matrix belongs to.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -404,10 +404,10 @@ class PipelineSpec(Document):
         return self.stage(unit.partition(".")[0])
 
     def run_spec(self, unit: str) -> dict[str, Any]:
-        """Return the run spec of a stage or of a point of its matrix, as plain data.
+        """Return the run spec of a stage, or of a point of its matrix, as plain data.
 
-        The placeholders `${stage.NAME.KEY}` are not replaced. A step has no run spec of its own, so
-        this method builds one from the keys of the step.
+        The placeholders `${stage.NAME.KEY}` are not replaced. For a step, the run spec is created
+        from the keys of the step.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -422,10 +422,10 @@ class PipelineSpec(Document):
         return spec
 
     def fill_run_spec(self, unit: str, value_of: Callable[[str, str], object]) -> dict[str, Any]:
-        """Return the run spec of a stage with the values of its placeholders `${stage.NAME.KEY}`.
+        """Return the run spec of a stage, with placeholders `${stage.NAME.KEY}` replaced by values.
 
-        The key `inputs` of the run spec also lists the data that the stage takes from earlier
-        stages, so that `muster lineage` can show them.
+        Data that the stage gets from earlier stages is added to the key `inputs`. So `muster
+        lineage` can show the data.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -456,7 +456,7 @@ class PipelineSpec(Document):
         return parse_spec(filled).written()
 
     def _written_point(self, unit: str) -> dict[str, Any]:
-        """Return a stage as plain data, with the values of one matrix point filled in.
+        """Return a stage as plain data, with the values of one point of its matrix.
 
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
@@ -472,10 +472,10 @@ class PipelineSpec(Document):
 def _list_stage_inputs(
     name: str, key: str, value: object, value_of: Callable[[str, str], object]
 ) -> list[str]:
-    """Return the paths and URIs of the data that a stage takes from an earlier stage.
+    """Return the paths and URIs of the data that a stage gets from an earlier stage.
 
-    The data are the absolute paths and URIs in the value of the placeholder. If a step's result
-    contains no path, for example because the result is a number, the URI of the result is returned.
+    These are the absolute paths and URIs in the value of a placeholder. If the result of a step
+    contains no path, the URI of the result is returned.
 
     Args:
         name: Name of the earlier stage.
@@ -500,10 +500,10 @@ def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:
 
     Args:
         written: The stage as plain data. It is changed.
-        point: Values of the point, by key of the matrix.
+        point: Mapping from the keys of the matrix to the values of the point.
 
     Raises:
-        InvalidSpec: A key leads to no value of the run spec.
+        InvalidSpec: The run spec has no value at the path in a key.
     """
     for key, value in point.items():
         if written.get("call") is not None:
@@ -515,7 +515,7 @@ def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:
 
 
 def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
-    """Return arguments of a step with the values of their placeholders `${stage.NAME.KEY}`.
+    """Return arguments of a step, with placeholders `${stage.NAME.KEY}` replaced by values.
 
     Args:
         node: The arguments, or a part of them.
@@ -537,9 +537,9 @@ def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
 
 
 def _escape_nested(value: Any) -> Any:
-    """Return JSON data in which each `${` of a text is replaced by `$${`.
+    """Return JSON data in which each `${` in a text is replaced by `$${`.
 
-    In a run spec, `$${` stands for the characters `${`, and does not begin a placeholder.
+    In a run spec, `$${` means the plain text `${` instead of a placeholder.
     """
     if isinstance(value, Mapping):
         return {_escape_nested(key): _escape_nested(item) for key, item in value.items()}
@@ -549,17 +549,18 @@ def _escape_nested(value: Any) -> Any:
 
 
 def _to_text(value: object) -> str:
-    """Return a value as a string for insertion into a spec.
+    """Return a value as text that can be inserted into a spec.
 
-    A string stays unchanged. Any other value becomes JSON.
+    A text is returned unchanged. Other values become JSON.
     """
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def is_pipeline_file(path: Path) -> bool:
-    """Return True if a YAML file is the spec of a pipeline, and not the spec of a run.
+    """Return True if a YAML file contains the spec of a pipeline instead of a run.
 
-    Standard input is not read, because it can be read only once. It counts as the spec of a run.
+    For standard input, the result is False: it cannot be read here, because it can be read only
+    once.
     """
     if path == STANDARD_INPUT:
         return False
@@ -587,9 +588,9 @@ def load_any_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec | Pipeli
 def load_pipeline(
     path: Path, overrides: Sequence[str] = (), root: Path | None = None
 ) -> PipelineSpec:
-    """Load a pipeline spec, and the run spec files that its stages name, from YAML files.
+    """Load a pipeline spec from a YAML file, and also the run specs of its stages.
 
-    The functions of `call` steps are looked up in the project.
+    The functions of `call` steps are searched in the project.
 
     Args:
         path: File of the pipeline spec.
@@ -625,24 +626,25 @@ def parse_pipeline(
 ) -> PipelineSpec:
     """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
-    In the result, the changes in `set` of a stage are already applied to its run spec, and the run
-    spec has the key `start_order`. A stage that names a deployment instead of a run spec has no run
-    spec in the result. `add_deployment_specs` adds the run spec later.
+    In the result, the changes in the key `set` of a stage are already applied to its run spec, and
+    the run spec contains the key `start_order`. A stage with a deployment has no run spec yet: see
+    `add_deployment_specs`.
 
     Args:
         data: The pipeline spec as plain data.
         overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
         source: Name of the input for error messages.
-        root: Root directory of the project in which the functions of `call` steps are looked up.
-            If None, the functions are not checked.
+        root: Root directory of the project in which the functions of `call` steps are searched. If
+            None, the functions are not checked.
 
     Raises:
-        InvalidSpec: With all faults of the data and of the overrides.
+        InvalidSpec: The data or the overrides have faults. The error lists all faults.
     """
     written = copy_as_dict(data, source)
     faults: list[Fault] = []
     if isinstance(written.get("stages"), list):
-        # Stages may share an object through a YAML anchor, but each stage is changed separately.
+        # YAML anchors allow stages to share an object. Copy the objects, because each stage is
+        # changed separately.
         written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
     stages = _index_stages(written)
 
@@ -658,8 +660,8 @@ def parse_pipeline(
     for index, stage in stages.items():
         path = f"stages.{index}"
         faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
-        #: Maps each placeholder name of an earlier stage, such as `stage.sft.run_id`, to True. A
-        #: name maps to False if its placeholder will never get a value.
+        #: Mapping from the placeholder names of earlier stages, such as `stage.sft.run_id`, to
+        #: True. The value is False if the placeholder will never have a value.
         known_names: dict[str, bool] = {}
         for ancestor in list_ancestors(str(stage.get("name")), needs):
             known_names |= _list_placeholder_names(names_of_stages[ancestor])
@@ -683,13 +685,14 @@ def parse_pipeline(
 
 
 def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
-    """Return a copy of the pipeline in which each stage with a training run has a run spec.
+    """Return a copy of the pipeline in which each training stage has a run spec.
 
-    A stage can name a deployment instead of a run spec. The run spec of that deployment is added.
+    If a stage has a deployment instead of a run spec, the run spec of the deployment is added.
 
     Args:
         pipeline: A validated pipeline spec.
-        specs: Run spec of the deployment for each stage without a spec, by the name of the stage.
+        specs: Mapping from the name of each stage without a run spec to the run spec of its
+            deployment.
 
     Raises:
         InvalidSpec: An added spec has faults. The error lists all faults.
@@ -702,7 +705,7 @@ def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) ->
 
 
 def _index_stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the stages of a pipeline that are mappings, by their index in the list.
+    """Return a mapping from the index of each stage in the list to the stage.
 
     Args:
         written: The pipeline spec, not validated. A stage that is no mapping is skipped.
@@ -715,14 +718,15 @@ def _index_stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
     """Add an override of the command line to its stage.
 
-    For a run, the override changes the run spec. For a step, it changes a key of the step.
+    For a run, the override changes the run spec. For a step, the override changes a key of the
+    step.
 
     Args:
         stages: The stages of the pipeline as plain data. One of them is changed.
         override: Change of the form `STAGE.a.b=c`.
 
     Raises:
-        InvalidSpec: The override has no such form, or names an unknown stage.
+        InvalidSpec: The override does not have this form, or its stage does not exist.
     """
     path, value = read_override(override)
     name, _, key = path.partition(".")
@@ -744,14 +748,15 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
 
 
 def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the placeholder names with which later stages may refer to a stage.
+    """Return the names of placeholders with which later stages can use values of a stage.
 
     Args:
-        stage: The stage as plain data, to which the names refer.
+        stage: The earlier stage as plain data.
 
     Returns:
-        Maps each name, such as `stage.sft.run_id`, to True, or to False if its placeholder will
-        never get a value. A name that ends with a dot stands for all names that begin with it.
+        Mapping from each name, such as `stage.sft.run_id`, to True. The value is False if the
+        placeholder will never have a value. A name that ends with a dot stands for all names that
+        begin with it.
     """
     name = f"{STAGE}{stage.get('name')}"
     if is_step(stage):
@@ -773,15 +778,15 @@ def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
 def _check_stage(
     stage: dict[str, Any], path: str, known_names: Mapping[str, bool], faults: list[Fault]
 ) -> None:
-    """Apply the changes in `set` of a stage to its run spec, and check the result.
+    """Apply the changes in the key `set` of a stage to its run spec, and check the result.
 
-    If the result has no faults, it replaces the run spec in the stage, with `start_order` added.
+    If there are no faults, the result replaces the run spec of the stage.
 
     Args:
         stage: The stage as plain data. It is changed.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
-            is False if such a placeholder will never have a value.
+        known_names: Mapping from the placeholder names of earlier stages, such as
+            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value.
         faults: List to which the faults of the changed run spec are added.
     """
     written = stage["spec"]
@@ -791,14 +796,13 @@ def _check_stage(
     with collect_faults(faults, f"{path}.spec"):
         check_stage_names(written, known_names)
     with collect_faults(faults, f"{path}.spec"):
-        # The values of `${stage...}` are not known yet. The validation needs some text in their
-        # place.
+        # The values of `${stage...}` are not known yet, so use any text for the validation.
         parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).to_server_data()
 
 
 def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
-    """Check that the run spec names a metrics file if the stage has the key `stop_early`.
+    """Check that a stage with the key `stop_early` has a metrics file in its run spec.
 
     `stop_early` compares the metrics of the points of a matrix.
 
@@ -819,7 +823,7 @@ def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]
 
 
 def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
-    """Check that evaluations can choose the best point, if the stage compares evaluations.
+    """Check that a stage which compares results of evaluations has these evaluations.
 
     Args:
         stage: The stage as plain data, with the changes in `set` applied to its run spec.
@@ -852,13 +856,13 @@ def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fau
 def _check_step(
     stage: Mapping[str, Any], path: str, known_names: Mapping[str, bool], faults: list[Fault]
 ) -> None:
-    """Check the placeholders of a step, and the run spec that executes the step.
+    """Check the placeholders of a step, and the run spec that is created for the step.
 
     Args:
         stage: The step as plain data.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
-            is False if such a placeholder will never have a value.
+        known_names: Mapping from the placeholder names of earlier stages, such as
+            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value.
         faults: List to which the faults are added.
     """
     args_uses = [*_find_arg_uses(stage.get("args"), "args")]
@@ -874,12 +878,12 @@ def _check_step(
             place = f"{path}.{rename_path(fault.path)}"
             faults.append(Fault(path=place, problem=fault.problem, remedy=fault.remedy))
     except (TypeError, ValueError):
-        # The arguments are no JSON data. The validation of the stage reports this fault.
+        # The arguments are not JSON data. This fault is reported when the stage is validated.
         return
 
 
 def _find_arg_uses(node: Any, path: str) -> Iterator[Use]:
-    """Yield the placeholders in the arguments of a step, with the path of each text.
+    """Yield the placeholders in the arguments of a step. Each contains the path of its text.
 
     Args:
         node: The arguments, or a part of them.
@@ -901,8 +905,13 @@ def _check_condition_names(
 ) -> None:
     """Check that each placeholder in the condition of a stage will have a value.
 
+    Args:
+        stage: The stage as plain data.
+        path: Dotted path of the stage in the pipeline spec.
+        known_names: Mapping from the placeholder names of earlier stages, see `_check_stage`.
+
     Raises:
-        InvalidSpec: A placeholder has an unknown name.
+        InvalidSpec: The name of a placeholder is unknown, or the placeholder will have no value.
     """
     condition = stage.get("when")
     if not isinstance(condition, str):
@@ -910,8 +919,7 @@ def _check_condition_names(
     try:
         names = parse_condition(condition).names
     except InvalidCondition:
-        # The condition is invalid. Do not report this here, because the validation of the stage
-        # reports it.
+        # The condition is invalid. This fault is reported when the stage is validated.
         return
     place = f"{path}.when"
     uses = [Use(path=place, name=name, kind=Kind.TEXT) for name in names]
@@ -933,10 +941,11 @@ def _check_condition_names(
 def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
     """Check the run specs of the points of a matrix.
 
-    Each value of the matrix is checked once, together with the first values of the other keys.
+    Each value of the matrix is checked once, in combination with the first values of the other
+    keys.
 
     Args:
-        stage: The stage as plain data. The caller has checked its run spec without the matrix.
+        stage: The stage as plain data. Its run spec without the matrix was already checked.
         path: Dotted path of the stage in the pipeline spec, for the faults.
         faults: List to which the faults are added. If it is not empty, nothing is checked.
     """
@@ -971,15 +980,14 @@ def _explain_needs(
     faults: Sequence[Fault],
     stages: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Fault]:
-    """Yield the faults of a stage, with a new remedy for stages that are missing in `needs`.
+    """Yield the faults of a stage, with new advice about stages that are missing in `needs`.
 
-    If a placeholder uses a value of another stage, the stage must list that stage in `needs`. If it
-    does not, the remedy is to add that stage to `needs`.
+    If a placeholder uses a value of another stage, the key `needs` must contain that stage.
 
     Args:
         stage: The stage as plain data.
         faults: The faults of the stage.
-        stages: All stages as plain data, by name.
+        stages: Mapping from names to all stages as plain data.
     """
     for fault in faults:
         names = [*find_names(fault.problem)] if fault.problem.startswith("unknown name `") else []
@@ -995,7 +1003,7 @@ def _explain_needs(
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage names the folder of its checkpoints.
+    """Return True if a stage contains the path of its checkpoints.
 
     The path is in the key `checkpoint` of the stage, or in the key `checkpoints` of a component.
     """

@@ -29,42 +29,42 @@ from tasks.spec.formatting import suggest_name
 class Kind(Enum):
     """Kind of a text in a spec. The kind decides how placeholders in the text are replaced."""
 
-    #: Plain text. A placeholder in it is replaced by its value unchanged.
+    #: Plain text. The value of a placeholder is inserted unchanged.
     TEXT = "text"
-    #: Regular expression. A placeholder in it is replaced by its escaped value, so that the
-    #: expression matches the value literally.
+    #: Regular expression. The value of a placeholder is escaped before it is inserted, so that it
+    #: matches only itself.
     PATTERN = "pattern"
-    #: Argument of a command. If the whole argument is `${rollout.engines}`, it is replaced by one
-    #: argument for each engine.
+    #: Argument of a command. An argument that is only `${rollout.engines}` becomes several
+    #: arguments: one for each inference engine.
     WORD = "word"
-    #: Text of the component `rollout`. The placeholders `${server.x}` and the escape `$${` stay in
-    #: the text. The process of the inference fleet replaces them for each inference server.
+    #: Text of the component `rollout`. The process of the inference servers replaces `${server.x}`
+    #: and `$${` later, with other values for each server.
     FLEET = "fleet"
-    #: Text of an evaluation. The training leaves all placeholders in it unchanged at the start of
-    #: an attempt.
+    #: Text of an evaluation. All placeholders stay in the text when an attempt of the training
+    #: starts.
     EVALUATION = "evaluation"
 
 
-#: Function that changes a text of a spec. It receives the dotted path of the text, the text and its
-#: kind, and returns the new text. For an item of a list, it may return several items for its place.
+#: Function that returns a new text for a text in a spec. The arguments are the dotted path of the
+#: text, the text and its kind. For a list item, the function may return several new items.
 Change = Callable[[str, str, Kind], str | list[str]]
 
-# The escaped form `$${` must be the first alternative, because it contains `${`.
+# The escaped form `$${` must be the first alternative, because it also contains `${`.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 
-#: Describes a mapping in which each value may contain placeholders. Used in `_PLACES`.
+#: Mapping in which each value may contain placeholders. Part of `_PLACES`.
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
-#: Keys of a readiness or liveness probe whose values may contain placeholders. Used in `_PLACES`.
+#: Keys of a readiness or liveness probe whose values may contain placeholders. Part of `_PLACES`.
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
-    # In the spec, each condition is either a value or {not: value}.
+    # In a spec, each condition is either a plain value or {not: value}.
     "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},
     "tcp": Kind.TEXT,
     "log": Kind.PATTERN,
     "file": Kind.TEXT,
     "processes": Kind.PATTERN,
 }
-#: Keys of a component whose values may contain placeholders. Used in `_PLACES`.
+#: Keys of a component whose values may contain placeholders. Part of `_PLACES`.
 _COMPONENT: dict[str, object] = {
     "command": {"*": Kind.WORD},
     "env": _TEXTS,
@@ -74,7 +74,7 @@ _COMPONENT: dict[str, object] = {
     "checkpoints": Kind.TEXT,
 }
 _FLEET_TEXTS: dict[str, object] = {"*": Kind.FLEET}
-#: Keys of the component `rollout` whose values may contain placeholders. Used in `_PLACES`.
+#: Keys of the component `rollout` whose values may contain placeholders. Part of `_PLACES`.
 _FLEET: dict[str, object] = {
     "command": _FLEET_TEXTS,
     "args": _FLEET_TEXTS,
@@ -83,11 +83,10 @@ _FLEET: dict[str, object] = {
     "cwd": Kind.TEXT,
 }
 _EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
-#: Keys of an evaluation whose values may contain placeholders. Used in `_PLACES`.
+#: Keys of an evaluation whose values may contain placeholders. Part of `_PLACES`.
 _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
-#: Keys of a run spec whose values may contain placeholders, as a tree. The key "*" stands for any
-#: key or list item, and "" for the text itself. In the values of all other keys, `${` is plain
-#: text.
+#: Tree of the keys of a run spec whose values may contain placeholders. The key "*" stands for any
+#: key or list item, and "" for the text itself. In all other values, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -97,27 +96,28 @@ _PLACES: dict[str, object] = {
     "evals": {"*": _EVALUATION},
 }
 
-#: Placeholder names that the key `checkpoint` of a pipeline stage may use.
+#: Placeholder names that are allowed in the key `checkpoint` of a pipeline stage.
 _CHECKPOINT_NAMES = ("run.id", "run.dir", "attempt.number", "attempt.dir")
-#: Placeholder names that every run spec may use.
+#: Placeholder names that are allowed in every run spec.
 _RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
-#: Placeholder names that describe the evaluated checkpoint. Only an evaluation may use them.
+#: Placeholder names for the evaluated checkpoint. They are allowed only in evaluations.
 CHECKPOINT_NAMES = ("checkpoint", "checkpoint.step", "checkpoint.run_id", "checkpoint.run_dir")
 _GANG_NODES = "gang.nodes"
-#: Placeholder names for numbers of the spec. Each name is the dotted path of the number.
+#: Placeholder names for numbers in the spec. Each name is the dotted path of the number.
 _NUMBER_NAMES = ("progress.total", "success.step", _GANG_NODES, "gang.gpus_per_node")
-#: Number of nodes of a gang whose spec does not set it, as in `tasks.spec.run.Gang`.
+#: Default number of nodes of a gang, as in `tasks.spec.run.Gang`.
 _DEFAULT_NODES = 1
-#: Placeholder name for the address of the fleet's gateway.
+#: Placeholder name for the address of the gateway to the inference servers.
 ROLLOUT_URL = "rollout.url"
-#: Placeholder name for the addresses of the fleet's engines, which are separated by commas.
+#: Placeholder name for the addresses of the inference engines, separated by commas.
 ROLLOUT_ENGINES = "rollout.engines"
 
-#: Beginning of the placeholder names whose values differ for each inference server of the fleet.
+#: Prefix of the placeholder names whose values differ for each inference server.
 SERVER = "server."
-#: Beginning of the placeholder names whose values come from an earlier stage of a pipeline.
+#: Prefix of the placeholder names whose values come from an earlier stage of a pipeline.
 STAGE = "stage."
-#: Placeholder names that the texts of a fleet may use. They describe one server of the fleet.
+#: Placeholder names for the properties of one inference server. They are allowed only in the
+#: component `rollout`.
 _SERVER_NAMES = tuple(f"{SERVER}{name}" for name in ("port", "host", "rank", "node", "group"))
 #: Last part of `${stage.NAME.checkpoint}`: the last complete checkpoint of an earlier stage.
 CHECKPOINT = "checkpoint"
@@ -131,19 +131,20 @@ RESULT = "result"
 STATE = "state"
 #: Last part of `${stage.NAME.results}`: the JSON results of all points of an earlier matrix.
 RESULTS = "results"
-#: Part of `${stage.NAME.best.KEY}`: KEY of the best point of an earlier matrix.
+#: Part of `${stage.NAME.best.KEY}`, which is the value KEY of the best point of an earlier matrix.
 BEST = "best"
-#: Part of `${stage.NAME.best.point.KEY}`: value of the matrix key KEY at the best point.
+#: Part of `${stage.NAME.best.point.KEY}`, which is the value of the matrix key KEY in the best
+#: point.
 POINT = "point"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Use of a placeholder in a spec, with the path of the text that contains it."""
+    """A placeholder in a spec, with the path and the kind of the text that contains it."""
 
     #: Dotted path of the text in the spec.
     path: str
-    #: Name in the placeholder, or None if the placeholder has no closing `}`.
+    #: Name in the placeholder, or None if the closing `}` is missing.
     name: str | None
     #: Kind of the text that contains the placeholder.
     kind: Kind
@@ -168,16 +169,15 @@ def substitute(
     *,
     is_deferred: Callable[[str], bool] | None = None,
 ) -> str:
-    """Return the text with each `${name}` replaced, and each `$${` turned into a literal `${`.
+    """Return the text with each `${name}` replaced by its value, and each `$${` by a plain `${`.
 
     A `${` without a closing `}` stays unchanged; `find_placeholder_faults` reports it.
 
     Args:
         text: Text that may contain placeholders.
         value_of: Function that returns the value of a placeholder name.
-        is_deferred: Function that returns True for a name that another program replaces later. The
-            placeholder with this name stays unchanged. If this argument is passed, each `$${` stays
-            unchanged, too, because the other program replaces it.
+        is_deferred: Function that returns True for names that another program replaces later. Their
+            placeholders stay unchanged. With this argument, each `$${` stays unchanged, too.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -190,16 +190,16 @@ def substitute(
 
 
 def rewrite_texts(data: object, change: Change) -> object:
-    """Return a run spec in which `change` was applied to each text that may contain placeholders.
+    """Return a run spec in which each text with possible placeholders is changed by a function.
 
-    The other values of the result are the same objects as in `data`. The search goes only as
-    deep as a valid spec, because it would never end in a YAML mapping that contains itself.
+    All other values of the result are the same objects as in `data`. Levels that are deeper than in
+    a valid spec are not searched, because a YAML mapping can contain itself.
     """
     return _rewrite_node(data, _PLACES, "", change)
 
 
 def _rewrite_node(node: object, places: object, path: str, change: Change) -> object:
-    """Return a part of a run spec with `change` applied to its texts.
+    """Return a part of a run spec in which texts are changed by a function.
 
     Args:
         node: The part of the spec.
@@ -230,7 +230,7 @@ def _rewrite_node(node: object, places: object, path: str, change: Change) -> ob
 
 
 def find_uses(data: object) -> list[Use]:
-    """Return all uses of placeholders in a run spec, in the order of the file."""
+    """Return all placeholders in a run spec, in the order of the file."""
     uses: list[Use] = []
 
     def collect(path: str, text: str, kind: Kind) -> str:
@@ -242,11 +242,13 @@ def find_uses(data: object) -> list[Use]:
 
 
 def list_known_names(data: object) -> frozenset[str]:
-    """Return all names that a run spec may use in its placeholders.
+    """Return all placeholder names that are allowed in a run spec.
 
-    These are fixed names such as `run.id`, `NAME.port` for each component NAME, and
-    `NAME.ports.OTHER` for each of its further ports. Numbers of the spec such as `progress.total`
-    and `gang.nodes` are names, too, see `find_numbers`.
+    These are:
+
+    - fixed names such as `run.id`
+    - `NAME.port` for each component NAME, and `NAME.ports.OTHER` for each further port
+    - names of numbers such as `progress.total`, see `find_numbers`
     """
     names = {*_RUN_NAMES, *find_numbers(data)}
     for component, keys in mapping_or_empty(mapping_or_empty(data).get("components")).items():
@@ -260,11 +262,10 @@ def list_known_names(data: object) -> frozenset[str]:
 
 
 def find_numbers(data: object) -> dict[str, int]:
-    """Return the numbers of a run spec that its placeholders may use, by name.
+    """Return the numbers of a run spec that can be used in placeholders, by name.
 
-    The names are `progress.total`, `success.step`, `gang.nodes` and `gang.gpus_per_node`. A number
-    that the spec does not set is omitted. The only exception is `gang.nodes`, which is 1 by
-    default.
+    The names are `progress.total`, `success.step`, `gang.nodes` and `gang.gpus_per_node`. Numbers
+    that are not in the spec are left out, except `gang.nodes`, which is 1 by default.
     """
     numbers = {}
     for name in _NUMBER_NAMES:
@@ -278,12 +279,13 @@ def find_numbers(data: object) -> dict[str, int]:
 
 
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
-    """Return a run spec with its placeholders replaced.
+    """Return a run spec in which placeholders are replaced by values.
 
-    Two kinds of placeholders stay unchanged, because their values are not known yet: those of
-    evaluations, and `${server.NAME}` of the fleet. In a regular expression of a probe, the value of
-    a placeholder is escaped. If a whole argument of a command is `${rollout.engines}`, it becomes
-    one argument for each engine. So the program can read them with an option with `nargs="+"`.
+    - Placeholders of evaluations and `${server.NAME}` stay unchanged, because their values are not
+      known yet.
+    - In a regular expression of a probe, values are escaped.
+    - A command argument that is only `${rollout.engines}` becomes one argument for each engine.
+      This fits an option with `nargs="+"`.
 
     Args:
         data: The run spec as plain data.
@@ -303,9 +305,10 @@ def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
 
 
 def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> object:
-    """Return the run spec of a stage with its placeholders `${stage.NAME.KEY}` replaced.
+    """Return the run spec of a stage in which placeholders `${stage.NAME.KEY}` are replaced.
 
-    In a regular expression, a value is escaped. A `${` in a value does not become a placeholder.
+    In a regular expression, values are escaped. A `${` in a value is plain text, and not a
+    placeholder.
 
     Args:
         written: The run spec as plain data.
@@ -324,13 +327,13 @@ def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> obje
 
 
 def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
-    """Return the run spec of an evaluation with the placeholders of its checkpoint replaced.
+    """Return the run spec of an evaluation in which placeholders for the checkpoint are replaced.
 
-    A `${` in a value does not become a placeholder. All other placeholders stay unchanged.
+    A `${` in a value is plain text, and not a placeholder. All other placeholders stay unchanged.
 
     Args:
         data: The run spec as plain data.
-        values: Value of each name in `CHECKPOINT_NAMES`.
+        values: Mapping from each name in `CHECKPOINT_NAMES` to its value.
     """
 
     def change(_path: str, text: str, _kind: Kind) -> str:
@@ -344,7 +347,7 @@ def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
 
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder of a run spec that has an unknown name or no `}`."""
+    """Return a fault for each placeholder in a run spec with an unknown name or without `}`."""
     run_names = sorted(list_known_names(data))
     names_by_kind = {
         Kind.FLEET: [*run_names, *_SERVER_NAMES],
@@ -372,9 +375,9 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
 
     Args:
         written: The run spec of a stage.
-        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. A name
-            that ends with a dot stands for all names that begin with it. The value is False if such
-            a placeholder will never have a value.
+        known_names: Mapping from the placeholder names of earlier stages, such as
+            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value. A
+            name that ends with a dot stands for all names that begin with it.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
@@ -387,7 +390,7 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
 
     Args:
         uses: The placeholders. Placeholders with other names are not checked.
-        known_names: Placeholder names of the earlier stages. See `check_stage_names`.
+        known_names: Placeholder names of earlier stages. See `check_stage_names`.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
@@ -415,10 +418,10 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
 
 
 def _find_unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder whose name is not in its list of known names.
+    """Return a fault for each placeholder whose name is not in a list of allowed names.
 
     Args:
-        uses: Each use of a placeholder, with the names that are allowed in that text.
+        uses: Pairs of a placeholder and the names that are allowed in its text.
     """
     faults = (
         _make_unknown_name_fault(use, known_names)
@@ -432,8 +435,8 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
     """Return the fault for a placeholder with an unknown name or without a closing `}`.
 
     Args:
-        use: Use of the placeholder.
-        known_names: Names that a placeholder may have in that text.
+        use: The placeholder.
+        known_names: Names that are allowed in the text with the placeholder.
     """
     if use.name is None:
         remedy = "add the `}`, or write `$${` if the text should contain `${`"
@@ -451,14 +454,14 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
 
 
 def mapping_or_empty(value: object) -> Mapping[Any, Any]:
-    """Return the value if it is a mapping, or an empty mapping if it is something else.
+    """Return the value if it is a mapping, otherwise an empty mapping.
 
-    Checks of data that are not validated yet use this function to skip values of the wrong type.
-    The validation reports such values.
+    Use this function for data that is not validated yet. Values of the wrong type are reported
+    later, when the data is validated.
     """
     return value if isinstance(value, Mapping) else {}
 
 
 def join_path(path: str, key: object) -> str:
-    """Return a dotted path, which may be empty, extended by a key or a list index."""
+    """Return a dotted path with a key or a list index appended. The path may be empty."""
     return f"{path}.{key}" if path else str(key)

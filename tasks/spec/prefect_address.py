@@ -10,7 +10,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-#: Files in the working directory from which Prefect reads settings, with the table of the settings.
+#: Mapping from files in the working directory to the table in which Prefect reads settings.
 _SETTINGS_FILES: dict[str, tuple[str, ...]] = {
     "prefect.toml": (),
     "pyproject.toml": ("tool", "prefect"),
@@ -34,7 +34,7 @@ def find_configured_server() -> str | None:
 
 
 def may_have_server() -> bool:
-    """Return True if a Prefect server is configured, or if only Prefect can know this."""
+    """Return True if a Prefect server is configured, or if this is not certain."""
     if find_configured_server() or "PREFECT_PROFILES_PATH" in os.environ:
         return True
     try:
@@ -52,7 +52,7 @@ def may_have_server() -> bool:
 
 
 def _read(name: str) -> str:
-    """Return the text of a file in the working directory. Empty if the file does not exist."""
+    """Return the text of a file in the working directory, or "" if the file does not exist."""
     with suppress(FileNotFoundError):
         return Path(name).read_text(encoding="utf-8")
     return ""

@@ -27,23 +27,24 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Spec keys for the check of a probe, such as an HTTP request. A probe has exactly one of these
-#: keys. Only a liveness probe with the key `processes` may omit these keys. A readiness probe may
-#: have the key `exit` instead.
+#: Spec keys for the kind of check of a probe, such as an HTTP request. A probe has exactly one of
+#: these keys. Exceptions: a readiness probe may have the key `exit` instead, and a liveness probe
+#: may have only the key `processes`.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-#: Stands for a value that a search in JSON did not find. It differs from every JSON value.
+#: Marks a value that is missing in JSON data. It differs from every JSON value.
 _MISSING = object()
 
 
 def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
-    """Yield a description of each condition that a JSON answer does not meet: "batch_size is -1".
+    """Yield a text about each condition that a JSON response does not meet: "batch_size is -1".
 
-    If the answer lacks a key, no condition on that key is met, not even a `not` condition.
+    If a key is missing in the response, the condition on this key is not met, even a `not`
+    condition.
 
     Args:
-        conditions: Expected value, or `{not: VALUE}`, by dotted key.
-        answer: The decoded JSON answer.
+        conditions: Mapping from a dotted key to the expected value, or to `{not: VALUE}`.
+        answer: The decoded JSON response.
     """
     for key, condition in conditions.items():
         is_not = isinstance(condition, Mapping)
@@ -52,7 +53,7 @@ def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iter
         if value is _MISSING:
             yield f"the answer has no key {key}"
             continue
-        # In Python, 1 == True. In JSON, 1 and true are different values.
+        # In Python, 1 and True are equal. In JSON, 1 and true are different.
         is_equal = isinstance(value, bool) == isinstance(expected, bool) and value == expected
         if is_equal == is_not:
             shown_value = describe_value(value).removeprefix("the text ")
@@ -69,9 +70,8 @@ def get_number(content: Any, key: str) -> float | None:
     Returns:
         The number, or None if the key is missing or its value is not a finite number.
     """
-    # NaN must not count as a training step. Two NaN values are not equal, so each NaN would look
-    # like a new step. NaN is also never below the step that `success` requires, so the run would
-    # count as successful.
+    # NaN must not be used as a training step. Two NaN values are never equal, so each NaN would
+    # look like a new step. And a comparison with the last step would treat NaN as success.
     value = get_value(content, key)
     # `isfinite` raises OverflowError for an integer that is too large for a float.
     with suppress(OverflowError):
@@ -80,7 +80,7 @@ def get_number(content: Any, key: str) -> float | None:
 
 
 def _check_condition(value: object) -> object:
-    """Return a condition if it is a plain value or `{not: VALUE}`. Otherwise, raise an error."""
+    """Return a condition unchanged. Raise an error if it is not a plain value or `{not: VALUE}`."""
     expected = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value
     is_plain = expected is None or isinstance(expected, str | int | float)
     if not is_plain or (isinstance(expected, float) and not math.isfinite(expected)):
@@ -110,7 +110,7 @@ _ADDRESS = re.compile(r"(?:(?:[^\s/:]+|\[[^\s/]+\]):)?([0-9]{1,5})")
 
 
 def _check_address(value: object) -> object:
-    """Return a port or HOST:PORT as text. Raise an error for any other value."""
+    """Return a port or HOST:PORT as text. Raise an error for other values."""
     text = str(value)
     match = _ADDRESS.fullmatch(text)
     is_address = match is not None and 1 <= int(match[1]) <= 65535
@@ -140,7 +140,7 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 class Probe(Model):
     """Check of a component, which succeeds or fails."""
 
-    #: Keys that this class of probes may have for its check, such as `http`.
+    #: Keys for the kind of check that this class of probes allows, such as `http`.
     questions: ClassVar[tuple[str, ...]] = QUESTIONS
 
     http: Url | None = Field(
@@ -203,9 +203,9 @@ class Probe(Model):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of the key `tcp`, or None if the probe has no such key.
+        """Host and port in the key `tcp`, or None if the probe has no such key.
 
-        Use this only after the placeholders of the spec are replaced.
+        Use this property only after placeholders were replaced.
         """
         if self.tcp is None:
             return None
@@ -240,13 +240,13 @@ class ReadyProbe(Probe):
 
     @property
     def limit_s(self) -> float | None:
-        """Longest time in seconds until the component is ready, or None if there is no limit."""
+        """Longest time in seconds until the component must be ready, or None for no limit."""
         if self.exit is not None and "within_s" not in self.model_fields_set:
             return None
         return self.within_s
 
 
-#: Problem and remedy for each key that a liveness probe must not have.
+#: Mapping from each key that a liveness probe must not have to the problem and the advice.
 _NOT_LIVENESS = {
     "log": (
         "this check cannot show that a component still works, because an old line stays in the log",

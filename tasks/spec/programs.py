@@ -34,17 +34,17 @@ _REMEDY = (
     "install the program, or write its path ./NAME and run chmod +x NAME. Write each argument as "
     "a separate list item"
 )
-#: Environment variables that contain the path of the activated Python environment: the first for a
-#: virtual environment, the second for a conda environment. If both are set, the virtual environment
-#: was activated within the conda environment and is used.
+#: Environment variables with the path of the activated Python environment: first for a virtual
+#: environment, then for a conda environment. If both are set, the virtual environment is used,
+#: because it was activated inside the conda environment.
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
-#: Matches options of Python and of shells that take no value. Any other option may have a value, so
-#: the argument after it may be this value or the script.
+#: Matches options of Python and of shells that have no value. After any other option, the next
+#: argument may be its value or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
-#: Matches an argument that is the path of a single config file, but no URL and no list of files.
+#: Matches an argument that is the path of one config file. URLs and lists of files do not match.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
@@ -55,8 +55,8 @@ def build_component_path(python: str, path: str) -> str:
     environment, even if that environment is not activated.
 
     Args:
-        python: Path of the interpreter. If it is a symbolic link, the link's own directory is used,
-            because the target of the link is outside the virtual environment.
+        python: Path of the interpreter. For a symbolic link, the directory of the link is used, and
+            not that of its target, which is outside the virtual environment.
         path: The PATH to extend.
     """
     interpreter_dir = str(Path(python).parent)
@@ -67,15 +67,15 @@ def build_component_path(python: str, path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """The Python interpreter that the components of a run find under the name `python`."""
+    """The Python interpreter that runs if a component executes `python`."""
 
     #: Path of the Python interpreter.
     path: str
-    #: Virtual environment or conda environment of the interpreter. None if Muster itself runs with
-    #: this interpreter.
+    #: Virtual environment or conda environment of the interpreter. None for Muster's own
+    #: interpreter.
     environment: Path | None = None
-    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. Messages show the reason
-    #: after the path of the interpreter.
+    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. In messages, it follows
+    #: the path of the interpreter.
     reason: str
 
     def __str__(self) -> str:
@@ -85,9 +85,10 @@ class Interpreter:
 def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
     """Return the Python interpreter for the components of a project.
 
-    The function takes the first of these interpreters that exists:
+    The first existing interpreter in this list is returned:
 
-    - the interpreter of the environment in VIRTUAL_ENV or CONDA_PREFIX, if the spec sets either
+    - the interpreter of the environment in VIRTUAL_ENV or CONDA_PREFIX, if the spec sets one of
+      them
     - the interpreter in the project's `.venv`, if that folder belongs to this user or to root
     - the interpreter that runs Muster
 
@@ -119,11 +120,10 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
 def find_active_environment(
     root: Path, env: Mapping[str, object], shell: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable of the activated Python environment that a run needs in its spec.
+    """Return the variable for the spec that selects this shell's activated Python environment.
 
-    The command that starts or queues a run adds the variable to the spec's `env`. The run then uses
-    the Python environment of the user's shell, even if a worker starts the run. Without this, the
-    run would use the environment of the worker.
+    Commands that start or queue a run add this variable to the key `env` of the spec. Without it, a
+    run that a worker starts would use the Python environment of the worker.
 
     Args:
         root: Root of the project.
@@ -131,9 +131,10 @@ def find_active_environment(
         shell: Environment variables of the command.
 
     Returns:
-        VIRTUAL_ENV or CONDA_PREFIX with its value. The mapping is empty in three cases: the shell
-        has activated no environment other than Muster's own, the project has a `.venv`, or the
-        spec itself chooses the program `python`.
+        VIRTUAL_ENV or CONDA_PREFIX with its value. The mapping is empty in these cases:
+        - No environment, or only Muster's own environment, is activated.
+        - The project has a `.venv`.
+        - The spec itself chooses the program `python`.
     """
     if {"PATH", *ENVIRONMENT_VARIABLES} & env.keys():
         return {}
@@ -149,9 +150,9 @@ def find_active_environment(
 
 
 def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
-    """Return the spec with the variable of this shell's activated Python environment in `env`.
+    """Return the spec with a variable for this shell's activated Python environment in `env`.
 
-    If `find_active_environment` finds no such variable, the spec is returned unchanged.
+    If `find_active_environment` returns no variable, the spec is returned unchanged.
 
     Args:
         spec: The run spec.
@@ -162,7 +163,7 @@ def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
 
 
 def _has_python(environment: Path) -> bool:
-    """Return True if a Python environment has an interpreter that can be executed."""
+    """Return True if a Python environment contains an executable interpreter."""
     return os.access(environment / _PYTHON_OF_ENVIRONMENT, os.X_OK)
 
 
@@ -178,12 +179,11 @@ def find_trusted_environment(root: Path) -> Path | None:
         return None
     for place in (environment, programs, programs / "python"):
         try:
-            # `python` may be a symbolic link to an interpreter of another user. Check only the
-            # link: its owner, a trusted user, has chosen this interpreter.
+            # `python` may be a link to an interpreter of another user. Check only the owner of the
+            # link, because a trusted user has chosen this target.
             fault = find_marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
-            # The file or folder does not exist, so it needs no check: no program can be started
-            # from it.
+            # The file or folder does not exist, so no program can be started from it.
             continue
         if fault:
             warn_ignored(environment, fault)
@@ -192,7 +192,7 @@ def find_trusted_environment(root: Path) -> Path | None:
 
 
 def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
-    """Return a fault for each file or program that the spec names and that does not exist.
+    """Return a fault for each file or program in the spec that does not exist.
 
     Args:
         spec: The spec, in which placeholders are not replaced yet.
@@ -221,7 +221,7 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
 
 
 def _find_path(env: Env, default: str) -> str | None:
-    """Return the PATH of a command, or None if it is unknown because of a placeholder.
+    """Return the PATH of a command, or None if it contains a placeholder and so is unknown.
 
     Args:
         env: Environment variables of the command.
@@ -234,12 +234,12 @@ def _find_path(env: Env, default: str) -> str | None:
 def _find_faults_at(
     place: str, command: Sequence[str | None], cwd: Path | None, path: str | None
 ) -> Iterator[Fault]:
-    """Yield a fault for each file or program that a command names and that does not exist.
+    """Yield a fault for each file or program in a command that does not exist.
 
     Args:
         place: Path of the command in the spec.
-        command: The arguments, beginning with the program. An argument with placeholders is None.
-            The list is empty if the command does not run on this machine.
+        command: The program and its arguments. An argument with placeholders is None. The list is
+            empty if the command does not run on this machine.
         cwd: Working directory of the command, or None if it is unknown.
         path: PATH of the command, or None if it is unknown.
     """
@@ -252,10 +252,10 @@ def _find_faults_at(
 
 
 def _get_local_command(component: Component | Rollout) -> list[str | None]:
-    """Return the arguments of a component's command, beginning with the program.
+    """Return the program and the arguments of a component's command.
 
-    An argument with placeholders is returned as None. The list is empty if the command does not run
-    on this machine.
+    An argument with placeholders is None. The list is empty if the command does not run on this
+    machine.
     """
     if isinstance(component, Rollout):
         is_local = component.placement == "local"
@@ -267,7 +267,7 @@ def _get_local_command(component: Component | Rollout) -> list[str | None]:
 
 
 def _resolve_literal(text: str) -> str | None:
-    """Return a text with each `$${` turned into `${`, or None if the text has placeholders."""
+    """Return a text in which each `$${` is replaced by `${`, or None if it has placeholders."""
     return None if has_placeholders(text) else substitute(text, lambda name: name)
 
 
@@ -279,7 +279,7 @@ def _find_directory(cwd: str, root: Path) -> Path | None:
         root: Root of the project.
 
     Returns:
-        The directory, or None if `cwd` has placeholders or the directory does not exist.
+        The directory, or None if it does not exist or `cwd` contains placeholders.
     """
     literal = _resolve_literal(cwd)
     if literal is None or not (root / literal).is_dir():
@@ -288,7 +288,7 @@ def _find_directory(cwd: str, root: Path) -> Path | None:
 
 
 def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]:
-    """Yield a fault if the directory of a spec key `cwd` does not exist.
+    """Yield a fault if the directory in a spec key `cwd` does not exist.
 
     Args:
         path: Dotted path of the key in the spec.
@@ -311,13 +311,12 @@ def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[F
 def _find_program_faults(place: str, program: str | None, path: str) -> Iterator[Fault]:
     """Yield a fault if a program does not exist, whatever the working directory is.
 
-    Call this for a component whose working directory does not exist or is not known yet. If the
-    location of the program depends on the working directory, as for `./train.sh`, the program is
-    not checked.
+    Call this function if the working directory of a component does not exist or is unknown. A
+    program such as `./train.sh`, whose location depends on the working directory, is not checked.
 
     Args:
         place: Dotted path of the command in the spec.
-        program: The program, or None if its name has placeholders.
+        program: The program, or None if its name contains placeholders.
         path: PATH of the command.
     """
     if not program:
@@ -333,12 +332,11 @@ def _find_program_faults(place: str, program: str | None, path: str) -> Iterator
 def _find_command_faults(
     place: str, command: Sequence[str | None], cwd: Path, path: str
 ) -> Iterator[Fault]:
-    """Yield a fault for each program, script and config file of a command that does not exist.
+    """Yield a fault for each program, script and config file in a command that does not exist.
 
     Args:
         place: Dotted path of the command in the spec.
-        command: The arguments of the command, beginning with the program. None stands for an
-            argument with placeholders, whose value is not known yet.
+        command: The program and its arguments. An argument with placeholders is None.
         cwd: Directory in which the command will run.
         path: PATH of the command.
     """
@@ -346,7 +344,7 @@ def _find_command_faults(
     if not program:
         return
 
-    # A relative folder in PATH is relative to the working directory of the component.
+    # A relative folder in PATH starts at the working directory of the component.
     search_dirs = [cwd / entry for entry in path.split(os.pathsep)]
     if not _is_program(program, cwd, search_dirs):
         if "/" in program:
@@ -368,12 +366,12 @@ def _find_command_faults(
     if script is None:
         return
 
-    # A shell also searches the PATH for the script. Python does not.
+    # A shell also searches the script in PATH. Python does not.
     is_on_path = not is_python and _is_program(script, cwd, search_dirs)
     if not (cwd / script).exists() and not is_on_path:
         yield _make_missing_fault(f"{place}.{index}", "script", script, cwd)
-    # Check the config files only for a Python script. A shell script may change its directory
-    # before it uses the paths of its arguments.
+    # Check config files only for Python scripts. A shell script may change its working directory
+    # before it uses its arguments.
     elif is_python:
         yield from _find_config_faults(place, command, cwd)
 
@@ -387,7 +385,7 @@ def _find_script(command: Sequence[str | None]) -> int | None:
     """Return the index of the script in the command of an interpreter.
 
     Returns:
-        The index, or None if the command has no script, or if it is uncertain which argument is the
+        The index, or None if there is no script, or if it is uncertain which argument is the
         script.
     """
     for index, word in enumerate(command[1:], start=1):
@@ -401,11 +399,11 @@ def _find_script(command: Sequence[str | None]) -> int | None:
 
 
 def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
-    """Yield a fault for each missing file that a command names after `--config` or `--env-file`.
+    """Yield a fault for each missing file after `--config` or `--env-file` in a command.
 
     Args:
         place: Dotted path of the command in the spec.
-        command: The arguments of the command, with None for an argument with placeholders.
+        command: The arguments of the command. An argument with placeholders is None.
         cwd: Directory in which the command will run.
     """
     for index, word in enumerate(command):
@@ -413,8 +411,8 @@ def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) ->
         if option is None:
             continue
 
-        # The name of the config file is in the same argument (--config=FILE), or is the next
-        # argument (--config FILE).
+        # The config file is in the same argument (--config=FILE) or in the next one (--config
+        # FILE).
         if option[2] is not None:
             value_index = index
             value = option[2]
@@ -422,26 +420,26 @@ def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) ->
             value_index = index + 1
             value = "".join(filter(None, command[value_index : value_index + 1]))
 
-        # The check uses `exists` and not `is_file`, because `--config /dev/stdin` is valid, too.
+        # Use `exists` instead of `is_file`, because `--config /dev/stdin` is valid, too.
         if value and _CONFIG_FILE.fullmatch(value) and not (cwd / value).exists():
             yield _make_missing_fault(f"{place}.{value_index}", "config file", value, cwd)
 
 
 def _make_missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
-    """Return the fault for an argument that names a missing file.
+    """Return the fault for an argument with the name of a missing file.
 
     Args:
         place: Dotted path of the argument in the spec.
         noun: Kind of the file for the message, such as `script`.
         written: The file name as the user wrote it.
-        cwd: Directory in which a relative file name is looked up.
+        cwd: Directory in which a relative file name starts.
     """
     remedy = _suggest_name(cwd / written) or f"Muster looked in the folder {(cwd / written).parent}"
     return Fault(path=place, problem=f"there is no such {noun}: {written}", remedy=remedy)
 
 
 def _suggest_name(file: Path) -> str:
-    """Return a remedy that names a similar file in the same directory, or an empty string.
+    """Return advice with a similar file name in the same directory, or an empty string.
 
     Args:
         file: Path of the missing file.

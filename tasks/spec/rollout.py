@@ -33,8 +33,8 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Command-line options that set the number of pipeline stages, by backend. The spec has no key for
-#: this number, so the user writes such an option into `args`.
+#: Mapping from each backend to its command-line options for the number of pipeline stages. The spec
+#: has no key for this number, so the user writes the option into `args`.
 _PIPELINE_OPTIONS = {
     "sglang": ("--pp-size", "--pipeline-parallel-size"),
     "vllm": ("-pp", "--pipeline-parallel-size"),
@@ -42,7 +42,7 @@ _PIPELINE_OPTIONS = {
 
 
 class Sizes(BaseModel):
-    """Sizes of one inference engine, which follow from the keys of its fleet."""
+    """Sizes of one inference engine, as computed from the keys of the component `rollout`."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -52,27 +52,26 @@ class Sizes(BaseModel):
     nodes: Count = Field(1, alias="nodes_per_engine")
     #: Number of GPUs of one engine on each node, or None if the spec does not set it.
     gpus_per_node: Count | None = None
-    #: Number of ranks that share each tensor.
+    #: Number of ranks over which each tensor is split.
     tensor: Count = Field(1, alias="tensor_parallel")
-    #: Number of ranks that share the experts.
+    #: Number of ranks over which the experts are distributed.
     expert: Count = Field(1, alias="expert_parallel")
-    #: Value of the spec key `data_parallel`. The property `replicas` contains the number of
-    #: data-parallel replicas that the engine really has.
+    #: Value of the spec key `data_parallel`. For the actual number of data-parallel replicas of the
+    #: engine, see the property `replicas`.
     data: Count = Field(1, alias="data_parallel")
-    #: True if data parallelism applies only to the attention layers, within the tensor-parallel
-    #: ranks.
+    #: True if only the attention layers are data-parallel, within the tensor-parallel ranks.
     dp_attention: bool = False
     #: Value of the spec key `args`, not validated.
     args: Any = ()
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Sizes | None:
-        """Return the sizes of an engine, or None if one of the size keys is invalid.
+        """Return the sizes of an engine, or None if a key for a size is invalid.
 
-        The validation of the fleet reports the invalid key.
+        An invalid key is reported later, when the spec is validated.
 
         Args:
-            written: The fleet as the user wrote it.
+            written: The component `rollout` as the user wrote it.
         """
         with suppress(ValidationError):
             return cls.model_validate(
@@ -82,9 +81,9 @@ class Sizes(BaseModel):
 
     @property
     def pipeline(self) -> int:
-        """Degree of pipeline parallelism that an option in `args` sets; 1 without such an option.
+        """Number of pipeline stages that an option in `args` sets, or 1 without such an option.
 
-        The degree is the number of parts into which the layers of the model are split.
+        The layers of the language model are split into this number of parts.
         """
         words = _to_words(self.args)
         for index, word in enumerate(words):
@@ -96,7 +95,7 @@ class Sizes(BaseModel):
 
     @property
     def replicas(self) -> int:
-        """Number of data-parallel replicas within one engine, for the option `--dp` of the backend.
+        """Number of data-parallel replicas in one engine, for the option `--dp` of the backend.
 
         LMDeploy distributes experts over replicas, so its default is one replica per expert rank.
         """
@@ -106,7 +105,7 @@ class Sizes(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Total number of GPUs of one engine on all its nodes, or 0 if the engine needs no GPU."""
+        """Total number of GPUs of one engine on all its nodes, or 0 if the engine needs no GPUs."""
         if self.backend == "command":
             return self.nodes * (self.gpus_per_node or 0)
         if self.backend == "lmdeploy":
@@ -125,15 +124,15 @@ class Sizes(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of one engine: its GPUs, or its servers if it has no GPUs."""
+        """Number of ranks of one engine: its GPUs, or its servers if there are no GPUs."""
         return self.gpus or self.servers
 
 
 def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     """Yield the faults in the sizes of an engine.
 
-    Without this check, the backend itself would report some of these faults, but only when the run
-    starts, which may be hours later.
+    The backend itself would report some of these faults too late: when the run starts, which may be
+    hours later.
     """
     faults = [*_find_unsupported_size_faults(sizes)] or [*_find_divisibility_faults(sizes)]
     yield from faults
@@ -150,7 +149,7 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _find_unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """Yield a fault for each size of an engine that the engine's backend does not support."""
+    """Yield a fault for each size that the backend of the engine does not support."""
     match sizes.backend:
         case "sglang":
             yield from _find_sglang_size_faults(sizes)
@@ -227,15 +226,15 @@ def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """Yield a fault for each size that does not divide another size, although it must."""
+    """Yield a fault for each size that must divide another size, but does not."""
     tensor = ("tensor_parallel", sizes.tensor)
     replicas = ("the number of replicas", sizes.replicas)
     gpus = ("the number of GPUs of an engine", sizes.gpus)
     if sizes.backend == "lmdeploy":
         gpus = ("the number of GPUs of an engine", max(sizes.tensor, sizes.expert))
 
-    #: Each rule is `(key, value, (name, size))`: the value of the spec key must divide the size,
-    #: which has this name in messages.
+    #: Rules `(key, value, (name, size))`: the value of the spec key must divide the size. The name
+    #: of the size is used in messages.
     rules: list[tuple[str, int, tuple[str, int]]]
     if sizes.backend == "sglang":
         rules = [
@@ -265,46 +264,47 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
             )
 
 
-#: Environment variable that sets SGLang's own timeout of a health check, in whole seconds.
-#: Source: SGLang 0.5, srt/entrypoints/http_server.py
+#: Environment variable with the timeout of a health check inside SGLang, in whole seconds. Source:
+#: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
-#: SGLang's own timeout of a health check in seconds if SGLANG_HEALTH_CHECK_TIMEOUT is not set.
+#: Timeout of a health check inside SGLang in seconds, if SGLANG_HEALTH_CHECK_TIMEOUT is not set.
 _SGLANG_TIMEOUT_S = 20
 
-#: Backends whose command Muster builds itself: name in the spec, and name in messages.
+#: Mapping from a backend's name in the spec to its name in messages. Muster builds the commands of
+#: these backends.
 _MODEL_BACKENDS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: Example values of spec keys that are shown in error messages. The example for all other keys is
+#: Mapping from spec keys to example values for error messages. The example for all other keys is
 #: the number N.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
 
 
 @cache
 def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
-    """Return the arguments that Muster itself passes to a backend, by backend and spec key.
+    """Return the arguments that Muster itself passes to each backend and that users must not write.
 
-    A user must not write these arguments into `args`, but may set the spec key. Arguments without a
-    spec key are listed under `none`.
+    The result is a mapping from backends to mappings from spec keys to arguments. The user sets the
+    spec key instead of the argument. Arguments without a spec key are listed under `none`.
     """
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 
 
 def choose_sglang_timeout_s(timeout_s: float) -> int:
-    """Return the timeout that SGLang should use for its own health check, in seconds.
+    """Return a timeout in seconds for the health check inside SGLang.
 
-    The timeout of SGLang must be shorter than that of the process of the inference fleet. SGLang's
-    error message then arrives before the fleet's own timeout ends the health check.
+    It is shorter than Muster's timeout for the health check. So SGLang's error message arrives
+    before Muster stops waiting.
 
     Args:
-        timeout_s: Timeout of the fleet for a health check (`health.timeout_s`), in seconds.
+        timeout_s: Muster's timeout for a health check (`health.timeout_s`), in seconds.
     """
     return max(1, min(_SGLANG_TIMEOUT_S, int(timeout_s * 0.8)))
 
 
 def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults that concern several keys of a fleet.
+    """Yield the faults that result from a combination of keys of the component `rollout`.
 
     Args:
-        written: The fleet as the user wrote it. Its values are not validated yet.
+        written: The component as the user wrote it. Its values are not validated yet.
     """
     backend = written.get("backend")
     if backend is None:
@@ -350,7 +350,7 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of a fleet whose servers are started by a command of the user."""
+    """Yield the faults of inference servers that a command of the user starts."""
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
@@ -363,7 +363,7 @@ def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal
 
 
 def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of a fleet whose servers are started by Muster for a known backend."""
+    """Yield the faults of inference servers that Muster starts for a known backend."""
     name = _MODEL_BACKENDS[backend]
     health = mapping_or_empty(written.get("health"))
     if written.get("model") is None:
@@ -405,9 +405,10 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
 
 
 def _get_option_name(word: str, backend: str) -> str:
-    """Return the name of the command-line option in an argument, without its value.
+    """Return the name of the command-line option in an argument, without the value.
 
-    The name has the spelling of `backends.toml`, with hyphens. vLLM also accepts underscores.
+    The name is written with hyphens, as in `backends.toml`, even if the argument contains
+    underscores. vLLM accepts both.
 
     Args:
         word: One argument, such as `--port=8000`.
@@ -713,10 +714,10 @@ class Rollout(Model):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes of each engine of the fleet.
+        """Sizes of each engine of the component `rollout`.
 
         Raises:
-            ValueError: The fleet has no backend. This is impossible for a validated fleet.
+            ValueError: The component has no backend. This is impossible after the validation.
         """
         sizes = Sizes.of(self.model_dump())
         if sizes is None:

@@ -48,7 +48,8 @@ from tasks.spec.values import (
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
 from tasks.spec.workloads import Workload
 
-#: Default value of the key `on_exit_zero` by component name. For other components it is `fail`.
+#: Mapping from a component's name to the default value of its key `on_exit_zero`. For other
+#: components, the default is `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
 
 
@@ -210,13 +211,14 @@ class Retry(Model):
 
 
 def _switch_to_word(value: object) -> object:
-    """Return `on` or `off` for a Boolean, because YAML reads these words as true and false."""
+    """Return `on` or `off` for a Boolean. YAML reads these words as true and false."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return value
 
 
-#: Value of the spec key `code` that means the project's current files instead of a stored copy.
+#: Value of the spec key `code` for a run that uses the project's files directly instead of a stored
+#: copy.
 LIVE_CODE = "live"
 
 
@@ -455,9 +457,9 @@ class RunSpec(Document):
 
     @property
     def processes(self) -> dict[str, Component]:
-        """The components that are programs, by name, in the order of their start.
+        """Mapping from names to the components that are programs, in the order of their start.
 
-        The fleet of inference servers is not among them.
+        The inference servers (component `rollout`) are not included.
         """
         return {
             name: component
@@ -467,16 +469,16 @@ class RunSpec(Document):
 
     @property
     def fleet(self) -> Rollout | None:
-        """The fleet of inference servers (component `rollout`), or None if the run has none."""
+        """The inference servers (component `rollout`), or None if the run has none."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Values of secrets that are written in the spec. Muster masks them in all its output.
+        """Secret values in the spec. Muster masks them in all its output.
 
-        The secrets of each component are collected separately, because two components may use the
-        same variable name for different secrets.
+        The secrets of each component are collected separately, because two components may have
+        variables with the same name and different secrets.
         """
         values = find_env_secrets(self.env)
         for component in self.components.values():
@@ -492,9 +494,9 @@ class RunSpec(Document):
 
     @property
     def secret_blocks(self) -> dict[str, str]:
-        """Names of the Prefect Secret blocks that the spec refers to.
+        """Mapping from paths in the spec to the names of Prefect Secret blocks.
 
-        The key of each name is the path of the variable in the spec, such as `env.HF_TOKEN`.
+        A path is that of an environment variable, such as `env.HF_TOKEN`.
         """
         envs = {"env": self.env}
         for component_name, component in self.components.items():
@@ -509,13 +511,13 @@ class RunSpec(Document):
         }
 
     def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
-        """Return the spec with each reference to a Secret block replaced by the block's value.
+        """Return the spec in which references to Secret blocks are replaced by the blocks' values.
 
-        Replace the placeholders of the run first. Otherwise a `${` in a secret would be taken for a
+        Replace the placeholders of the spec before. Otherwise a `${` in a secret would become a
         placeholder.
 
         Args:
-            values: Value of each Secret block, by the name of the block.
+            values: Mapping from the names of Secret blocks to their values.
         """
 
         def fill_env(env: Env, block_values: Mapping[str, str]) -> Env:
@@ -524,8 +526,8 @@ class RunSpec(Document):
                 for name, value in env.items()
             }
 
-        # The fleet replaces `${server.port}` and similar placeholders later, so a `${` in a secret
-        # of the fleet must be escaped.
+        # Placeholders such as `${server.port}` are replaced later. So escape each `${` in a secret
+        # of the inference servers.
         fleet_values = {block: value.replace("${", "$${") for block, value in values.items()}
         components = {}
         for name, component in self.components.items():
@@ -535,16 +537,16 @@ class RunSpec(Document):
 
     @property
     def alarms(self) -> dict[str, WatchRule]:
-        """Alarm rules of the run, by name. There are none if `progress` names no metrics file."""
+        """Mapping from names to alarm rules. Empty if `progress` contains no metrics file."""
         has_metrics_file = self.progress is not None and self.progress.jsonl is not None
         return (self.watch or Watch()).choose_rules(self.workload) if has_metrics_file else {}
 
     @property
     def teardown_s(self) -> float:
-        """Longest time in seconds that the grace periods of all components take together.
+        """Longest time in seconds that stopping all components can take.
 
-        Components are stopped one after the other. Muster first waits for a checkpoint of a
-        component, or for the answer to its warning, and then for the end of the component.
+        Components are stopped one after the other. Muster first waits until a component has saved a
+        checkpoint or answered a warning, and then until the component has ended.
         """
         graces: list[float] = []
         for component in self.processes.values():
@@ -554,7 +556,7 @@ class RunSpec(Document):
         return sum(graces) + (self.fleet.stop.grace_s if self.fleet is not None else 0.0)
 
     def count_reserved_gpus(self, name: str) -> int | None:
-        """Return the number of this machine's GPUs that only one component may use.
+        """Return the number of this machine's GPUs that are reserved for one component.
 
         Args:
             name: Name of the component.
@@ -570,10 +572,10 @@ class RunSpec(Document):
         return component.engines * component.sizes.gpus or None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
-        """Return Muster's reaction to the end of a component with exit code 0.
+        """Return Muster's reaction if a component ends with exit code 0.
 
-        If the user omitted the key `on_exit_zero`, the result depends on the component's name. The
-        exit of a preparation step, with `ready: {exit: 0}`, never ends the run.
+        Without the key `on_exit_zero`, the reaction depends on the component's name. The exit of a
+        preparation step, which has `ready: {exit: 0}`, never ends the run.
         """
         component = self.components[name]
         if not isinstance(component, Component):
@@ -583,7 +585,7 @@ class RunSpec(Document):
         return component.on_exit_zero or _ON_EXIT_ZERO.get(name, "fail")
 
     def find_retry_policy(self, kind: FailureKind) -> Retry | None:
-        """Return the retry policy for a kind of failure, or None if Muster does not retry it."""
+        """Return the retry policy for a kind of failure, or None if the run is not retried."""
         policy = self.retry.get(kind)
         if kind not in REQUEUED:
             return policy
@@ -595,17 +597,16 @@ class RunSpec(Document):
 
     @property
     def first_counted_attempt(self) -> int:
-        """Number of the first attempt whose steps count as progress of the run.
+        """Number of the first attempt whose training steps count for the run.
 
-        The number is greater than 1 if a person has retried the run from one of its earlier
-        checkpoints.
+        The number is above 1 if a person has retried the run from an earlier checkpoint.
         """
         return (self.start_from.attempt if self.start_from is not None else None) or 1
 
     def with_ray_address(self, address: str) -> RunSpec:
         """Return a copy of the spec that contains the address of the Ray cluster.
 
-        The spec is returned unchanged if it already has an address, or does not use Ray.
+        A spec that already contains an address or does not use Ray is returned unchanged.
 
         Args:
             address: Address of the Ray dashboard of the only cluster of the work pool.
@@ -618,7 +619,7 @@ class RunSpec(Document):
     def to_server_data(self) -> dict[str, Any]:
         """Return the spec as plain data for the Prefect server, with the key `start_order`.
 
-        A server on PostgreSQL does not keep the order of the keys in `components`, so the data must
-        list the order of the components.
+        This key contains the order of the components, because a server with PostgreSQL does not
+        keep the order of keys.
         """
         return {**self.written(), START_ORDER_KEY: list(self.components)}

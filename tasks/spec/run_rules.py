@@ -11,8 +11,8 @@ from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.rollout import Sizes
 from tasks.spec.values import Refusal, make_refusal
 
-#: Environment variables that restrict a program to certain GPUs, by kind of accelerator. Inference
-#: engines on ROCm (`amd`) read both variables, and do not start if the two variables differ.
+#: Mapping from the kind of accelerator to the environment variables that restrict a program to
+#: certain GPUs. Inference engines on ROCm (`amd`) do not start if their two variables differ.
 #: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
 DEVICE_VARIABLES = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
@@ -30,7 +30,7 @@ def check_ray_use(
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
-        components: The components by name. Components that are not mappings are left out.
+        components: Mapping from names to components. Components that are not mappings are left out.
     """
     jobs = [
         name for name, component in components.items() if component.get("launcher") == "ray_job"
@@ -63,7 +63,7 @@ def check_ray_use(
 
 
 def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> Iterator[Refusal]:
-    """Yield a fault if a Ray job's driver would take GPUs that the queue does not grant to the run.
+    """Yield a fault if the driver of a Ray job would use GPUs that the queue does not grant.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
@@ -105,13 +105,13 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
 def check_device_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults in the keys that assign GPUs of this machine to components.
+    """Yield the faults in the keys that assign this machine's GPUs to components.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
-        components: The components by name. Components that are not mappings are left out.
+        components: Mapping from names to components. Components that are not mappings are left out.
     """
-    #: Number of GPUs that each component reserves for itself.
+    #: Mapping from each component that reserves GPUs to the number of GPUs.
     reserved: dict[str, int] = {}
     for name, component in components.items():
         has_gpus = type(component.get("gpus")) is int and name != FLEET
@@ -160,10 +160,10 @@ def check_device_use(
 
 
 def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
-    """Yield a fault for each variable of a mapping `env` that selects GPUs.
+    """Yield a fault for each variable in a mapping `env` that selects GPUs.
 
-    A user must not set variables such as CUDA_VISIBLE_DEVICES. Muster sets them to the GPUs that
-    the queue has granted to the run.
+    Users must not set variables such as CUDA_VISIBLE_DEVICES, because Muster sets them to the GPUs
+    that the queue has granted.
 
     Args:
         place: Keys that lead to `env` in the spec.

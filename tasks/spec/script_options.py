@@ -16,7 +16,8 @@ from enum import Enum
 class Purpose(Enum):
     """Meaning of an option of a training script. The value is a pattern for the option's name.
 
-    The pattern has to match the whole name, without leading dashes and with `_` instead of `-`.
+    The pattern must match the whole name. Before the match, leading dashes are removed from the
+    name, and `-` is replaced by `_`.
     """
 
     #: Folder into which the script saves its checkpoints.
@@ -43,8 +44,8 @@ class Purpose(Enum):
 class ScriptOption:
     """An option or a positional argument of a Python script."""
 
-    #: Longest name of the option with its dashes, such as `--output-dir`. The name of a positional
-    #: argument has no dashes.
+    #: Longest name of the option, including its dashes, such as `--output-dir`. The name of a
+    #: positional argument has no dashes.
     name: str
     #: True if the script ends with an error if the option is missing.
     is_required: bool
@@ -53,7 +54,7 @@ class ScriptOption:
 
     @property
     def purpose(self) -> Purpose | None:
-        """Meaning of the option, or None if the name of the option does not tell the meaning."""
+        """Meaning of the option, or None if the name does not show the meaning."""
         plain_name = self.name.lstrip("-").replace("-", "_").lower()
         if not self.name.startswith("-"):
             return None
@@ -64,12 +65,13 @@ class ScriptOption:
 
 
 def read_options(source: str) -> list[ScriptOption]:
-    """Return the options of a Python script that take a value, in the order of the source.
+    """Return the options of a Python script that have a value, in the order of the source.
 
-    The function finds calls of argparse's `add_argument` and of Click's `option` and `argument`.
+    The function searches calls of argparse's `add_argument`, and of Click's `option` and
+    `argument`.
 
     Args:
-        source: Source text of the script. The list is empty if it is not valid Python.
+        source: Source text of the script. If it is not valid Python, the result is empty.
     """
     try:
         tree = ast.parse(source)
@@ -90,8 +92,8 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         name = max(names, key=len) if function != "argument" else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         if "action" in keywords or "is_flag" in keywords or "nargs" in keywords:
-            # Skip an option without exactly one value: a flag such as `store_true` takes no value,
-            # and `nargs` may mean a list of values.
+            # Skip an option that does not have exactly one value. A flag such as `store_true` has
+            # no value, and `nargs` may mean several values.
             continue
         is_positional = not name.startswith("-")
         has_default = "default" in keywords

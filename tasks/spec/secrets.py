@@ -21,8 +21,8 @@ from urllib.parse import quote
 MASK = "***"
 
 
-#: If the name of a variable contains one of these words at any position, its value is probably
-#: secret: DB_PWD, PWD_OLD.
+#: Words that make the value of a variable probably secret, at any position in the variable's name.
+#: Examples: DB_PWD, PWD_OLD.
 _SECRET = frozenset(
     {
         "SECRETS",
@@ -41,8 +41,8 @@ _SECRET = frozenset(
         "PAT",
     }
 )
-#: If a word in the name of a variable has one of these endings, the value is probably secret. Some
-#: names have no separator between the words, such as PGPASSWORD.
+#: Endings of words that make the value of a variable probably secret. Some names have no separator
+#: between words, such as PGPASSWORD.
 _SECRET_ENDS = (
     "PASSWORD",
     "PASSWD",
@@ -55,21 +55,21 @@ _SECRET_ENDS = (
     "AUTHTOKEN",
     "ACCESSTOKEN",
 )
-#: If one of these words is the last word in the name of a variable, the value is probably secret:
-#: SSH_KEY, DB_PASS. A number after the word does not matter: API_KEY_2. At another position, these
-#: words are harmless: KEY_COUNT.
+#: Words that make the value of a variable probably secret if they are the last word in its name:
+#: SSH_KEY, DB_PASS. A number may follow: API_KEY_2. At other positions, these words are harmless:
+#: KEY_COUNT.
 _SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
-#: If one of these words is followed by KEY at any position in the name of a variable, the value is
-#: probably secret: AWS_ACCESS_KEY_ID.
+#: Words that make the value of a variable probably secret if KEY follows them, at any position in
+#: the name: AWS_ACCESS_KEY_ID.
 _SECRET_KEY_PREFIXES = frozenset(
     {"API", "ACCESS", "PRIVATE", "SECRET", "SIGNING", "ENCRYPTION", "MASTER", "ACCOUNT"}
 )
-#: If one of these words precedes KEY at the end of a name, the value is not secret: PUBLIC_KEY.
+#: Words before KEY at the end of a name for which the value is not secret: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = frozenset(
     {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "GROUP", "STEP", "METRIC"}
 )
-#: If one of these words precedes TOKEN in the name of a variable, such as EOS_TOKEN, the variable
-#: contains a token of a language model. So its value is not secret.
+#: Words before TOKEN for which the variable contains a token of a language model, such as
+#: EOS_TOKEN. The value is not secret.
 _MODEL_TOKEN_PREFIXES = frozenset(
     {
         "EOS",
@@ -88,24 +88,24 @@ _MODEL_TOKEN_PREFIXES = frozenset(
         "NUM",
     }
 )
-#: If one of these words follows TOKEN, the name means tokens of a language model. The value is not
-#: secret: TOKEN_COUNT.
+#: Words after TOKEN for which the name means tokens of a language model, such as TOKEN_COUNT. The
+#: value is not secret.
 _MODEL_TOKEN_SUFFIXES = frozenset(
     {"ID", "IDS", "LEN", "LENGTH", "LIMIT", "COUNT", "BUDGET", "LEVEL", "MEAN", "SIZE", "RATE"}
 )
-#: If one of these words is the last word of a name, the value is not secret. It only describes the
-#: place or the use of a secret, as in SSH_KEY_FILE.
+#: Last words of names whose values are not secret. They only describe the place or the use of a
+#: secret: SSH_KEY_FILE.
 _DESCRIPTIVE_LAST = frozenset(
     {"FILE", "PATH", "DIR", "SOCK", "PORT", "HOST", "TIMEOUT", "TTL", "ENABLED", "TYPE", "MODE"}
 )
-#: Names of shell variables that contain directories. PWD would otherwise look like a password.
+#: Names of shell variables that contain directories. PWD must not be mistaken for a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 
-#: Matches a word in the name of a variable: HF and TOKEN in HF_TOKEN; Git, Hub and Token in
-#: GitHubToken.
+#: Matches one word in the name of a variable. Examples: HF and TOKEN in HF_TOKEN; Git, Hub and
+#: Token in GitHubToken.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: Matches a command-line argument with a name: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE`,
-#: and `+a.b=VALUE` as in Hydra.
+#: Matches a command-line argument with a name, such as `--api-key`, `--api-key=VALUE` and
+#: `HF_TOKEN=VALUE`, and `+a.b=VALUE` of Hydra.
 _OPTION = re.compile(
     r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
@@ -114,22 +114,22 @@ _OPTION = re.compile(
 _ASSIGNED = re.compile(
     r"""([A-Za-z][\w.-]*)["']?\s*[:=]\s*(["']?)([^\s"'(\[,;)}]{8,})(?=["'\s,;)}]|$)"""
 )
-#: Matches user and password in a URL: `user:` and `password` in `http://user:password@proxy`.
+#: Matches user and password in a URL, such as `user:` and `password` in
+#: `http://user:password@proxy`.
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
-#: Values that are never masked in a text, because they occur in logs for many other reasons.
+#: Values that are never masked, because they often occur in logs for other reasons.
 _COMMON_WORDS = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 
 def looks_secret(name: str) -> bool:
     """Return True if an environment variable with this name probably contains a secret.
 
-    The words of the name decide. HF_TOKEN, db_password and GitHubToken look secret.
+    The words in the name decide. HF_TOKEN, db_password and GitHubToken look secret.
     TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not.
 
-    If a name could mean a secret or something else, the variable counts as secret. If this is
-    wrong, Muster hides a harmless value, which the user can still read in the spec file. The
-    opposite mistake would show a secret to other people.
+    In case of doubt, the result is True. Then a harmless value may be hidden, which the user can
+    still read in the spec file. The opposite mistake would show a secret to other people.
     """
     if name.upper() in _NEVER_SECRET:
         return False
@@ -145,12 +145,12 @@ def looks_secret(name: str) -> bool:
 
 
 def _is_secret_word(preceding: str, word: str, following: str) -> bool:
-    """Return True if a word of a name makes the name look secret.
+    """Return True if a word in a name makes the name look secret.
 
     Args:
-        preceding: Word before the word in the name, or an empty string.
-        word: Word of the name, in upper case.
-        following: Word after the word in the name, or an empty string.
+        preceding: Previous word in the name, or an empty string.
+        word: Word in the name, in upper case.
+        following: Next word in the name, or an empty string.
     """
     if word == "TOKEN":
         is_of_model = preceding in _MODEL_TOKEN_PREFIXES or following in _MODEL_TOKEN_SUFFIXES
@@ -163,8 +163,8 @@ def _is_secret_word(preceding: str, word: str, following: str) -> bool:
 def mask_env(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of environment variables in which secrets are masked.
 
-    A value is masked if its name looks secret. In other values, only a password in a URL is masked,
-    such as that of `http://user:password@proxy`. Values that are not text, such as references to a
+    A value is masked if its name looks secret. In all other values, only passwords in URLs are
+    masked, as in `http://user:password@proxy`. Values that are not text, such as references to a
     Secret block, stay unchanged.
     """
 
@@ -192,12 +192,11 @@ def find_env_secrets(env: Mapping[str, object]) -> frozenset[str]:
 def find_argument_secrets(words: Sequence[str]) -> frozenset[str]:
     """Return the secret values in the command-line arguments of a program.
 
-    The name of the option decides whether its value is secret. The forms `--api-key VALUE`,
+    A value is secret if the name of its option looks secret. The forms `--api-key VALUE`,
     `--api-key=VALUE` and `HF_TOKEN=VALUE` are recognised.
 
-    In trainings, most options with KEY in their name hold the name of a data set's column, such as
-    `--label-key` or `data.prompt_key=prompt`. So KEY makes an option secret only after a word such
-    as API or PRIVATE.
+    In trainings, an option with KEY in its name usually contains the name of a data column, such as
+    `--label-key`. So KEY makes an option secret only after a word such as API or PRIVATE.
     """
     values = set[str]()
     for word, next_word in pairwise([*words, ""]):
@@ -213,9 +212,9 @@ def find_argument_secrets(words: Sequence[str]) -> frozenset[str]:
 
 
 def find_code_secrets(text: str) -> frozenset[str]:
-    """Return the secret values in the text of a program or settings file.
+    """Return the secret values in the text of a program or a settings file.
 
-    A value counts as a secret if it is assigned to a secret-looking name: `export HF_TOKEN=VALUE`.
+    A value is secret if it is assigned to a name that looks secret: `export HF_TOKEN=VALUE`.
     """
     return drop_common_values(
         value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name)
@@ -223,7 +222,7 @@ def find_code_secrets(text: str) -> frozenset[str]:
 
 
 def _is_secret_option(name: str) -> bool:
-    """Return True if a command-line option with this name probably has a secret as its value."""
+    """Return True if the value of a command-line option with this name is probably secret."""
     words = [word.upper() for word in _WORD.findall(name)]
     has_secret_prefix = len(words) > 1 and words[-2] in _SECRET_KEY_PREFIXES
     names_column = words[-1] in _SECRET_LAST and not has_secret_prefix
@@ -236,10 +235,10 @@ def _find_url_passwords(text: str) -> set[str]:
 
 
 def drop_common_values(values: Iterable[str]) -> frozenset[str]:
-    """Return the secret values without the values that are too common to be masked.
+    """Return the secret values, except those that are too common to be masked.
 
-    Values of fewer than four characters, numbers of fewer than six digits and words such as `true`
-    are too common. Masking them everywhere would make logs unreadable, and protect no real secret.
+    Too common are values with fewer than four characters, numbers with fewer than six digits, and
+    words such as `true`. Masking them would make logs unreadable.
     """
     return frozenset(
         value
@@ -253,9 +252,9 @@ def drop_common_values(values: Iterable[str]) -> frozenset[str]:
 def mask_text(text: str, secret_values: Iterable[str]) -> str:
     """Return a text in which each secret is replaced by `***`.
 
-    A secret is replaced in every spelling that is likely in a log. These are plain text, and the
-    spellings of Python, JSON, the shell and URLs. If a secret has several lines, such as a PEM key,
-    each line is also replaced on its own.
+    All spellings that are likely in a log are replaced: plain text, and the spellings of Python,
+    JSON, the shell and URLs. Each line of a secret with several lines, such as a PEM key, is also
+    replaced.
     """
     for spelling in _list_all_spellings(frozenset(secret_values)):
         text = text.replace(spelling, MASK)
@@ -263,9 +262,10 @@ def mask_text(text: str, secret_values: Iterable[str]) -> str:
 
 
 def mask_nested(value: Any, mask: Callable[[str], str]) -> Any:
-    """Return a copy of nested lists and mappings in which `mask` was applied to every string.
+    """Return a copy of nested lists and mappings in which `mask` was applied to every text.
 
-    Exceptions, paths and other objects become masked strings. Numbers, bools and None stay.
+    Exceptions, paths and other objects become masked texts. Numbers, Booleans and None do not
+    change.
     """
     if isinstance(value, str):
         return mask(value)
@@ -280,7 +280,7 @@ def mask_nested(value: Any, mask: Callable[[str], str]) -> Any:
 
 @contextmanager
 def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
-    """Mask all log records of this process and their tracebacks, while the context is open.
+    """Mask all log records and tracebacks of this process while the context is open.
 
     Args:
         mask: Function that returns a text with its secrets masked.
@@ -318,9 +318,9 @@ def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
 
 @lru_cache(maxsize=32)
 def _list_all_spellings(values: frozenset[str]) -> tuple[str, ...]:
-    """Return the spellings of all secret values, the longest first.
+    """Return all spellings of all secret values, the longest first.
 
-    If a secret contains another secret, the longer secret must be masked first.
+    If a secret contains another secret, the longer one must be masked first.
     """
     spellings = {spelling for value in values for spelling in _list_spellings(value)}
     return tuple(sorted(spellings, key=len, reverse=True))
@@ -331,18 +331,18 @@ def _list_spellings(value: str) -> set[str]:
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,
-        # The value in JSON: with non-ASCII characters escaped, with these characters unchanged, and
-        # escaped twice for JSON text within JSON.
+        # The value as JSON text: with escaped non-ASCII characters, with unchanged non-ASCII
+        # characters, and escaped twice (JSON text inside JSON).
         as_json,
         json.dumps(value, ensure_ascii=False)[1:-1],
         json.dumps(as_json)[1:-1],
-        # The value as Python prints it: by `repr`, by `ascii`, and with quotes that are escaped
-        # because the printed text contains both kinds of quotes.
+        # The value as Python prints it: with `repr`, with `ascii`, and with escaped quotes for a
+        # text that contains both kinds of quotes.
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # The value percent-encoded, as in URLs, with and without encoded slashes. The last entry is
-        # the value within single quotes in a shell command.
+        # The value as in URLs (percent-encoded, with or without encoded slashes), and as in single
+        # quotes in a shell command.
         quote(value, safe=""),
         quote(value),
         value.replace("'", "'\"'\"'"),

@@ -15,15 +15,15 @@ from typing import Any
 #: Matches the value of the variable NAME_PORT that Kubernetes sets for a service.
 #: Source: kubernetes/pkg/kubelet/envvars/envvars.go.
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://[^/\s]+:\d+")
-#: Beginning of the names of Prefect's settings.
+#: Prefix of the names of Prefect's settings.
 _PREFIX = "PREFECT_"
 
 
 def drop_service_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Remove variables of Kubernetes services that Prefect would read as its settings.
 
-    A variable is removed if its name is `PREFECT_..._PORT` and its value is a URL. It cannot be a
-    setting of Prefect, because the value of such a setting is a number.
+    A variable is removed if its name is `PREFECT_..._PORT` and its value is a URL. A setting of
+    Prefect with such a name would be a number.
     """
     for name, value in list(environment.items()):
         is_setting = name.startswith(_PREFIX) and name.endswith("_PORT")
@@ -34,7 +34,7 @@ def drop_service_variables(environment: MutableMapping[str, str] = os.environ) -
 def describe_invalid_setting(
     errors: Collection[Mapping[str, Any]], environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return a message of one line that names each invalid setting of Prefect.
+    """Return a message of one line that lists the invalid settings of Prefect.
 
     Args:
         errors: The errors that pydantic reports for Prefect's settings.

@@ -13,10 +13,10 @@ from tasks.spec.formatting import suggest_name
 
 
 def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the stages that each stage waits for, by the name of the stage.
+    """Return a mapping from the name of each stage to the names of the stages it waits for.
 
-    A stage with the key `needs` waits for the stages that this key lists. A stage without `needs`
-    waits for all stages that the file lists before it.
+    A stage with the key `needs` waits for the stages in this key. A stage without `needs` waits for
+    all stages before it in the file.
     """
     names: list[str] = []
     needs: dict[str, tuple[str, ...]] = {}
@@ -33,15 +33,14 @@ def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]
 
 
 def list_ancestors(name: str, needs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the names of all stages that must end before a stage begins.
+    """Return the names of all stages that must end before a stage starts.
 
-    The result contains the stages that the stage waits for, the stages that those stages wait for,
-    and so on.
+    These are the stages that this stage waits for, the stages that those wait for, and so on.
 
     Args:
         name: Name of the stage.
-        needs: Names of the stages that each stage waits for. Unknown names are ignored. The graph
-            may contain a cycle.
+        needs: Mapping from each stage to the stages that it waits for. Unknown names are ignored.
+            The graph may contain a cycle.
     """
     found: dict[str, None] = {}
     waiting = [*needs.get(name, ())]
@@ -57,7 +56,7 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
     """Yield a fault for each unknown name in `needs`, and for each cycle of stages.
 
     Args:
-        indexed_stages: The stages as plain data, by their index in the list.
+        indexed_stages: Mapping from the index of each stage in the list to the stage as plain data.
     """
     needs = list_needs([*indexed_stages.values()])
     for index, stage in indexed_stages.items():
@@ -94,11 +93,11 @@ def _select(
 
 
 def find_cycle(name: str, needs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a shortest cycle through a stage that is part of a cycle.
+    """Return one of the shortest cycles through a stage. The stage must be part of a cycle.
 
     Args:
         name: Name of the stage.
-        needs: Names of the stages that each stage waits for.
+        needs: Mapping from each stage to the stages that it waits for.
 
     Returns:
         The names along the cycle, beginning with `name`. Each stage needs the next one.

@@ -16,10 +16,10 @@ from tasks.spec.values import Count, CountOrZero, Model, Text, make_refusal
 #: Pattern of a run id: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
 RUN_ID_PATTERN = r"^[a-z][a-z0-9-]{0,31}-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}$"
 RunId = Annotated[str, Field(strict=True, pattern=RUN_ID_PATTERN)]
-#: Matches a run id that is a whole part of a path or URI. The group of the pattern is the run id.
+#: Matches a run id that is a complete part of a path or URI. The group contains the run id.
 _RUN_ID_PART = re.compile(rf"/({RUN_ID_PATTERN[1:-1]})(?:/|$)")
-#: Name of the placeholder for the path of the checkpoint from which an attempt starts. The user
-#: writes `${attempt.resume_from}` into a command to pass this path to the program.
+#: Placeholder name for the path of the checkpoint from which an attempt starts. With
+#: `${attempt.resume_from}` in a command, the user passes this path to a program.
 _RESUME_FROM = "attempt.resume_from"
 
 
@@ -38,7 +38,7 @@ def is_run_id(text: str) -> bool:
 
 
 def find_run_id(path: str) -> str | None:
-    """Return the run id that a path or URI contains, or None.
+    """Return the run id in a path or URI, or None.
 
     For example, the path of a checkpoint in a run's directory contains the run id.
 
@@ -75,15 +75,15 @@ class StartFrom(Model):
 
     @property
     def is_step_back(self) -> bool:
-        """True if the run itself wrote the checkpoint, and goes back to it for a new attempt."""
+        """True if the run itself wrote the checkpoint and returns to it in a new attempt."""
         return self.attempt is not None
 
 
 def find_start_faults(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if a spec sets `start_from`, but passes the checkpoint to no program.
+    """Yield a fault if a spec contains `start_from`, but does not pass the checkpoint to a program.
 
-    A program gets the path of the checkpoint only if the spec uses the placeholder
-    `${attempt.resume_from}`, for example in the command of the trainer.
+    A program gets the path of the checkpoint only through the placeholder `${attempt.resume_from}`,
+    for example in the command of the trainer.
 
     Args:
         written: The run spec as plain data, in which placeholders are not replaced yet.

@@ -18,15 +18,15 @@ START_ORDER_KEY = "start_order"
 
 
 def sort_by_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a run spec with its components sorted by its key `start_order`.
+    """Return a run spec in which components are sorted according to the key `start_order`.
 
-    Components that `start_order` does not list come last, in the order of the file. In the result,
-    `start_order` lists all components whose value is not null. So a user who adds or omits a
-    component in the form of the Prefect UI need not edit `start_order`.
+    Components that are missing in `start_order` come last, in the order of the file. In the result,
+    `start_order` is complete: it lists all components whose value is not null. So a user who adds
+    or omits a component in the form of the Prefect UI need not edit `start_order`.
 
     Args:
-        written: The spec as plain data. It is returned unchanged if it has no `start_order`, or if
-            its `start_order` is invalid.
+        written: The spec as plain data. It is returned unchanged if `start_order` is missing or
+            invalid.
     """
     order = written.get(START_ORDER_KEY)
     components = written.get("components")

@@ -21,7 +21,7 @@ from tasks.spec.placeholders import mapping_or_empty
 
 #: Name of the only component of a step's run.
 STEP = "step"
-#: Environment variable with the path of the file into which a step may write its JSON result.
+#: Environment variable with the path of the file for the JSON result of a step.
 RESULT_VARIABLE = "MUSTER_RESULT"
 #: Environment variable with the arguments of a `call` step, as JSON.
 ARGS_VARIABLE = "MUSTER_STEP_ARGS"
@@ -29,9 +29,9 @@ ARGS_VARIABLE = "MUSTER_STEP_ARGS"
 RESULT_FILE = "result.json"
 #: Seconds before the first retry of a step.
 _RETRY_DELAY_S = 5
-#: Program of a `call` step, which calls a function of the project. It runs with the project's own
-#: Python interpreter, in which Muster may not be installed, so it uses only the standard library.
-#: If the function is a Prefect task or flow, its attribute `fn` is called: the plain function.
+#: Program of a `call` step, which calls a function of the project. The project's Python interpreter
+#: executes this program, so it uses only the standard library. If the function is a Prefect task or
+#: flow, the plain function in its attribute `fn` is called.
 _CALL_PROGRAM = f"""\
 import asyncio, importlib, inspect, json, os, sys
 module, _, name = sys.argv[1].partition(":")
@@ -52,7 +52,7 @@ os.replace(path + ".new", path)
 
 
 def is_step(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage is a step (a function or a command), and not a training run.
+    """Return True if a stage is a step (a function or a command) instead of a training run.
 
     Args:
         stage: The stage as plain data.
@@ -64,8 +64,8 @@ def build_run_spec(stage: Mapping[str, Any], *, ray_address: str | None = None) 
     """Return the run spec that executes a step, as plain data.
 
     Args:
-        stage: The step as plain data. Parts that are not validated yet may have faults; the
-            validation of the run spec then reports them.
+        stage: The step as plain data. Faults in parts that are not validated yet are found later,
+            when the run spec is validated.
         ray_address: Address of the Ray dashboard for steps on Ray. None to use the only Ray cluster
             of the work pool.
     """
@@ -113,7 +113,7 @@ def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, A
     """Return the value of the key `ray` in the run spec of a step on Ray.
 
     Args:
-        resources: Resources that the step takes on its node.
+        resources: Resources that the step needs on its node.
         address: Address of the Ray dashboard. None to use the only Ray cluster of the work pool.
     """
     ray: dict[str, Any] = {"entrypoint_cpus": resources.get("cpus") or 1}
@@ -129,10 +129,10 @@ def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, A
 
 
 def rename_path(path: str) -> str:
-    """Return the key of a pipeline step that a path in the step's generated run spec stands for.
+    """Return the key of a pipeline step for a path in the run spec that is created for the step.
 
-    Messages then name the key that the user wrote. Example: `ray.entrypoint_cpus` becomes
-    `resources.cpus`. Other paths are returned unchanged.
+    With this key, messages contain the name that the user wrote. Example: `ray.entrypoint_cpus`
+    becomes `resources.cpus`. Other paths are returned unchanged.
     """
     component = f"components.{STEP}."
     for start, replacement in (
@@ -151,7 +151,7 @@ def rename_path(path: str) -> str:
 def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterator[Fault]:
     """Yield a fault if the Python function of a `call` step is missing or rejects its arguments.
 
-    The function is not imported: its file is read and parsed.
+    The file of the function is parsed, and not imported.
 
     Args:
         stage: The step as plain data.
@@ -160,8 +160,7 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
     """
     call = stage.get("call")
     if not isinstance(call, str) or call.count(":") != 1:
-        # The value has the wrong form, so no function can be looked up. The validation of the stage
-        # reports this fault.
+        # The value has the wrong form. This fault is reported when the stage is validated.
         return
     module, _, name = call.partition(":")
     file = _find_module(module, root)
@@ -197,7 +196,7 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
 
 
 def _find_module(module: str, root: Path) -> Path | None:
-    """Return the file of a module of the project, or None if the project has no such module."""
+    """Return the file of a module in the project, or None if there is no such module."""
     parts = module.split(".")
     for folder in (root, root / "src"):
         module_path = folder.joinpath(*parts)
@@ -208,7 +207,7 @@ def _find_module(module: str, root: Path) -> Path | None:
 
 
 def _list_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """Return the statements at the top level of a module, by the names that they define.
+    """Return a mapping from names to the top-level statements of a module that define them.
 
     The name `*` stands for an import of all names of another module.
     """
@@ -241,11 +240,11 @@ def _list_names(tree: ast.Module) -> dict[str, ast.AST]:
 def _find_argument_faults(
     function: ast.FunctionDef | ast.AsyncFunctionDef, args: Mapping[str, Any], path: str
 ) -> Iterator[Fault]:
-    """Yield a fault for each argument that a function does not accept, or that is missing.
+    """Yield a fault for each argument that is missing or that a function does not accept.
 
     Args:
         function: The definition of the function.
-        args: Arguments of the step, by name.
+        args: Mapping from names to the arguments of the step.
         path: Dotted path of the stage in the pipeline spec.
     """
     signature = function.args

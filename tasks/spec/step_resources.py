@@ -54,7 +54,7 @@ class Resources(Model):
 
 
 def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refusal]:
-    """Yield the faults of a step's resources that concern several keys.
+    """Yield the faults that result from a combination of keys in a step's resources.
 
     Args:
         written: The step as the user wrote it. Its values are not validated yet.
@@ -76,7 +76,7 @@ def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refus
 def check_ray_secrets(env: Mapping[Any, Any]) -> Iterator[Refusal]:
     """Yield a fault for each secret in the environment of a step on Ray.
 
-    Ray shows the variables of a job to every user of its dashboard.
+    Ray shows the variables of a job to all users of its dashboard.
 
     Args:
         env: Environment variables as the user wrote them. They are not validated yet.

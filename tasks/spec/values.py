@@ -44,26 +44,25 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_words, suggest_name
 
-#: Titles of the two choices in the form of the Prefect UI for an optional mapping of the spec, such
-#: as `gang`. The user either fills in the mapping or omits the mapping.
+#: Titles in the form of the Prefect UI for an optional mapping of the spec, such as `gang`. The
+#: user selects one of them, to fill in the mapping or to omit it.
 GIVEN = "Given"
 LEFT_OUT = "Left out"
-#: Value of `position` in the JSON schema for a field that the form shows last, because the field
-#: takes much space.
+#: Value of `position` in the JSON schema for large fields, which the form shows last.
 LAST = 1000
-#: Name of an entry that Muster adds to the JSON schema of a mapping in a spec. The entry lists all
-#: keys of the mapping in the order of the pydantic model, because a JSON schema keeps no order.
+#: Name of an additional entry in the JSON schema of a mapping. The entry lists all keys in the
+#: order of the pydantic model, because a JSON schema does not keep the order.
 _ALL_KEYS = "x-keys"
 
 
 def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of each key of a mapping, by the name of the key.
+    """Return a mapping from the keys of a mapping in a spec to their JSON schemas.
 
-    The result includes the keys that the form in the Prefect UI does not show. All schemas are
-    adapted to that form.
+    Keys that the form in the Prefect UI does not show are included. All schemas are adapted to that
+    form.
 
     Args:
-        schema: JSON schema of a mapping of a spec.
+        schema: JSON schema of a mapping in a spec.
     """
     outside_form = {
         pattern.removeprefix("^").removesuffix("$"): _adapt_field(key_schema)
@@ -76,7 +75,8 @@ def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
 def adapt_form_properties(properties: dict[str, Any]) -> dict[str, Any]:
     """Return the `properties` of a JSON schema, adapted to the form in the Prefect UI.
 
-    The adapted schema accepts the same values, except that an optional value must not be null.
+    The adapted schema accepts the same values, except that null is not allowed for an optional
+    value.
     """
     return {
         key: {"position": position, **_adapt_field(schema)}
@@ -90,22 +90,24 @@ def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     [only_type] = types
     if "$ref" in only_type:
-        # Offer the choice between the mapping and null. Without the choice, the form in the Prefect
-        # UI would always send the mapping with its default values.
+        # Let the user choose between the mapping and null. Otherwise, the form in the Prefect UI
+        # would always send the mapping with its default values.
         choices = [{**only_type, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
         return {**schema, "anyOf": choices}
     merged = {**only_type, **schema}
     return {key: value for key, value in merged.items() if key not in ("anyOf", "default")}
 
 
-#: A validation error with the place of the faulty value. The place is a sequence of keys and list
-#: indexes that starts at the checked value.
+#: A validation error with the place of the wrong value. The place is a sequence of keys and list
+#: indexes, which starts at the validated value.
 Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
 
 def make_refusal(problem: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error for a value that the user must correct. The calling validator raises it.
+    """Return an error about a value that the user must correct.
+
+    The validator that calls this function raises the error.
 
     Args:
         problem: Description of the mistake, with the value that was found.
@@ -117,24 +119,24 @@ def make_refusal(problem: str, remedy: str = "") -> PydanticCustomError:
 class Model(BaseModel):
     """Base class of the mappings in a spec. Its objects are frozen.
 
-    Validation reports all faults of a mapping at once. An optional key without a value (`env:` and
-    nothing after it) counts as omitted.
+    Validation reports all faults of a mapping at once. An optional key with no value after the
+    colon, such as `env:`, counts as omitted.
     """
 
-    #: Rarely used keys that the form in the Prefect UI does not show.
+    #: Rarely used keys that are hidden in the form of the Prefect UI.
     keys_outside_form: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         serialize_by_alias=True,
-        # The form in the Prefect UI shows the keys of the spec file as labels.
+        # Use the keys of the spec file as labels in the form of the Prefect UI.
         field_title_generator=lambda name, field: field.alias or name,
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        """Yield the faults that concern several keys of this mapping together.
+        """Yield the faults that result from a combination of keys in this mapping.
 
         Args:
             written: The mapping as the user wrote it. Its values are not validated yet.
@@ -171,14 +173,14 @@ class Model(BaseModel):
 
     @classmethod
     def _explain_key_error(cls, kind: str, key: str) -> PydanticCustomError | None:
-        """Return the error for a missing or unknown key, with a remedy.
+        """Return Muster's error for a missing or unknown key, with advice.
 
         Args:
             kind: Type of pydantic's error, such as `missing`.
             key: The missing or unknown key.
 
         Returns:
-            The error, or None for any other type of error, which `Document` translates later.
+            The error. None for other types of errors, which `Document` translates later.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
@@ -208,14 +210,15 @@ def validate_collecting_faults(
     """Return the result of `validate`, or raise one error with all faults.
 
     Args:
-        title: Name of the validated model, for the error.
+        title: Name of the validated class, for the error.
         refusals: Faults that are already known. They are raised even if `validate` succeeds.
         validate: Function that validates the value with pydantic and returns the result.
-        explain_key_error: Function that returns Muster's own error for a faulty key. It receives
-            pydantic's type of error and the key. If it returns None, pydantic's error is kept.
+        explain_key_error: Function that returns Muster's own error for a faulty key. The arguments
+            are pydantic's type of error and the key. If the result is None, pydantic's error is
+            used.
 
     Raises:
-        ValidationError: With the refusals first, and then the errors that `validate` raised.
+        ValidationError: The error lists `refusals` first, and then the errors of `validate`.
     """
     errors = [InitErrorDetails(type=error, loc=place, input=None) for place, error in refusals]
     try:
@@ -227,8 +230,8 @@ def validate_collecting_faults(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":
-                # The type `refused` belongs to an error of Muster. Create this error again, because
-                # pydantic can create an error from the name of a type only for its own types.
+                # `refused` is an error type of Muster. Create this error again, because pydantic
+                # can only create its own errors from the name of a type.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
@@ -241,9 +244,9 @@ def validate_collecting_faults(
 
 
 class WrittenFloat(float):
-    """Number from a YAML file that keeps its original spelling: 12.10 does not become "12.1"."""
+    """Number from a YAML file that stores its original spelling: 12.10 does not become "12.1"."""
 
-    #: The number as it is written in the YAML file.
+    #: The number with its spelling in the YAML file.
     text: str
 
     def __repr__(self) -> str:
@@ -251,14 +254,14 @@ class WrittenFloat(float):
 
     @classmethod
     def of(cls, text: str, value: float) -> WrittenFloat:
-        """Return the number `value` with its spelling `text`."""
+        """Return a number with the value `value` and the spelling `text`."""
         number = cls(value)
         number.text = text
         return number
 
 
 def describe_value(value: object) -> str:
-    """Return a short description of a faulty value for a message, such as `the text 'ready'`.
+    """Return a short description of a wrong value for a message, such as `the text 'ready'`.
 
     The contents of lists and mappings are not shown.
     """
@@ -282,17 +285,17 @@ def describe_value(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value is a number that fits into a float. A bool is not a number."""
+    """Return True if a value is a number that fits into a float. Booleans are no numbers."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 1023
     return isinstance(value, float)
 
 
 def get_value(content: Any, key: str, default: object = None) -> Any:
-    """Return the value at a dotted key, such as `train.step`, of decoded JSON.
+    """Return the value at a dotted key of decoded JSON, such as `train.step`.
 
-    If a mapping has the whole text as a key, including the dots, that value is returned. In a list,
-    a part of the dotted key is an index.
+    If a mapping has a key with the same text, including the dots, the value of this key is
+    returned. In a list, a part of the dotted key is an index.
 
     Returns:
         The value, or `default` if there is no value at the key.
@@ -309,12 +312,12 @@ def get_value(content: Any, key: str, default: object = None) -> Any:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """Return the text, cut to `length` characters with `...` at its end if it is longer."""
+    """Return the text. If it is longer than `length` characters, cut it and end it with `...`."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _check_storable(text: str) -> str:
-    """Return the text, or raise an error if a Prefect server could not store it.
+    """Return the text, or raise an error if a Prefect server cannot store the text.
 
     A server cannot store text that contains a NUL character or cannot be encoded as UTF-8.
     """
@@ -367,7 +370,7 @@ def _check_variable_name(text: str) -> str:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_storable)]
-#: Type of a text that the user may also write as a number in YAML: 60 means "60".
+#: Type of a text that may be written as a number in YAML: 60 means "60".
 Word = Annotated[
     str, BeforeValidator(_number_to_text), Field(strict=True), AfterValidator(_check_storable)
 ]
@@ -376,13 +379,13 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
-#: Largest size of a log in bytes. Limits below 64 KiB are rejected, because so short a log may not
-#: show the cause of a failure.
+#: Type of the largest size of a log in bytes. Values below 64 KiB are rejected, because such a
+#: short log may not contain the cause of a failure.
 LogBytes = Annotated[Count, Field(ge=65_536)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-#: Type of a key, or of several keys joined by dots: `train.step`.
+#: Type of a key, or of several keys with dots between them, such as `train.step`.
 DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
-#: Name of a run or pipeline. The id of the run begins with this name.
+#: Type of the name of a run or pipeline. The id of a run begins with this name.
 SpecName = Annotated[str, Field(strict=True, pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 #: Pattern for the name of a component, port or stage.
 PART_NAME = r"^[a-z][a-z0-9_-]{0,31}$"
@@ -391,7 +394,7 @@ EnvName = Annotated[Text, AfterValidator(_check_variable_name)]
 
 
 class SecretBlock(Model):
-    """Reference to a Prefect Secret block, whose value Muster uses instead of a text."""
+    """Reference to a Prefect Secret block. Its value is used in place of a text."""
 
     secret: Text = Field(
         description="Name of a Secret block on the Prefect server. Muster reads the value of the "
@@ -401,8 +404,7 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # Choose one type here. For the union type `str | SecretBlock`, pydantic would check the value
-    # against both types, and report the faults of both checks.
+    # Choose one type here. If pydantic checked both types, it would report the faults of both.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)
@@ -413,17 +415,17 @@ Env = Mapping[EnvName, Annotated[str | SecretBlock, WrapValidator(_text_or_block
 
 
 def select_literals(env: Env) -> dict[str, str]:
-    """Return the environment variables that have a text as value, without Secret blocks."""
+    """Return the environment variables whose values are texts. Secret blocks are left out."""
     return {name: value for name, value in env.items() if isinstance(value, str)}
 
 
 def _convert_signal_number(value: object) -> object:
     """Return the name of a signal for its number, such as SIGUSR1 for 10.
 
-    Any other value is returned unchanged.
+    Other values are returned unchanged.
 
     Raises:
-        PydanticCustomError: No signal has the number.
+        PydanticCustomError: No signal has this number.
     """
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, str):
@@ -475,7 +477,7 @@ class Document(Model):
 
     @classmethod
     def prepare(cls, data: object) -> object:
-        """Return the data to validate. A subclass may override this to change the user's data."""
+        """Return the data to validate. Subclasses may override this to change the data."""
         return data
 
     @model_validator(mode="wrap")
@@ -490,7 +492,7 @@ class Document(Model):
     def written(self) -> dict[str, Any]:
         """Return the spec as plain data for YAML or JSON.
 
-        The keys have the order of the file. Keys that the user omitted are not in the data.
+        The keys have the order of the file. Keys that the user omitted are left out.
         """
         return self.model_dump(mode="json", exclude_unset=True)
 
@@ -502,8 +504,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
     context = error.get("ctx", {})
     place = error["loc"]
 
-    # If a key is faulty, `input` of pydantic's error is the key itself. Use it instead of the last
-    # part of `loc`, which is not reliable: for the key `true`, that part is 1.
+    # For a faulty key, use `input` of pydantic's error, which is the key. The last part of `loc`
+    # can be wrong: for the key `true`, it is 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]
@@ -533,7 +535,7 @@ def _to_fault(error: ErrorDetails) -> Fault:
 
 
 def _suggest_number(value: object, *, is_whole: bool) -> str:
-    """Return the remedy for a value that should be a number: a number that YAML can read.
+    """Return advice about a wrong value: a number in a form that YAML can read.
 
     Args:
         value: The value in the spec. It may be a text, such as `1.0e3`, `1_000` or `0x10`, or a
@@ -559,12 +561,13 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest power of ten of a number that the remedy in an error message repeats in decimal notation.
-#: For a larger number, the remedy shows an example number instead.
+#: Largest power of ten that the advice in an error message repeats in decimal notation. For larger
+#: numbers, the advice contains an example.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
-#: Description of the expected value, and advice for the user, for each error type of pydantic.
+#: Mapping from each error type of pydantic to a description of the expected value, and to advice
+#: for the user.
 _EXPECTED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
     "invalid_key": ("text", "write it in quotes"),

@@ -30,19 +30,19 @@ Names = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
-#: Two metric values count as equal if their relative difference is at most this number.
+#: Largest relative difference of two metric values that count as equal.
 _EQUAL_WITHIN = 1e-9
-#: A metric counts as steady if the range of its values is at most this share of their mean.
+#: Largest range of the values of a steady metric, as a share of their mean.
 _STEADY_WITHIN = 0.1
-#: A decline of a metric counts as noise if it is smaller than this multiple of the metric's mean
-#: change from step to step.
+#: A decline of a metric is treated as noise if it is smaller than this number times the metric's
+#: mean change from step to step.
 _NOISE_FACTOR = 4.0
 #: Smallest number of consecutive lines with a null metric that can raise an alarm.
 _MANY_NULLS = 10
 
 
 class WatchRule(Model):
-    """Rule that raises an alarm if its condition on a metric holds for several steps in a row."""
+    """Rule that raises an alarm if a condition on a metric is true for several steps in a row."""
 
     metric: Names = Field(
         (),
@@ -110,10 +110,10 @@ class WatchRule(Model):
             yield (), make_refusal(problem, "keep one of them")
 
     def with_defaults(self, other: WatchRule) -> WatchRule:
-        """Return this rule with its omitted keys taken from another rule.
+        """Return this rule with missing keys copied from another rule.
 
         A rule has exactly one condition. If this rule has a condition, the condition of the other
-        rule is dropped.
+        rule is not copied.
         """
         written = {key: getattr(self, key) for key in self.model_fields_set}
         if written.keys() & _CONDITIONS:
@@ -121,7 +121,8 @@ class WatchRule(Model):
         return other.model_copy(update=written)
 
 
-#: Keys of an alarm rule that are conditions on its metric. A rule has exactly one condition.
+#: Keys of an alarm rule that contain a condition on its metric. A rule has exactly one of these
+#: keys.
 _CONDITIONS = ("finite", "above", "below", "constant", "loses", "spent")
 
 
@@ -148,13 +149,14 @@ class Watch(Model):
     )
 
     def choose_rules(self, workload: str) -> dict[str, WatchRule]:
-        """Return the effective rules by name: the rules of the preset, changed by the user's rules.
+        """Return a mapping from names to the alarm rules of the run.
 
-        In each returned rule, the key `then` has a value.
+        These are the rules of the preset, changed by the user's rules. In each returned rule, the
+        key `then` has a value.
 
         Args:
-            workload: Workload of the run. If the user chose no preset, the preset with the name
-                of the workload applies.
+            workload: Workload of the run. If the user chose no preset, it is also the name of the
+                preset.
         """
         preset = _load_presets().get(self.preset or workload, {})
         own_rules = {
@@ -169,15 +171,15 @@ class Watch(Model):
 
 
 def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
-    """Yield a fault for each of the user's rules that lacks a metric or a condition.
+    """Yield a fault for each alarm rule of the user that has no metric or no condition.
 
-    If the preset has a rule with the same name, the user's rule takes its omitted keys from the
-    rule of the preset. It then needs neither a metric nor a condition.
+    If the preset contains a rule with the same name, missing keys of the user's rule are copied
+    from that rule. The user's rule then needs neither a metric nor a condition.
 
     Args:
         written: The mapping `watch` as the user wrote it. Its values are not validated yet.
-        workload: Workload of the run. If the user chose no preset, the preset with the name of the
-            workload applies.
+        workload: Workload of the run. If the user chose no preset, it is also the name of the
+            preset.
     """
     known = _load_presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping_or_empty(written.get("rules")).items():
@@ -196,7 +198,10 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
 
 @cache
 def _load_presets() -> Mapping[str, Mapping[str, WatchRule]]:
-    """Return the predefined rules of `watch.yaml`, by name of the preset and name of the rule."""
+    """Return the predefined rules in `watch.yaml`.
+
+    The result is a mapping from names of presets to mappings from names to rules.
+    """
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     rules = {name: WatchRule.model_validate(rule) for name, rule in content["rules"].items()}
     return {
@@ -206,29 +211,29 @@ def _load_presets() -> Mapping[str, Mapping[str, WatchRule]]:
 
 
 def list_metric_sections(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the mappings that can contain metrics in a line of a metrics file.
+    """Return the mappings in a line of a metrics file that can contain metrics.
 
-    These are the line itself, and the mappings under its keys `data` and `metrics`. verl, for
-    example, writes its metrics under `data`.
+    These are the line itself, and the mappings under its keys `data` and `metrics`. For example,
+    verl writes its metrics under `data`.
     """
     return entry, *(mapping_or_empty(entry.get(name)) for name in ("data", "metrics"))
 
 
 def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
-    """Return the name and value of the first metric of `names` that a line has.
+    """Return the name and value of the first metric of `names` that a line contains.
 
     Args:
         entry: Decoded line of a metrics file.
         names: Possible names of the metric.
 
     Returns:
-        The name and the value, which may be NaN or infinite; None if the line has no such metric.
+        The name and the value, which may be NaN or infinite. None if the line has no such metric.
     """
     for part in list_metric_sections(entry):
         for name in names:
             value = _get_metric(part, name)
-            # JSON has no number for NaN or infinity. Some programs write them as strings, so
-            # convert such a string to a number.
+            # JSON has no NaN and no infinity. Some programs write them as texts, so convert such a
+            # text to a number.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
             if is_number(value):
@@ -238,7 +243,7 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
 
 
 def has_null(entry: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the first metric of `names` that is null in a line, or an empty string.
+    """Return the first metric of `names` whose value in a line is null, or an empty string.
 
     Args:
         entry: Decoded line of a metrics file.
@@ -277,36 +282,39 @@ class Alarm:
     metric: str
     #: Training step at which the alarm was raised.
     step: float
-    #: First of the consecutive training steps at which the condition of the rule held.
+    #: First training step of the period in which the condition of the rule was true without
+    #: interruption.
     since: float
     #: Value of the metric at `step`, or None if the value is NaN or infinite.
     value: float | None
-    #: Reaction to the alarm: `tell` notifies the user, `stop` fails the attempt.
+    #: Reaction to the alarm. `tell` notifies the user, and `stop` ends the attempt as failed.
     then: Then
-    #: Part of the message after the name of the metric: `is 0.5, above 0.2 for 3 steps`.
+    #: Text that follows the name of the metric in the message: `is 0.5, above 0.2 for 3 steps`.
     predicate: str
 
     @property
     def message(self) -> str:
-        """Message to the user: `rule kl: the metric actor/ppo_kl is 0.5, above 0.2 (step 12)`."""
+        """Message for the user: `rule kl: the metric actor/ppo_kl is 0.5, above 0.2 (step 12)`."""
         return f"rule {self.rule}: the metric {self.metric} {self.predicate} (step {self.step:g})"
 
 
 class Alarms:
-    """Evaluates alarm rules over the metrics of an attempt. Each rule raises at most one alarm."""
+    """Evaluates alarm rules on the metrics of an attempt. Each rule raises at most one alarm."""
 
     def __init__(self, rules: Mapping[str, WatchRule]) -> None:
-        #: Rules that have raised no alarm yet, by name, with the recent values of their metrics.
+        #: Mapping from names to rules that have raised no alarm yet, with recent values of their
+        #: metrics.
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
-        #: Names of the metrics that must be finite, in the rules with the condition `finite`.
+        #: Metrics of the rules with the condition `finite`. Their values must be finite.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: Metrics whose last value is NaN or infinite: name in the file, last value, and the step
-        #: since which all values were NaN or infinite. The keys are the possible names of a metric.
+        #: Mapping from the possible names of a metric to its last value if this value is NaN or
+        #: infinite. Each entry has the name in the file, the value, and the first step of this
+        #: period.
         self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
 
     def describe_not_finite(self) -> str:
-        """Return a text such as `loss is nan since step 12` about metrics that are not finite now.
+        """Return a text about metrics that are not finite now, such as `loss is nan since step 12`.
 
         Returns:
             An empty string if the last value of each metric is finite.
@@ -329,10 +337,10 @@ class Alarms:
                 self._not_finite[names] = (name, value, since)
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
-        """Evaluate a line of the metrics file and return the new alarms.
+        """Evaluate a line of the metrics file, and return the new alarms.
 
-        If the step is lower than that of the previous line, the training went back to a checkpoint.
-        In that case, the rules forget all earlier values.
+        If the step is lower than in the previous line, the training continued from an older
+        checkpoint. In this case, all earlier values are dropped.
 
         Args:
             step: Training step of the line.
@@ -355,37 +363,36 @@ class Alarms:
 
 
 class _RuleState:
-    """An alarm rule, with the recent values of its metric and statistics about earlier values."""
+    """An alarm rule, with recent values of its metric and statistics about earlier values."""
 
     def __init__(self, name: str, rule: WatchRule) -> None:
         self.rule = rule
         self._name = name
         step_count = 1 if rule.finite else rule.for_steps
-        #: The last `for_steps` training steps with the metric's value: `(step, value)`.
+        #: Pairs `(step, value)` for the last `for_steps` training steps with a value of the metric.
         self._recent: deque[tuple[float, float]] = deque(maxlen=step_count)
-        #: The last `for_steps` values of the metric that the rule names in its key `unless_steady`.
+        #: The last `for_steps` values of the metric in the rule's key `unless_steady`.
         self._other_recent: deque[float] = deque(maxlen=step_count)
         self._first_value = 0.0
         self._highest_value = 0.0
-        #: Mean of the first `for_steps` values, or None if there were too few values so far. If a
-        #: lower metric is better, the sign of the mean is inverted, so that a larger number is
-        #: always better.
+        #: Mean of the first `for_steps` values, or None if there are not enough values yet. If a
+        #: lower metric is better, the sign is inverted, so that a larger number is always better.
         self._first_mean: float | None = None
-        #: Best mean over `for_steps` consecutive values so far. If a lower metric is better, the
-        #: sign of the mean is inverted, so that a larger number is always better.
+        #: Best mean of `for_steps` consecutive values until now. If a lower metric is better, the
+        #: sign is inverted, so that a larger number is always better.
         self._best_mean = 0.0
         self._value_count = 0
-        #: Number of consecutive lines up to now in which the metric is null, and the step of the
+        #: Number of consecutive lines until now in which the metric is null, and the step of the
         #: first of these lines.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of consecutive null values after which the metric had a value again.
+        #: Largest number of consecutive null values that were followed by another value.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
-        """Add a line of the metrics file, and return an alarm if the rule's condition now holds.
+        """Add a line of the metrics file, and return an alarm if the rule's condition is now true.
 
         Args:
             step: Training step of the line.
@@ -425,8 +432,8 @@ class _RuleState:
     def _count_null(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
         """Return an alarm if the metric is null in unusually many consecutive lines.
 
-        Null stands for a missing value. Some trainers write null in the lines between two values of
-        a metric, so a few nulls are normal. The limit adapts to the longest such gap so far.
+        Some trainers write null in the lines between two values of a metric, so a few nulls are
+        normal. The limit depends on the longest such gap until now.
         """
         metric = has_null(entry, self.rule.metric)
         if not metric:
@@ -450,12 +457,11 @@ class _RuleState:
         """Add a value of the metric, and evaluate the condition of the rule.
 
         Returns:
-            A text for the alarm's message if the condition holds, such as `is 0.5, above 0.2 for 3
-            steps`. Otherwise an empty string.
+            A text for the alarm's message if the condition is true, such as `is 0.5, above 0.2 for
+            3 steps`. Otherwise an empty string.
         """
         if self._recent and self._recent[-1][0] == step:
-            # Drop the earlier value of this step. A second line for the same step replaces the
-            # first line.
+            # A second line for the same step replaces the first, so drop the earlier value.
             self._recent.pop()
             self._value_count -= 1
         elif self._recent:
@@ -476,10 +482,10 @@ class _RuleState:
         return f"{predicate} for {len(values)} steps" if predicate else ""
 
     def _evaluate_condition(self, values: Sequence[float]) -> str:
-        """Evaluate the condition of the rule on the last `for_steps` values of the metric.
+        """Evaluate the condition of the rule with the last `for_steps` values of the metric.
 
         Returns:
-            A text for the alarm's message if the condition holds, such as `is 0.5, above 0.2`.
+            A text for the alarm's message if the condition is true, such as `is 0.5, above 0.2`.
             Otherwise an empty string.
         """
         rule = self.rule
@@ -501,16 +507,15 @@ class _RuleState:
         return self._evaluate_loss(values) if rule.loses else ""
 
     def _evaluate_loss(self, values: Sequence[float]) -> str:
-        """Evaluate the condition `loses`: the mean of the last values is far below the best mean.
+        """Evaluate the condition `loses`: the last mean is much worse than the best mean.
 
-        The best mean is the best one over `for_steps` consecutive values so far. If a lower metric
-        is better, the mean must be far above the best mean.
+        Both means are those of `for_steps` consecutive values.
 
         Args:
             values: The last `for_steps` values of the metric.
 
         Returns:
-            A text for the alarm's message if the condition holds. Otherwise an empty string.
+            A text for the alarm's message if the condition is true. Otherwise an empty string.
         """
         sign = 1 if self.rule.better == "higher" else -1
         mean = sign * math.fsum(values) / len(values)
@@ -528,7 +533,7 @@ class _RuleState:
         return f"is {sign * mean:.4g} on average, far from its best average {best},"
 
     def _is_other_metric_steady(self) -> bool:
-        """Return True if the metric that the rule names in its key `unless_steady` hardly varies.
+        """Return True if the metric in the rule's key `unless_steady` hardly varies.
 
         The result is False if the rule has no such key, or if the metric has no values yet.
         """

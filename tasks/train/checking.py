@@ -56,7 +56,7 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     compared with the nodes of the queue.
 
     Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid; 3
-    the run, one of its evaluations or a stage fits on no cluster.
+    no cluster is large enough for the run, one of its evaluations or a stage.
 
     Args:
         json: Print the missing programs, the clusters, and the evaluations that fit on no cluster

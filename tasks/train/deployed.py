@@ -107,7 +107,7 @@ class Deployed:
 def deployments(*, json: AsJson = False) -> None:
     """List the deployments of the Prefect server: their specs, schedules and queues.
 
-    Exit: 0 listed, also if there are no deployments; 1 no server answers.
+    Exit: 0 listed, even if there are no deployments; 1 no server answers.
 
     Args:
         json: Print a list of objects as JSON.
@@ -171,8 +171,8 @@ def undeploy(
 ) -> None:
     """Remove a deployment with its schedules.
 
-    Runs of the deployment that wait are cancelled. Running runs continue, but get no further
-    attempt, because the queue starts an attempt only with the deployment.
+    Waiting runs of the deployment are cancelled. Running runs continue, but are not retried,
+    because an attempt needs the deployment.
 
     Exit: 0 removed; 1 no server answers; 2 there is no such deployment, and nothing was done.
     """

@@ -164,17 +164,17 @@ def submit(
     watch: bool = False,
     json: AsJson = False,
 ) -> int:
-    """Queue a run of a spec on the Prefect server. It starts when all GPUs of its gang are free.
+    """Queue a run of a spec on the Prefect server. The run starts when all its GPUs are free.
 
-    Exit: 0 queued; with --watch that of the run: 0 completed, 1 failed, 3 it can never fit, 130
-    cancelled. 2 the spec is invalid, and nothing was queued.
+    Exit: 0 queued; with --watch the result of the run: 0 completed, 1 failed, 3 it can never fit,
+    130 cancelled. 2 the spec is invalid, and nothing was queued.
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
         at_most: With --matrix, the largest number of points that run or wait at once.
         watch: Show the run until it has ended, as `muster train` does. For a run on another host,
             show its states and steps. Ctrl-C ends only the display.
-        json: Print run_id, flow_run_id and page as JSON. --watch then prints only the states of the
+        json: Print run_id, flow_run_id and page as JSON. With --watch, print only the states of the
             run, to stderr.
     """
     run_spec = load_spec(spec, set)
@@ -385,9 +385,9 @@ def deploy(
     no_cron: bool = False,
     overlap: Overlap | None = None,
 ) -> None:
-    """Create or renew a deployment of a spec. It starts runs from the Prefect UI or by a schedule.
+    """Create or update a deployment, which starts runs of a spec from the Prefect UI or a schedule.
 
-    A renewal keeps all changes that were made in the UI: schedules, pauses, limits, tags and job
+    An update keeps all changes that were made in the UI: schedules, pauses, limits, tags and job
     variables.
 
     Exit: 0 done; 2 the spec is invalid, and nothing was changed.
@@ -395,10 +395,10 @@ def deploy(
     Args:
         name: Name of the deployment. Default: the name of the spec.
         cron: Start a run at these times, for example "0 3 * * *". Default: no change.
-        timezone: IANA name of the time zone of `--cron`, for example Europe/Berlin. It requires
-            `--cron`. Default: no change, or UTC for a new cron line.
+        timezone: IANA name of the time zone of `--cron`, for example Europe/Berlin. This option
+            requires `--cron`. Default: no change, or UTC for a new cron line.
         no_cron: Remove the cron line.
-        overlap: Treatment of a run that is due while the last run of the deployment has not ended.
+        overlap: What to do if a run is due while the last run of the deployment has not ended.
             skip: the new run is cancelled. queue: the new run waits. allow: both run at the same
             time. Default: no change, or allow for a new deployment.
     """
@@ -533,9 +533,9 @@ def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
 def init(path: Path = Path(), /, *, force: bool = False) -> None:
     """Write a commented run spec, muster.yaml, for the training in a directory or for a script.
 
-    It recognises a plain script, torchrun, accelerate, transformers, Lightning, verl, TRL, slime
-    and prime-rl by their files. If the script needs it to write its metrics, the module
-    muster_metrics.py is written, too.
+    The command recognises plain scripts, torchrun, accelerate, transformers, Lightning, verl, TRL,
+    slime and prime-rl by their files. If the script needs the module muster_metrics.py to write its
+    metrics, this module is written, too.
 
     Exit: 0 written; 1 a muster.yaml exists already; 2 the directory contains no training.
 

@@ -19,8 +19,8 @@ from tasks.spec.errors import BadArgument, MusterError
 from tasks.train.local_runs import read_local_record
 from tasks.train.runs import ENDED_STATES, Run
 
-#: Seconds between two SIGINT signals to the process of a run. With a shorter pause, the process
-#: would not treat the second signal as a second Ctrl-C, which skips the grace periods.
+#: Seconds between two SIGINT signals to the process of a run. After this pause, the process treats
+#: the second signal as a second Ctrl-C, and skips the grace periods.
 _SECOND_CTRL_C_S = 0.5
 
 

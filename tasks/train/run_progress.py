@@ -35,7 +35,7 @@ class RunProgress:
 
     #: Last training step that the run reported. None if unknown.
     step: float | None = None
-    #: Last training step of the whole training. None if unknown.
+    #: Training step at which the training is complete. None if unknown.
     total: float | None = None
     #: Name of the reward, or of the loss if the training has no reward. Empty if the files contain
     #: neither, or are on another host.

@@ -69,12 +69,12 @@ def ls(
     """List runs, newest first: the runs of the Prefect server, and other runs that are recorded on
     this machine.
 
-    Exit: 0 listed, also if there are no runs.
+    Exit: 0 listed, even if there are no runs.
 
     Args:
         limit: Largest number of runs to list.
-        state: List only runs in this state; repeatable.
-        tag: List only runs with this tag. If it is repeated, runs must have all of the tags.
+        state: List only runs in this state. This option can be repeated.
+        tag: List only runs with this tag. With several tags, list only runs that have all of them.
         name: List only runs whose spec has this name, or a name that matches this pattern, such as
             "ppo-*".
         since: List only runs that were created since this time: a UTC date such as 2026-01-31, or
@@ -200,7 +200,7 @@ def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
     Exit: 0 printed; 2 there is no such run.
 
     Args:
-        json: Print the run as in `ls`, and the summary as `story`.
+        json: Print the run as JSON, as in `ls`, with the summary in the key `story`.
     """
     found_run = find_run(run)
     text = tell_story(found_run)
@@ -208,12 +208,12 @@ def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 
 
 def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False) -> int:
-    """Say why a run waits, why it is slow, or how it ended.
+    """Print why a run waits, why it is slow, or how it ended.
 
-    Exit: 0 said; 1 the server does not answer; 2 there is no such run.
+    Exit: 0 printed; 1 the server does not answer; 2 there is no such run.
 
     Args:
-        json: Print the run as in `ls`, its failure as in run.json, and its use of time.
+        json: Print as JSON: the run as in `ls`, its failure as in run.json, and its use of time.
     """
     found_run = find_run(run)
     time_use = measure_time_use(found_run)
@@ -270,13 +270,13 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
 def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
     """End a run. Its components are stopped in reverse order, each with its grace period.
 
-    Exit: 0 it is being cancelled; 1 it cannot be cancelled from here; 2 there is no such run, or it
-    has ended.
+    Exit: 0 the run is being cancelled; 1 the run cannot be cancelled from here; 2 there is no such
+    run, or the run has ended.
 
     Args:
-        now: Skip the grace periods, also of a run that is already being cancelled. Unsaved data is
+        now: Skip the grace periods, even if the run is already being cancelled. Unsaved data is
             lost.
-        json: Print the run as in `ls`, with its state before the cancellation.
+        json: Print the run as JSON, as in `ls`, with its state before the cancellation.
     """
     # Import this module only if needed, because it imports Prefect, which takes seconds.
     from tasks.train.run_cancellation import cancel_run
@@ -295,7 +295,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
     """List the checkpoints of a run, the newest first: step, size, age, and whether each is
     complete, which attempt saved it, and why it is kept.
 
-    Exit: 0 listed, also if there is no checkpoint yet; 2 there is no such run, or this machine
+    Exit: 0 listed, even if there is no checkpoint yet; 2 there is no such run, or this machine
     cannot list its checkpoints.
 
     Args:

@@ -27,7 +27,7 @@ SecretName = Annotated[str, Parameter(name="NAME", help="Name of the secret, suc
 
 @app.command(name="set")
 def set_(name: SecretName, /, *, overwrite: bool = False) -> None:
-    """Store a secret. Its value is read from the terminal without echo, or from standard input.
+    """Store a secret. The value is read from standard input, or typed invisibly on the terminal.
 
     Args:
         overwrite: Replace the value of an existing secret.
