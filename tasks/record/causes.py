@@ -332,7 +332,8 @@ _STEPS_WITHIN_BYTES = 32 << 20
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the middle part of a log. The middle part begins at
-#: the lines with the last training steps. It ends `LOOKBACK_BYTES` before the end of the log.
+#: the lines with the last training steps. The middle part ends `LOOKBACK_BYTES` before the end of
+#: the log.
 _MIDDLE_BYTES = 600_000
 #: Largest number of similar log lines that are kept. Lines are similar if they differ only in their
 #: numbers.

@@ -384,7 +384,8 @@ def _judge(
 
     Args:
         candidates: Files and folders that may be checkpoints.
-        pointers: Pointer files in the same folder. They contain the name of the newest checkpoint.
+        pointers: Pointer files in the same folder. A pointer file contains the name of the newest
+            checkpoint.
         is_running: True if the trainer may still be writing.
         is_pattern: True if the candidates match a pattern that the user wrote.
         others: Paths whose names show that they are no checkpoints, each with the reason.

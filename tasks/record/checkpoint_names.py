@@ -67,8 +67,8 @@ _RESULT_WORDS = frozenset(
     | {"plot", "plots", "figure", "figures", "image", "images", "video", "videos"}
     | {"replay", "buffer", "vecnormalize"}
 )
-#: Words in the names of results, such as test outputs. They are ignored if the name also contains a
-#: word for a training step, such as `iter`.
+#: Words in the names of results, such as test outputs. These words are ignored if the name also
+#: contains a word for a training step, such as `iter`.
 _WEAK_RESULT_WORDS = frozenset(
     {"val", "valid", "validation", "test", "tests", "gen", "debug", "output", "outputs"}
 )

@@ -25,8 +25,8 @@ from tasks.spec.checkpoint_urls import is_url, split_url
 class StorePath:
     """URL of a file or folder in a checkpoint store.
 
-    All paths that are derived from one `StorePath` share a `CheckpointStore`. This store lists an
-    object store only once, so later changes of the files are not visible.
+    All paths that are derived from one `StorePath` share a `CheckpointStore`. The `CheckpointStore`
+    lists the files of an object store only once, so later changes are not visible.
     """
 
     protocol: str

@@ -28,7 +28,7 @@ _CHECK_EVERY_S = 0.05
 
 
 def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: Path) -> None:
-    """Record that a run is started from a checkpoint. This protects the checkpoint from deletion.
+    """Record that a run is started from a checkpoint, to protect the checkpoint from deletion.
 
     The spec key `keep` limits the number of checkpoints, but never deletes a pinned checkpoint.
 

@@ -512,8 +512,8 @@ def _call_within(limit_s: float, function: Callable[[], T]) -> T:
     """Call a function in a daemon thread, and return its result or raise its exception.
 
     Raises:
-        TimeoutError: The function has not returned within `limit_s` seconds. Its thread is
-            abandoned.
+        TimeoutError: The function has not returned within `limit_s` seconds. The thread of the
+            function is abandoned.
     """
     results: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
 

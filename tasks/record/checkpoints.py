@@ -370,7 +370,8 @@ def find_foreign_checkpoints(
 ) -> dict[str, str]:
     """Return a mapping from the path of each checkpoint that the run must not use to its signature.
 
-    A signature identifies the content of a checkpoint. It changes if the checkpoint is saved again.
+    A signature identifies the content of a checkpoint. The signature changes if the checkpoint is
+    saved again.
 
     - Usually, the result contains the checkpoints of other runs in the folder of the attempt.
     - If a person has retried the run from an earlier step, the result contains the run's own

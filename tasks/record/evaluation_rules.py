@@ -121,7 +121,7 @@ def find_best_checkpoint(
     If several checkpoints have the best value, the oldest of them is the best.
 
     Args:
-        rule: Rule that names the number to compare, such as `math.accuracy`. It is the key
+        rule: Rule that names the number to compare, such as `math.accuracy`. The rule is the key
             `keep_best` of a run spec, or the key `best` of a stage of a pipeline.
         evaluated: The evaluations of the run with the numbers in their results, oldest first.
 

@@ -242,8 +242,7 @@ class EventLog:
             )
 
 
-#: Functions that are called with each event. They apply to all runs that are started in the current
-#: context.
+#: Functions that are called with each event of the runs that are started in the current context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 

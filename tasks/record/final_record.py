@@ -61,8 +61,8 @@ class FlowLoss:
     #: Text that lists the nodes on which Muster could not search for leftover processes of the Ray
     #: jobs. Empty if all nodes were searched.
     unseen: str = ""
-    #: Final record that the killed flow process could not write to `run.json`, or None. It contains
-    #: only the last attempt, without components.
+    #: Final record that the killed flow process could not write to `run.json`, or None. The record
+    #: contains only the last attempt, without components.
     end: RunJson | None = None
 
     @property
@@ -173,7 +173,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     host has continued the run, the run waits for its next attempt.
 
     Args:
-        record: The record before the change. It is returned unchanged if its state is final.
+        record: The record before the change. A record with a final state is returned unchanged.
         loss: Facts about the run, whose flow process was killed.
         now: End time for the record, in UTC epoch seconds.
 
@@ -228,7 +228,7 @@ def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
 
     Args:
         record: The record in `run.json`.
-        end: Record with the final state. It contains only the last attempt.
+        end: Record with the final state. This record contains only the last attempt.
         now: Current time in UTC epoch seconds.
     """
     if (last := end.attempt) is not None:

@@ -29,7 +29,7 @@ class _OpenLog:
         self._path = path
         self.file = FileIO(path)
         stat = os.fstat(self.file.fileno())
-        #: Device number and inode number. They identify the file even after it is renamed.
+        #: Device number and inode number, which identify the file even after the file is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
         self._tail = Tail()
         #: Copy of the log that log rotation made before it truncated the file. Unread lines of the

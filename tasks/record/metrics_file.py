@@ -89,8 +89,8 @@ class MetricsFile:
         self._was_opened = False
         #: Last line that was read, if it had no newline. Otherwise empty.
         self._incomplete_line = b""
-        #: The file that was read last, or None before the first read. It stays open so that its end
-        #: can be read after the file was renamed or deleted.
+        #: The file that was read last, or None before the first read. The file stays open, so that
+        #: its end can be read after it was renamed or deleted.
         self._last_file: FileIO | None = None
 
     def read_new(self) -> list[dict[str, Any]]:

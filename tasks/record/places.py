@@ -41,8 +41,8 @@ _OWN = (
     "temp",
     "unseen",
 )
-#: Names of the folders in Muster's home directory that other users may never read. This applies
-#: even if MUSTER_UMASK allows them to read other files.
+#: Names of the folders in Muster's home directory that other users may never read, even if
+#: MUSTER_UMASK allows them to read other files.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
 #: Names of all files and folders that Muster creates directly in its home directory.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
@@ -414,7 +414,7 @@ class AttemptPlace:
 
     @property
     def fleet_events(self) -> Path:
-        """Path of the event log that the process of the inference fleet writes."""
+        """Path of the event log that the process of the inference servers writes."""
         return self.directory / "rollout.jsonl"
 
     @property

@@ -246,8 +246,9 @@ def has_lost_peer(text: str) -> bool:
 def has_error_file(text: str, failure: RankFailure) -> bool:
     """Return True if torchrun's error file may be about the failed process.
 
-    torchrun writes the error of the rank that it saw failing first. This rank is the last entry in
-    torchrun's table. If the log contains no table, the rank of the error file is unknown.
+    torchrun writes the error of the rank that it saw failing first. The last entry in torchrun's
+    table is about the same rank. If the log contains no table, the rank of the error file is
+    unknown.
 
     Args:
         text: The end of the log.

@@ -46,8 +46,8 @@ _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
 )
-#: Settings for each git command. They override the settings of the user and of the machine, so that
-#: git does not run other programs.
+#: Settings for each git command. These settings override those of the user and of the machine, so
+#: that git does not run other programs.
 _SWITCHED_OFF = (
     *("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null"),
     *("core.pager=cat", "core.askPass=", "core.sshCommand=false", "credential.helper="),
@@ -55,9 +55,9 @@ _SWITCHED_OFF = (
     *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
-#: Content of the file `info/attributes` in Muster's own git directory. This line removes the
-#: attribute `filter` from all files, because a filter is a program. Other attributes in
-#: `.gitattributes` files still apply.
+#: Content of the file `info/attributes` in Muster's own git directory. The line `* -filter`
+#: switches off all filters, because a filter is a program. Other attributes in `.gitattributes`
+#: files still apply.
 _ATTRIBUTES = "* -filter\n"
 #: Matches the text that git-lfs commits in place of a large file. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
@@ -208,7 +208,7 @@ class GitView:
             folder: Folder whose files are compared with a commit.
             repository: Git repository that contains the folder, or None. Without a repository, git
                 treats all files as new.
-            place: Empty folder for the data of git. It becomes Muster's own git directory.
+            place: Empty folder that becomes Muster's own git directory.
         """
         self._folder = folder
         self._repository = repository

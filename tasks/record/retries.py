@@ -21,8 +21,8 @@ _GROWTH = 2.0
 #: Largest random change of a delay, as a share of the delay. Without a random change, runs that
 #: were requeued at the same time would all be retried at the same time.
 _JITTER = 0.1
-#: Largest exponent of `_GROWTH`. A larger exponent would overflow a float. It is not needed,
-#: because the delay reaches its maximum with a much smaller exponent.
+#: Largest exponent of `_GROWTH`, to avoid an overflow of the float. The delay reaches its maximum
+#: with a much smaller exponent.
 _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0
@@ -195,8 +195,8 @@ def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str
 
 
 def _names_node(text: str, node: str) -> bool:
-    # Remove the suffix after a slash. It distinguishes nodes with the same host name, and does not
-    # occur in logs.
+    # Remove the suffix after a slash. The suffix distinguishes nodes with the same host name, but
+    # does not occur in logs.
     host_name = re.escape(node.partition("/")[0])
     return re.search(rf"(?<![\w.-]){host_name}(?![\w-]|\.\w)", text) is not None
 

@@ -131,8 +131,8 @@ class ResumeRecord(Recorded):
     notes: tuple[str, ...] = ()
     #: Training step of the checkpoint, or None if unknown.
     step: float | None = None
-    #: Hash of the checkpoint's files at the start of the attempt. It changes if the trainer saves
-    #: the checkpoint again.
+    #: Hash of the checkpoint's files at the start of the attempt. The hash changes if the trainer
+    #: saves the checkpoint again.
     signature: str = ""
 
 
@@ -487,8 +487,8 @@ class RunRecord:
             flow_run_id: Id of the flow run on the Prefect server.
             clock: Function that returns the current time in UTC epoch seconds.
             on_move: Function that is called with each new state of the run and its message.
-            earlier: Record of the run from another host, or None. It is used if it contains more
-                attempts than the file.
+            earlier: Record of the run from another host, or None. This record is used if it
+                contains more attempts than the file.
             adopts: True if the Ray jobs of the run continue without its flow process.
             disk: Thread that writes the file, and retries if the disk is full. If None, each method
                 that changes the record writes the file itself and does not retry.

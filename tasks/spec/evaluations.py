@@ -164,8 +164,8 @@ def _check_keep_best(
 def find_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> object:
     """Return the place of an evaluation: `ray` for a Ray node, or `host` for the worker's host.
 
-    An invalid value of the key `on` is returned unchanged. It is reported when the evaluation is
-    validated.
+    An invalid value of the key `on` is returned unchanged. The validation of the evaluation reports
+    such a value.
 
     Args:
         written: The run spec as plain data.

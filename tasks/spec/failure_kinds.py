@@ -87,8 +87,8 @@ class FailureKind(StrEnum):
     By default, the run fails. If the user lists a kind under `retry` in the run spec, Muster starts
     another attempt. `failure_kinds.toml` explains the kinds.
 
-    `COLLECTIVE_TIMEOUT`, and a SIGKILL of unknown origin, are symptoms. They are used only if the
-    logs show no other cause.
+    `COLLECTIVE_TIMEOUT`, and a SIGKILL of unknown origin, are symptoms. These two kinds are used
+    only if the logs show no other cause.
     """
 
     INSUFFICIENT_RESOURCES = "INSUFFICIENT_RESOURCES"

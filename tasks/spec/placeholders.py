@@ -262,7 +262,7 @@ def list_known_names(data: object) -> frozenset[str]:
 
 
 def find_numbers(data: object) -> dict[str, int]:
-    """Return the numbers of a run spec that can be used in placeholders, by name.
+    """Return a mapping from names to the numbers of a run spec that placeholders can use.
 
     The names are `progress.total`, `success.step`, `gang.nodes` and `gang.gpus_per_node`. Numbers
     that are not in the spec are left out, except `gang.nodes`, which is 1 by default.

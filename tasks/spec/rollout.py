@@ -446,7 +446,7 @@ class FleetToken(Model):
 
 
 class FleetHealth(Model):
-    """Health checks of the inference servers of a fleet."""
+    """Health checks of the inference servers."""
 
     interval_s: Seconds = Field(
         30, description="Seconds between two health checks of the same inference server."
@@ -529,7 +529,7 @@ class FleetRecovery(Model):
 
 
 class FleetWeights(Model):
-    """Weights that the fleet serves before the first weight update."""
+    """Weights that the inference servers use before the first weight update."""
 
     initial: Literal["loaded", "stale"] | None = Field(
         None,

@@ -61,8 +61,8 @@ class AttemptSpec:
         self._secrets = secrets
 
         names = self._fill_names()
-        #: The spec in which placeholders are replaced by values. It does not contain the values of
-        #: Prefect Secret blocks.
+        #: The spec in which placeholders are replaced by values. The values of Prefect Secret
+        #: blocks are not inserted.
         self.resolved = self._resolve(names)
         # A secret variable such as WANDB_KEY may contain only `${run.id}`. If the run id were
         # masked, every path would be unreadable. So values of placeholders are not secrets.

@@ -98,8 +98,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
 
     Args:
         spec: The run spec.
-        run_flow: Function that runs the flow `train` and returns its final state. It is called
-            while a Prefect server is available.
+        run_flow: Function that runs the flow `train` and returns its final state. This function is
+            called while a Prefect server is available.
 
     Returns:
         The exit code of the command, see `get_exit_code`.
@@ -209,8 +209,8 @@ def _check_devices(spec: RunSpec) -> None:
             the run would wait forever.
     """
     if spec.gang is not None and spec.ray is None:
-        # Ignore a GPU driver that does not answer. It may answer while the run waits for its GPUs.
-        # Until then, the message of the waiting run reports the problem.
+        # Ignore a GPU driver that does not answer. The driver may answer while the run waits for
+        # its GPUs. Until then, the message of the waiting run reports the problem.
         with suppress(OSError):
             Devices.here()
 

@@ -9,7 +9,7 @@ from tasks.record.states import RunState
 
 
 class EndRequest:
-    """A request to end one run. It may arrive at any time and in any thread.
+    """A request to end one run, which may arrive at any time and in any thread.
 
     The request is passed to the supervisor of the current attempt. Before the first attempt, the
     request is kept for the supervisor of that attempt.

@@ -192,7 +192,7 @@ def find_run_with_files(name: str) -> Run:
 
 
 def _describe_ambiguity(name: str, matching_runs: Sequence[Run]) -> str:
-    """Return the message for a name that matches several runs. It lists the runs."""
+    """Return the message for a name that matches several runs. The message lists the runs."""
     listed_runs = matching_runs[:_LISTED_MATCHES]
     width = max(len(run.run_id) for run in listed_runs)
     lines = [

@@ -78,9 +78,8 @@ def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, Lineage]:
     """Return a mapping from run ids to all known lineages.
 
-    A lineage is the data that a run reads and writes. It is read from the run's files on this
-    machine. If there are no files, it is read from the artifact on the Prefect server, or from the
-    run spec on the server.
+    A lineage lists the data that a run reads and writes. It comes from the run's files on this
+    machine, from the artifact on the Prefect server, or from the run spec on the server.
 
     Args:
         run: The run that the user asked for. For this run, the present checkpoints are searched,
@@ -204,8 +203,8 @@ def _add_inputs(
         inputs: The inputs.
         runs: Mapping from run ids to all known runs.
         index: The lineages of all known runs.
-        above: Ids of the runs above the new lines. They prevent an endless recursion: if files were
-            overwritten, two runs may seem to be inputs of each other.
+        above: Ids of the runs above the new lines. Needed to prevent an endless recursion: if files
+            were overwritten, two runs may seem to be inputs of each other.
     """
     for data in inputs:
         line = node.add(describe_input(data))

@@ -278,8 +278,8 @@ def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
 def _run_again(train: Flow[..., State[Any]], run: Run, spec: RunSpec) -> State[Any]:
     """Run the flow of a run again in this process, and return its final state.
 
-    If the flow run was deleted on the Prefect server, a new flow run is created. Its id is written
-    into the record of the run.
+    If the flow run was deleted on the Prefect server, a new flow run is created. The id of the new
+    flow run is written into the record of the run.
 
     Raises:
         BadArgument: Another process has started the run in the meantime.

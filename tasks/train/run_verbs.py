@@ -268,7 +268,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
 
 
 def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
-    """End a run. Its components are stopped in reverse order, each with its grace period.
+    """End a run. Components are stopped in reverse order, each with its grace period.
 
     Exit: 0 the run is being cancelled; 1 the run cannot be cancelled from here; 2 there is no such
     run, or the run has ended.

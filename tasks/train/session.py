@@ -264,8 +264,8 @@ class RunSession:
     def _describe_origin(self) -> dict[str, Any]:
         """Return the field `provenance` of a new record, which describes the origin of the run.
 
-        It contains the spec file. If this run starts from a checkpoint of another run, it also
-        contains the checkpoint and that run.
+        The field contains the spec file. If this run starts from a checkpoint of another run, the
+        field also contains the checkpoint and the other run.
         """
         provenance: dict[str, Any] = {}
         start = self.spec.start_from
@@ -318,8 +318,8 @@ class RunSession:
         Do nothing if the run has no submitted code.
 
         Args:
-            fetch: Function that downloads code with a certain name from the server. It returns None
-                if the server does not have the code.
+            fetch: Function that downloads code with a certain name from the server. The result is
+                None if the server does not have the code.
 
         Raises:
             NoCode: The code is neither on this machine nor on the server.
@@ -634,8 +634,8 @@ class RunSession:
             mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
-        # Pass the template only to the first attempt. It is a process from which guardian processes
-        # are forked. The supervisor of the first attempt ends the template.
+        # Pass the template only to the first attempt. The template is a process from which guardian
+        # processes are forked, and the supervisor of the first attempt ends it.
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(
@@ -764,7 +764,7 @@ class RunSession:
             is_cancelled: True if the flow run was cancelled on the Prefect server. The run then
                 ends as cancelled in any case, because the server accepts no other final state.
             cancellation: Reason for the cancellation on the Prefect server, or an empty string if
-                unknown. It replaces the signal as the reason.
+                unknown. This reason is used instead of the signal.
 
         Returns:
             The result of the run and its cause.

@@ -66,8 +66,8 @@ def tracker_env(
 def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
     """Return True if the MLflow runs of a component need a parent run in MLflow.
 
-    A parent run groups the MLflow runs of several attempts. It is not needed if the user selects a
-    run of MLflow.
+    A parent run groups the MLflow runs of several attempts. No parent run is needed if the user
+    selects a run of MLflow.
 
     Args:
         env: Variables of the component that do not come from `tracker_env`.
