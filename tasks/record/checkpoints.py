@@ -823,8 +823,8 @@ def find_stage_checkpoint(
     """Return the checkpoint that a completed stage of a pipeline passes to the next stage.
 
     Args:
-        checkpoint: Value of the stage's key `checkpoint`: a path or a pattern. If None, the
-            checkpoint is chosen from which the run would resume.
+        checkpoint: Value of the stage's key `checkpoint`: a path or a pattern. If None, use the
+            checkpoint from which the run would resume.
         spec: The spec of the stage's run, in which placeholders are not replaced yet.
         place: Directory of the stage's run.
 

@@ -467,7 +467,7 @@ class RunPlace:
 
     @property
     def lineage(self) -> Path:
-        """Path of the file that lists the data that the run reads and writes."""
+        """Path of the file that lists the inputs and outputs of the run."""
         return self.directory / "lineage.json"
 
     def attempt(self, number: int) -> AttemptPlace:

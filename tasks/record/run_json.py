@@ -562,9 +562,9 @@ class RunRecord:
     ) -> None:
         """Add a new attempt to the record.
 
-        If no attempt should have followed the previous attempt, a user has started the run again.
-        If the record contains no decision, the flow process was killed. In both cases, "begun
-        again" is added to the decision about the previous attempt.
+        If the recorded decision says that the run has ended, a user has started the run again. If
+        there is no decision, the flow process was killed. In both cases, "begun again" is added to
+        the decision about the previous attempt.
 
         Args:
             number: Number of the attempt, starting at 1.

@@ -20,9 +20,9 @@ _SMALLEST_HOLE_BYTES = 4096
 class Tail:
     """Position up to which a file was read, and the last bytes before this position.
 
-    If a file was truncated and written again, for example by log rotation, these bytes differ at
-    the next read. Holes in the file are skipped. A hole is a part whose bytes were deleted with
-    fallocate(2).
+    If a file was truncated and written again, for example by log rotation, the bytes before the
+    position differ at the next read. Holes in the file are skipped. A hole is a part whose bytes
+    were deleted with fallocate(2).
     """
 
     def __init__(self, position: int = 0) -> None:

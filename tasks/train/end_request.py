@@ -32,7 +32,7 @@ class EndRequest:
         return bool(self.interrupt_reason or self.handover_reason)
 
     def interrupt(self, reason: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Does not wait.
+        """Request that the run ends as cancelled, with all grace periods. Return at once.
 
         Only the first call sets the reason. Further calls are possible, because the same
         cancellation may arrive both as a signal and through the Prefect server.
@@ -43,14 +43,14 @@ class EndRequest:
             self._supervisor.interrupt(self.interrupt_reason)
 
     def hurry(self) -> None:
-        """End an interrupted run without waiting for the remaining grace periods. Does not wait."""
+        """End an interrupted run without its remaining grace periods. Return at once."""
         was_hurried = self._is_hurried
         self._is_hurried = True
         if self._supervisor is not None and not was_hurried:
             self._supervisor.hurry()
 
     def hand_over(self, reason: str) -> None:
-        """End the run's work in this process, but let its Ray jobs continue. Does not wait.
+        """End the run's work in this process, but let its Ray jobs continue. Return at once.
 
         Another process of the run will supervise the Ray jobs.
         """

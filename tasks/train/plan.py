@@ -425,8 +425,8 @@ def inherit_env() -> dict[str, str]:
 def _is_private(name: str) -> bool:
     """Return True if components must not inherit an environment variable of this process.
 
-    A key of the Prefect server is private, because it allows to start and end the runs of other
-    users. If a component needs the key, the run spec must set it under `env`.
+    A key of the Prefect server is private, because a component with the key could start and end the
+    runs of other users. If a component needs the key, the run spec must set it under `env`.
     """
     if name in _PRIVATE_VARIABLES or name.startswith("PREFECT__"):
         return True

@@ -281,15 +281,15 @@ class RunSession:
         return {"provenance": provenance} if provenance else {}
 
     def interrupt(self, why: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Does not wait."""
+        """Request that the run ends as cancelled, with all grace periods. Return at once."""
         self._end_request.interrupt(why)
 
     def hurry(self) -> None:
-        """End an interrupted run without waiting for the remaining grace periods. Does not wait."""
+        """End an interrupted run without its remaining grace periods. Return at once."""
         self._end_request.hurry()
 
     def hand_over(self, why: str) -> None:
-        """End the run's work in this process, but let its Ray jobs continue. Does not wait.
+        """End the run's work in this process, but let its Ray jobs continue. Return at once.
 
         Another process of the run will supervise the Ray jobs.
         """
@@ -388,7 +388,7 @@ class RunSession:
         raise AssertionError
 
     def _ask_checkpoints(self, read: Callable[[], T], within_s: float) -> T:
-        """Call a function that reads checkpoints in another thread, and return its result.
+        """Call a function in another thread to read checkpoints, and return its result.
 
         The file system of the checkpoints may not respond. If the run must end, the time limit is
         shorter.
