@@ -64,12 +64,12 @@ _SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
 _SECRET_KEY_PREFIXES = frozenset(
     {"API", "ACCESS", "PRIVATE", "SECRET", "SIGNING", "ENCRYPTION", "MASTER", "ACCOUNT"}
 )
-#: Words before KEY at the end of a name for which the value is not secret: PUBLIC_KEY.
+#: Words that make a value harmless if they precede KEY at the end of its name: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = frozenset(
     {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "GROUP", "STEP", "METRIC"}
 )
-#: Words before TOKEN for which the variable contains a token of a language model, such as
-#: EOS_TOKEN. The value is not secret.
+#: If one of these words precedes TOKEN, as in EOS_TOKEN, the variable contains a token of a
+#: language model. The value is not secret.
 _MODEL_TOKEN_PREFIXES = frozenset(
     {
         "EOS",
@@ -88,8 +88,8 @@ _MODEL_TOKEN_PREFIXES = frozenset(
         "NUM",
     }
 )
-#: Words after TOKEN for which the name means tokens of a language model, such as TOKEN_COUNT. The
-#: value is not secret.
+#: If one of these words follows TOKEN, as in TOKEN_COUNT, the name means tokens of a language
+#: model. The value is not secret.
 _MODEL_TOKEN_SUFFIXES = frozenset(
     {"ID", "IDS", "LEN", "LENGTH", "LIMIT", "COUNT", "BUDGET", "LEVEL", "MEAN", "SIZE", "RATE"}
 )

@@ -32,8 +32,8 @@ from tasks.spec.formatting import join_commas, suggest_name
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tasks.train.deploying import TRAIN_FLOW, connect_to_configured_server
 
-#: Names of the flows for which a user creates deployments, in the order of the output of `muster
-#: deployments`.
+#: Names of the flows with deployments that a user creates. `muster deployments` shows the
+#: deployments in this order.
 _FLOWS = (TRAIN_FLOW, "pipeline")
 _HEAD = ("deployment", "spec", "schedule", "next start", "pool/queue")
 #: Prefect state types of flow runs without a process. If the deployment of such a flow run is

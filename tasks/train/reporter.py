@@ -103,7 +103,7 @@ class Reporter:
         self._pending_activity = ""
         #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
         self._activity_due_s = 0.0
-        #: Queue of functions, each of which sends one report. The entry None ends the thread.
+        #: Queue of functions that each send one report. The entry None ends the thread.
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         #: True if the server did not answer when the last report was sent.
         self._is_server_away = False
