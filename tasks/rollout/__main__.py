@@ -23,9 +23,10 @@ _ARGUMENT_AT_MOST = 60
 
 
 def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
-    """Show which inference servers a run would start, and where: engines, servers with their
-    commands, groups of servers that are stopped and started together, and the training mesh (the
-    ranks that each server updates with new weights). No server is started.
+    """Show the inference servers that a run would start, without starting a server.
+    The output lists the engines, the servers with their commands and hosts, and the groups of
+    servers that are stopped and started together. It also lists the training mesh: the ranks to
+    which each server belongs when the trainer sends new weights.
 
     Hosts and ports are examples: node-0 and so on, or 127.0.0.1 for local servers, and consecutive
     ports. Placeholders such as ${run.dir} stay as they are. Variables that look secret are masked.
@@ -33,8 +34,8 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
     loaded = load_spec(spec, set)
-    # The command prints no secrets. So it does not read the run's Prefect Secret blocks, and uses
-    # the mask in place of their values.
+    # The output shows a mask instead of each secret. So the run's Prefect Secret blocks are not
+    # read.
     loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
     topology = _mask_secrets(_plan_fleet(loaded, str(spec)), loaded.secrets)
     if json:
@@ -64,10 +65,10 @@ def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
 
 
 def _mask_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
-    """Return the plan with secrets replaced by a mask.
+    """Return the plan with all secrets replaced by a mask.
 
-    The values of environment variables whose names suggest a secret are masked. In command-line
-    arguments, each occurrence of a known secret is masked.
+    The function masks two kinds of secrets: the values of environment variables whose names suggest
+    a secret, and each known secret in a command-line argument.
 
     Args:
         plan: The plan of the fleet.
@@ -110,7 +111,7 @@ def _shorten(word: str) -> str:
 
 
 def _format_range(numbers: Sequence[int]) -> str:
-    """Return more than two consecutive numbers as `3-7`, and all other numbers as `3,5,6`."""
+    """Return the numbers as text: more than two consecutive numbers as `3-7`, others as `3,5,6`."""
     is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]}-{numbers[-1]}" if is_range else join_commas(numbers)
 

@@ -37,15 +37,16 @@ from tasks.record.log_bound import punch_hole
 
 #: The modules of Muster that are pickled by value and sent to the nodes.
 SENT = (sys.modules[__name__], ports, sockets, tree, log_bound)
-#: Seconds that the wrapper process of a server gets, after the grace period, to kill the server and
-#: all descendants of the server.
+#: Seconds after the grace period in which the wrapper process kills the server and all descendants
+#: of the server.
 _KILL_WITHIN_S = 10.0
-#: Seconds that the descendants of a server get to end after the server has exited by itself. Then
-#: the wrapper kills them.
+#: If a server exits by itself, its descendants get this number of seconds to end. Then the wrapper
+#: kills the descendants.
 _STRAGGLERS_S = 2.0
 #: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02
-#: Largest number of bytes of a server's log that are reported with its exit status.
+#: Largest number of bytes of a server's log that Muster reports together with the server's exit
+#: status.
 _TAIL_BYTES = 16_384
 #: Largest number of bytes that one call of `read_log` returns.
 _LOG_AT_MOST_BYTES = 1 << 20
@@ -56,14 +57,14 @@ _QUOTED_BYTES = 200
 class ServerActor:
     """Starts and stops the process of one server, and sends health checks to it.
 
-    The health checks are in a separate concurrency group of the actor, so Ray runs them even while
-    another method waits. The server's process runs below a wrapper (`tasks/ray/wrapper.py`). If the
-    actor ends for any reason, the wrapper ends the whole process tree of the server.
+    Ray runs health checks even while another method of the actor waits, because they are in a
+    separate concurrency group. The server's process runs below a wrapper (`tasks/ray/wrapper.py`).
+    If the actor ends for any reason, the wrapper ends the whole process tree of the server.
 
     Args:
         rank: Rank of the server.
-        wrapper: Text of each file of the wrapper by the file's name. Python runs the directory of
-            the files as a program.
+        wrapper: Mapping from file name to text, for all files of the wrapper. Python runs the
+            directory of these files as a program.
     """
 
     def __init__(self, rank: int, wrapper: Mapping[str, str]) -> None:
@@ -114,10 +115,8 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # If Ray stops a job, Ray sends the signal that this variable names to every process
-                # of the job, so that the wrapper does not pass the signal on to its command. Here,
-                # only the wrapper gets the actor's signal. With `none`, the wrapper passes each
-                # signal on to the server.
+                # With `none`, the wrapper passes each signal on to the server. With a signal name,
+                # the wrapper would ignore that signal, and expect Ray to send it to the server.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
@@ -151,8 +150,8 @@ class ServerActor:
         done, _ = await asyncio.wait([self._exit], timeout=grace_s)
         if done:
             return []
-        # Wait for the end of both processes of the wrapper. If the first process is killed, its
-        # child, the second process, kills the server's process tree at once and exits.
+        # The wrapper consists of a process and its child. After the kill of the process, the child
+        # kills the server's process tree and exits. So wait for the end of both.
         wrapper_pids = [process.pid, *_list_children(process.pid)]
         process.kill()
         with contextlib.suppress(TimeoutError):
@@ -167,8 +166,7 @@ class ServerActor:
     ) -> str:
         """Send a request to the server from the server's own machine.
 
-        The request is not sent if a process outside the server's process tree listens at the
-        address.
+        If a process outside the server's process tree listens at the address, no request is sent.
 
         Args:
             method: HTTP method in upper case.
@@ -191,15 +189,16 @@ class ServerActor:
 
     @ray.method(concurrency_group="questions")
     async def list_listeners(self, host: str, port: int) -> tuple[list[str], str]:
-        """Return the sockets that listen at an address of this machine, if the server owns them.
+        """Return the listening sockets at an address of this machine, if the server owns the
+        sockets.
 
         Args:
             host: The address.
             port: The port.
 
         Returns:
-            The inodes of the sockets and an empty string, if processes of the server's tree own all
-            of them. Otherwise no inodes and a description of the other process.
+            The inodes of the sockets, and an empty string. If a process outside the server's
+            process tree owns a socket: no inodes, and a description of that process.
 
         Raises:
             OSError: The owners of the sockets could not be determined.
@@ -227,8 +226,8 @@ class ServerActor:
     async def read_log(self, offset: int) -> bytes:
         """Return at most 1 MiB of the server's log, or empty bytes at its end.
 
-        The disk space of earlier parts of the log is released, except the last 16 KiB of them. The
-        log on this node would otherwise grow as long as the server runs.
+        The call also frees the disk space of the log before `offset`, except for the last 16 KiB.
+        So the log does not fill the disk of this node.
 
         Args:
             offset: Number of bytes at the start of the log that the caller has read already.
@@ -257,8 +256,8 @@ class ServerActor:
 class PortKeeper:
     """Reserves ports of one machine for the servers of a fleet.
 
-    The keeper binds a reserved port until the server starts, so that no other process can use the
-    port. After that, no other run of Muster can reserve the port until this actor ends.
+    Until the server starts, the keeper binds the reserved port, so no other process can use the
+    port. Until this actor ends, no other run of Muster can reserve the port.
 
     Args:
         key: Secret of the Muster home directory of the fleet's run; see `ports.lock_name`. Two
@@ -267,9 +266,9 @@ class PortKeeper:
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = key or os.urandom(32)
-        #: Reserved port of each server or engine by its name, such as `server.0`.
+        #: Mapping from the name of a server or engine, such as `server.0`, to its reserved port.
         self._reserved: dict[str, PortsReserved] = {}
-        #: Ports that this actor has bound until the servers that will use the ports are started.
+        #: Ports that this actor binds until the servers that use the ports are started.
         self._bound: set[int] = set()
 
     async def hold(self, names: Sequence[str]) -> list[int]:
@@ -305,7 +304,7 @@ class PortKeeper:
 
 
 def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
-    """Send a request, and return an empty string if the server answers with a success status.
+    """Send a request to a server, and return an empty string if the response has a success status.
 
     If the request fails, return a description of the failure.
 
@@ -347,8 +346,8 @@ def _list_children(pid: int) -> list[int]:
 
 def _can_be_bound(port: int) -> bool:
     with socket.socket() as probe_socket:
-        # Servers set this option, too. With this option, a port can be bound although connections
-        # of an earlier server on the same port are still in the state TIME_WAIT.
+        # Servers set this option, too. Without the option, a port cannot be bound while connections
+        # of an earlier server are in the state TIME_WAIT.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))

@@ -25,25 +25,27 @@ _log = logging.getLogger(__name__)
 #: Limit of open files that the gateway sets for its process. Each request needs two files: one for
 #: the client's connection and one for the server's connection.
 _OPEN_FILES = 65536
-#: Number of open files kept free for the fleet's own work, such as logs and reading /proc.
+#: Number of open files that client connections must leave free for other work, such as logs and
+#: reading /proc.
 _KEPT_FILES = 256
-#: Number of open files kept free for each server. They are needed by the guardian process that owns
-#: the server, for the start of the server, and for health probes.
+#: Number of open files that client connections must leave free for each server. The files are
+#: needed for the start of the server, for its guardian process, and for health probes.
 _KEPT_FILES_EACH = 8
-#: Largest number of connections on which no request was authorized yet, for a gateway with a token.
+#: Largest number of connections without an authorized request, if the gateway requires a token.
 _STRANGERS = 8192
-#: Largest number of connections of one user or address on which no request was authorized yet, for
-#: a gateway with a token.
+#: Largest number of connections without an authorized request from a single user or address, if the
+#: gateway requires a token.
 _STRANGERS_EACH = 4096
-#: Largest number of connections of other users, for a gateway without a token. The gateway refuses
-#: all requests of other users.
+#: Largest number of connections of other users, if the gateway requires no token. The gateway
+#: answers all requests of these users with an error.
 _REFUSED_STRANGERS = 256
-#: Largest number of connections of one other user or address, for a gateway without a token.
+#: Largest number of connections of a single other user or address, if the gateway requires no
+#: token.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
 #: Length of the IPv6 network prefix that counts as one address. A single host may own all addresses
-#: of a network with this prefix length.
+#: with the same prefix.
 _IPV6_PREFIX = 64
 
 
@@ -53,9 +55,9 @@ class Bounds:
 
     #: Largest number of client connections in total.
     in_all: int
-    #: Largest number of connections on which no request was authorized yet.
+    #: Largest number of connections without an authorized request.
     strangers: int
-    #: Largest number of connections of one user or address on which no request was authorized yet.
+    #: Largest number of connections without an authorized request from a single user or address.
     strangers_each: int
 
 
@@ -68,8 +70,8 @@ def compute_bounds(
         open_files: Limit of open files of this process.
         in_use: Number of files that are open already.
         may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
-        servers: Number of inference servers of the run. For each server, the gateway needs some of
-            its open files, so fewer files are available for client connections.
+        servers: Number of inference servers of the run. The gateway keeps some open files free for
+            each server.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
     # Each client connection needs two open files: its own, and one for the connection to a server.
@@ -90,9 +92,9 @@ class Admission:
 
     Args:
         may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
-        servers: Number of inference servers of the run. For each server, the gateway needs some of
-            its open files, so fewer files are available for client connections.
-        table: Table with which the gateway asks the kernel which user has opened a connection. If
+        servers: Number of inference servers of the run. The gateway keeps some open files free for
+            each server.
+        table: Table of the kernel's sockets, which shows the user who has opened a connection. If
             None, a new `SocketTable` is created.
     """
 
@@ -104,10 +106,10 @@ class Admission:
         self._table = table or SocketTable()
         self._bounds = compute_bounds(_OPEN_FILES, in_use=0, may_be_let_in=may_be_let_in)
         self._count = 0
-        #: Number of connections on which no request was authorized yet, by user or address.
+        #: Mapping from user or address to the number of connections without an authorized request.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
-        #: Number of connections that were closed because of a limit, since the last log message.
+        #: Number of connections that a limit has closed since the last log message.
         self._closed = 0
         self._logged_s = float("-inf")
 
@@ -117,10 +119,10 @@ class Admission:
         return self._bounds
 
     def open(self) -> None:
-        """Raise the process's limit of open files, and compute the limits for connections from it.
+        """Raise the process's limit of open files, and compute the limits for client connections.
 
-        Also open the socket to the kernel that later identifies the users of connections. If that
-        fails, the users are read from /proc/net/tcp.
+        The method also opens a socket to the kernel, which later identifies the user of each
+        connection. If the socket cannot be opened, the users are read from /proc/net/tcp.
         """
         tree.allow_files(_OPEN_FILES)
         try:
@@ -145,8 +147,9 @@ class Admission:
         """Identify the client of a new connection, and count the connection.
 
         Returns:
-            False if there are too many connections. The caller then closes the connection. In both
-            cases, the caller has to call `leave` when the connection is closed.
+            True if the connection may stay open. False if the caller has to close the connection,
+            because there are too many. In both cases, the caller calls `leave` after the connection
+            is closed.
         """
         self._identify(connection)
         self._count += 1
@@ -237,11 +240,11 @@ def user_of_connection(
 
 
 def _network_of(host: str) -> str:
-    """Return the name under which the connections from a host are counted.
+    """Return the key under which connections from a host are counted.
 
-    The name is `address ADDRESS`. For an IPv6 address other than loopback, the name is `network
-    NETWORK` with the /64 network of the address. A single host may own all addresses of a /64
-    network, so these addresses are counted together.
+    The key of an IPv4 or loopback address is `address ADDRESS`. The key of another IPv6 address is
+    `network NETWORK`, with its /64 network, because a single host may own all addresses of this
+    network.
     """
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and not address.is_loopback:

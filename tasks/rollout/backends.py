@@ -34,22 +34,21 @@ class Ask:
 class Questions:
     """The requests that check, pause and resume the servers of a fleet."""
 
-    #: Request that a server answers with 200 if the server is ready to receive other requests.
+    #: Readiness request. A server that is ready answers the request with 200.
     ready: Ask
-    #: Request that a server answers with 200 after its engine has generated a token. None if the
-    #: backend has no such request.
+    #: Request that makes the engine generate a token. The server then answers 200. None if the
+    #: backend has no request of this kind.
     token: Ask | None
-    #: Request that pauses all generation of a server until the request `resume`. None if the
-    #: backend has no such request.
+    #: Request that pauses all generation of a server, until the request `resume` is sent. None if
+    #: the backend cannot pause.
     pause: Ask | None = None
-    #: Request that resumes the paused generation of a server. None if the backend has no such
-    #: request.
+    #: Request that resumes the paused generation of a server. None if the backend cannot pause.
     resume: Ask | None = None
 
 
 _HEALTH = Ask(method="GET", path="/health")
-#: Source text of `lmdeploy_replica.py`. LMDeploy's servers run this text by `python -c`, so no file
-#: of Muster has to be installed on their machine.
+#: Source text of `lmdeploy_replica.py`. LMDeploy's servers run this text with `python -c`, so the
+#: file need not be installed on the machine of the servers.
 _REPLICA_SOURCE = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 
@@ -70,7 +69,7 @@ class Place:
     #: Port that the server listens on. None if the server has no HTTP API.
     port: int | None = None
     #: Host and port at which the processes of the engine connect to each other. None if the engine
-    #: needs no such address.
+    #: has only one process.
     meeting: tuple[str, int] | None = None
 
     @property
@@ -158,8 +157,8 @@ class Sglang(Backend):
     Only the first node of an engine has the real HTTP server. On the other nodes, SGLang starts a
     stub that answers 200 as long as its process lives.
 
-    The option `--enable-dp-attention` is used because every version of SGLang accepts it. SGLang
-    0.5.23 calls the option deprecated.
+    The class uses the option `--enable-dp-attention`, which every version of SGLang accepts. SGLang
+    0.5.23 calls this option deprecated.
 
     Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/arg_groups/parallel_hook.py,
     srt/entrypoints/http_server.py
@@ -198,9 +197,9 @@ class Lmdeploy(Backend):
     """LMDeploy.
 
     An engine with tensor parallelism runs a single server. An engine with replicas runs one server
-    for each replica, which `lmdeploy_replica.py` starts. LMDeploy's own command line would start
-    all replicas of a node under one process. That process would use the devices from 0 upwards and
-    listen on the machine's external address.
+    for each replica, which `lmdeploy_replica.py` starts. LMDeploy's own command line is not used:
+    it would start all replicas in one process, ignore the assigned devices, and listen on the
+    machine's external address.
 
     Source: LMDeploy 0.18, cli/serve.py, serve/openai/launch_server.py, pytorch/envs.py
     """
@@ -213,9 +212,8 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # The request /health alone does not show quickly whether the engine works. LMDeploy answers
-        # it with the last result of an internal monitor, which may be 12 s old. The monitor detects
-        # a hanging scheduler only after 90 s. So health checks also request a token.
+        # The request /health would report a hanging scheduler only after 90 s, and its result may
+        # be 12 s old. So health checks also request a token.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:
@@ -238,9 +236,9 @@ class Lmdeploy(Backend):
             variables[f"LMDEPLOY_{kind}_MASTER_ADDR"] = place.meeting[0]
             variables[f"LMDEPLOY_{kind}_MASTER_PORT"] = str(place.meeting[1])
         if has_replicas or self.fleet.nodes_per_engine == 1:
-            # LMDeploy runs its workers under Ray. On the run's Ray cluster, it would request more
-            # GPUs, although it already holds its GPUs. With "local", it starts a private Ray
-            # instance with the GPUs that are visible to it.
+            # LMDeploy runs its workers under Ray. With "local", LMDeploy starts a private Ray
+            # instance with the GPUs that it already has. On the run's Ray cluster, LMDeploy would
+            # request further GPUs.
             ray_address = select_literals(self.fleet.env).get("RAY_ADDRESS", "local")
             variables["RAY_ADDRESS"] = ray_address
         return variables
@@ -328,7 +326,7 @@ class AnyCommand(Backend):
         return tuple(self.fleet.command or ())
 
 
-#: Class of each backend by its name in a spec.
+#: Mapping from the backend's name in a spec to its class.
 BACKENDS: Mapping[str, type[Backend]] = {
     "sglang": Sglang,
     "lmdeploy": Lmdeploy,

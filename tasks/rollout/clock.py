@@ -9,16 +9,17 @@ from random import Random
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait for cancelled tasks. A task of Muster ends at once when it is cancelled, or after
-#: a short cleanup.
+#: Largest number of seconds to wait for the end of cancelled tasks.
 _ENDED_WITHIN_S = 5.0
-#: Highest exponent in `first_s * 2**exponent`, the pause between restarts. Without this limit, many
-#: restarts would overflow a float.
+#: Highest exponent in the pause between restarts, `first_s * 2**exponent`. Without this limit, the
+#: float would overflow after many restarts.
 _MAX_EXPONENT = 30
 
 
 def now_s() -> float:
-    """Return the time of the running asyncio loop in seconds. Only differences have a meaning."""
+    """Return the time of the running asyncio loop in seconds. Only the difference between two times
+    has a meaning.
+    """
     return asyncio.get_running_loop().time()
 
 

@@ -46,35 +46,34 @@ from tasks.spec.secrets import find_argument_secrets, find_env_secrets, mask_tex
 
 #: Environment variable in which a component finds its token for the fleet's gateway.
 TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
-#: Name of the component that receives the gateway's order token, which allows requests that change
-#: the fleet. If a run has no component of this name, all components receive the order token.
+#: Name of the component that receives the gateway's order token. This token allows requests that
+#: change the fleet. In a run without this component, all components receive the order token.
 TRAINER = "trainer"
 #: Environment variable in which the fleet's process finds its `FleetPlan` as JSON.
 PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
-#: Seconds that the fleet's process may run after the grace period of the servers. It needs up to
-#: 20 s of this time (`recovery.STOPPED_WITHIN_S`) to kill the servers.
+#: Seconds that the fleet's process gets to end after the grace period of the servers. Killing the
+#: servers takes up to 20 s (`recovery.STOPPED_WITHIN_S`).
 STOP_MARGIN_S = 30.0
 
 #: Prefix of the names of server ports among the ports of a run, as in `rollout.ports.server.0`.
 _PORTS_PREFIX = f"{FLEET}.ports."
 #: Name of the gateway's port among the ports of a run.
 _GATEWAY_PORT = f"{FLEET}.port"
-#: Seconds that a fleet on this machine may need to start, in addition to the start time of the
-#: servers that the spec allows.
+#: Seconds that the start of a fleet on this machine may take, in addition to the servers' start
+#: time in the spec.
 _START_MARGIN_S = 60.0
-#: Seconds that a fleet on Ray may need to start, in addition to the start time of the servers that
-#: the spec allows. Before the servers start, the fleet waits up to 300 s until the cluster has free
-#: GPUs (`ray_host._ROOM_WITHIN_S`).
+#: Seconds that the start of a fleet on Ray may take, in addition to the servers' start time in the
+#: spec. The fleet first waits up to 300 s for free GPUs (`ray_host._ROOM_WITHIN_S`).
 _RAY_START_MARGIN_S = 360.0
 #: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
 #: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). The kernel
 #: is asked which local address it would use to reach such an address; nothing is sent.
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
-#: Port number to use with `_REMOTE_ADDRESSES`. Any number would do, because no packet is sent.
+#: Port number to use with `_REMOTE_ADDRESSES`. The number is arbitrary, because no packet is sent.
 _ANY_PORT = 9
-#: Variables that prevent Ray from writing a native stack trace into the log at SIGTERM. SIGTERM is
-#: the normal way to stop a fleet.
+#: Environment variables that stop Ray from logging a native stack trace at SIGTERM, which is the
+#: normal way to end a fleet.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 #: Seconds between two reads of the file into which the fleet's process writes its events.
 _READ_EVERY_S = 0.1
@@ -101,16 +100,17 @@ def node_gpus(spec: RunSpec) -> int | None:
 
 
 def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
-    """Return the values of `${rollout.url}` and `${rollout.engines}` in a run spec.
+    """Return the values of the placeholders `${rollout.url}` and `${rollout.engines}` in a run
+    spec.
 
     Args:
         spec: The run spec.
         ports: Port numbers of the run by their names.
 
     Returns:
-        The value of each placeholder by its name: the gateway's URL, and the addresses of the
-        entrypoints as `host:port,host:port`. The addresses are missing if the fleet runs on Ray.
-        Empty if the run has no fleet of inference servers.
+        Mapping from placeholder name to value: the gateway's URL, and the addresses of the
+            entrypoints as `host:port,host:port`. If the fleet runs on Ray, the mapping has no
+            addresses. Empty if the run has no fleet of inference servers.
     """
     fleet = spec.fleet
     if fleet is None:
@@ -131,9 +131,8 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
 def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
     """Return the address of this machine that the nodes of the run's Ray cluster can reach.
 
-    The address belongs to the network interface that routes to the cluster's head node. If the head
-    node is this machine, the address belongs to the interface that routes to other machines. No
-    packet is sent.
+    The address is that of the network interface that routes to the cluster's head node. If this
+    machine is the head node, the interface that routes to other machines is used.
 
     Args:
         spec: The run spec.
@@ -159,7 +158,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """Return the faults that show up when the inference servers of a run spec are planned."""
+    """Return the faults in a run spec that are found by planning its inference servers."""
     try:
         plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:
@@ -176,13 +175,12 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 
 
 def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
-    """Yield a fault if an inference engine spans several nodes but has to run on a single node.
+    """Yield a fault if an inference engine that has to run on a single node spans several nodes.
 
-    An engine on this machine has to run on a single node. So does an engine on Ray if it has only
-    one server.
+    Two kinds of engines have to run on a single node: engines on this machine, and engines on Ray
+    that have only one server.
     """
-    # Check only the first engine: all engines of a fleet have the same numbers of nodes and
-    # servers.
+    # Check only the first engine, because all engines of a fleet have the same size.
     first_engine = plan.engines[0]
     node_count = len(first_engine.nodes)
     has_one_server = len(first_engine.servers) == 1
@@ -279,7 +277,7 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
             # All components get the variables of the spec's section `env`. The error message names
-            # only the first of those components that may run on another machine.
+            # only the first component that may run on another machine.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"
@@ -331,7 +329,8 @@ class FleetPlan(BaseModel):
     fleet: Rollout = Field(repr=False)
     #: Port of the gateway.
     port: int
-    #: Reserved ports of a fleet on this machine, by the names that `topology.ports_needed` returns.
+    #: Mapping from the names that `topology.ports_needed` returns to the reserved ports. Empty if
+    #: the servers run on Ray.
     ports: Mapping[str, int]
     #: Number of GPUs that the run requests on each node, or None if the run needs no GPUs.
     node_gpus: int | None = None
@@ -341,11 +340,11 @@ class FleetPlan(BaseModel):
     cwd: Path
     #: Absolute path of the attempt's directory, which holds logs and events.
     directory: Path
-    #: Registry directory of the run, in which each server gets an entry. None if no entry is
-    #: needed, because Ray or the component's PID namespace ends the servers.
+    #: Registry directory of the run, in which each server gets an entry. None if the servers need
+    #: no entries, because Ray or a PID namespace ends them.
     register_at: Path | None = None
-    #: True if the servers accept requests with the weights that they load at their start. False if
-    #: they wait for the trainer's first weights.
+    #: True if the servers accept requests as soon as they have started. False if they first wait
+    #: for weights from the trainer.
     serves_as_loaded: bool = True
     #: Token that the gateway requires in requests for generation. Empty if it requires no token.
     token: str = Field("", repr=False)
@@ -426,10 +425,10 @@ def prepare_fleet(
         run_id: Id of the run.
         place: Paths of the attempt's files.
         containment: Kernel features that this machine uses to end all processes of the run.
-        ports: Reserved ports of the run, by their names.
+        ports: Mapping from name to number, for the reserved ports of the run.
         register_at: Registry directory of the run, in which the servers get entries.
-        resumes: True if the trainer resumes from a checkpoint. The weights that the servers load
-            at their start are then older than the trainer's weights.
+        resumes: True if the trainer resumes from a checkpoint, so that its weights are newer than
+            the weights that the servers load.
         secrets: Secrets of the run, which the fleet's process masks in its output.
     """
     fleet = spec.fleet
@@ -437,12 +436,11 @@ def prepare_fleet(
         return None
     is_on_ray = fleet.placement == "ray"
     needs_token = fleet.require_token or not is_loopback(fleet.host)
-    # Pass the variables of the spec's section `env` explicitly to servers on Ray. They run on other
-    # machines, and inherit no variables from the processes of this machine.
+    # Servers on Ray inherit no variables from this machine. So pass them the variables of the
+    # spec's section `env` explicitly.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
-    # At containment level L4, the servers run in a PID namespace. The pids of the servers have no
-    # meaning outside of the namespace, and the servers end with the first process of the namespace.
-    # So the servers need no entries in the run's registry.
+    # At containment level L4, the servers run in a PID namespace, and the kernel ends them together
+    # with the first process of the namespace. So the servers need no entries in the run's registry.
     is_registered = containment.level is not Level.L4 and not is_on_ray
     initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(
@@ -474,8 +472,9 @@ def fleet_component(
 
     Args:
         plan: Plan of the fleet.
-        env: Environment variables that all components get, and those of the component `rollout`.
-        on_exit_zero: What the run does if the fleet's process exits with code 0.
+        env: Environment variables of the component `rollout`, including the variables that all
+            components get.
+        on_exit_zero: Reaction of the run if the fleet's process exits with code 0.
     """
     fleet = plan.fleet
     place = plan.place
@@ -545,10 +544,10 @@ class FleetTail:
     def forward_new_events(self, *, is_last: bool = False) -> None:
         """Forward the events of all lines that were added to the event file since the last call.
 
-        A line without a newline is incomplete, and is forwarded when the newline has arrived.
+        The last line may be incomplete. It is forwarded after the process has written its newline.
 
         Args:
-            is_last: True to forward an incomplete last line, too.
+            is_last: True to forward the last line even if it has no newline.
         """
         for line in self._log.read_new(is_last=is_last):
             try:
@@ -563,7 +562,7 @@ class FleetTail:
         """Forward new events of the fleet's process until `close` is called, and once after it."""
         is_last = False
         while not is_last:
-            # Wait before the read. If `close` is called during the wait, the read that follows
-            # returns all events that the process wrote before its end.
+            # Wait before the read, not after the read. Then the last read comes after the call of
+            # `close`, and finds all events of the ended process.
             is_last = self._closing.wait(_READ_EVERY_S)
             self.forward_new_events(is_last=is_last)

@@ -41,20 +41,20 @@ from tasks.spec.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 
-#: If a server group fails this number of times before the fleet has started, the run fails.
+#: Number of failed starts of a server group, before the fleet has started, at which the run fails.
 _MAX_FAILED_STARTS = 3
-#: Reason in messages about requests, weight syncs and servers that end because the fleet is
-#: stopped.
+#: Reason in messages if the stop of the fleet ends a request, a weight sync or a server.
 _STOPPED = "the fleet is stopped"
-#: Seconds after the death of an engine during which the engine's HTTP server may still answer that
-#: it is ready.
+#: Seconds during which the HTTP server of a dead engine may still answer that the engine is ready.
 _DEATH_REPORT_DELAY_S = 0.3
 #: Largest number of server groups whose failures are described in the message of a failed fleet.
 _MAX_NAMED_CAUSES = 8
 
 
 class FleetFailed(MusterError):
-    """The fleet could not start. The message gives the reason; the fleet must still be stopped."""
+    """The fleet could not start. The message gives the reason. The caller must still call
+    `Fleet.stop`.
+    """
 
 
 class FleetPhase(Enum):
@@ -73,8 +73,8 @@ class FleetPhase(Enum):
 class Fleet:
     """The inference servers of one run.
 
-    A fleet runs from `start` to `stop`, and may then be started again. To bring new weights, the
-    trainer calls `begin_sync`, and then the methods of `syncs`.
+    A fleet runs from `start` to `stop`, and may then be started again. A transfer of new weights
+    begins with `begin_sync`, and continues with the methods of `syncs`.
     """
 
     def __init__(
@@ -95,14 +95,15 @@ class Fleet:
         Args:
             plan: Topology of the fleet.
             settings: The fleet's section of the run spec.
-            host: Starts and stops the servers. The fleet sets its `on_death`.
+            host: Starts and stops the servers. The constructor sets the attribute `on_death` of the
+                host.
             prober: Sends requests to the servers.
             emit: Function that emits an event.
-            rebind: Function that returns the servers of a lifecycle group with new addresses. It is
-                called if other programs use the addresses of the group.
+            rebind: Function that returns the servers of a lifecycle group with new addresses. The
+                fleet calls `rebind` if another program already uses an address of the group.
             random: Source of random numbers, or None for a new one.
-            serves_as_loaded: True if groups serve with the weights that they load at their start.
-                False if they wait for the first commit.
+            serves_as_loaded: True if server groups accept requests as soon as they have started.
+                False if they first wait for weights from the trainer.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
         self.router = Router(
@@ -113,20 +114,21 @@ class Fleet:
         self.settings = settings
         #: Future that resolves with a reason when the run must fail. `stop` must still be called.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        #: URL of the gateway, as `snapshot` reports it; empty before the gateway has started.
+        #: URL of the gateway, for `snapshot`. Empty before the gateway has started.
         self.url = ""
         self._emit = emit
         self._phase = FleetPhase.STOPPED
         #: Future that resolves when enough groups of servers work; None before the first start.
         self._up: asyncio.Future[None] | None = None
-        #: Tasks that start each server group for the first time, by the group's index.
+        #: Mapping from the index of a server group to the task that starts the group for the first
+        #: time.
         self._starts: dict[int, asyncio.Task[None]] = {}
-        #: Number of consecutive failed starts of each server group, by the group's index. Starts
-        #: are counted only until the fleet has started.
+        #: Mapping from the index of a server group to the number of its consecutive failed starts.
+        #: After the fleet has started, failed starts are no longer counted.
         self._failed_starts: Counter[int] = Counter()
-        #: Last log lines of servers that have died, by their rank.
+        #: Mapping from the rank of a dead server to the last lines of its log.
         self._last_log_lines: dict[int, str] = {}
-        #: Entrypoints that the router may choose, by their rank.
+        #: Mapping from rank to entrypoint, for the entrypoints that the router may choose.
         self._entrypoints: dict[int, Entrypoint] = {}
         #: Lock that is held during `start` and `check`. A weight sync waits for the lock before it
         #: begins.
@@ -154,8 +156,8 @@ class Fleet:
             on_end=lambda: self._fail_if_too_few_engines(checks_min_active=True),
         )
         self.registry.listen(
-            # The router comes first, so that a failed server group receives no more requests while
-            # the other listeners run.
+            # The router is the first listener, so that a failed server group receives no more
+            # requests while the other listeners run.
             self._update_routing,
             self._health.on_change,
             self._recovery.on_change,
@@ -166,9 +168,8 @@ class Fleet:
     async def start(self) -> None:
         """Start all groups of servers, and return when `min_active` groups work.
 
-        If the spec has no `min_active`, return when all groups work, apart from retired groups,
-        which are not restarted any more. If the call is cancelled, servers may still run; `stop`
-        ends them.
+        Without `min_active` in the spec, all groups have to work, except retired groups. If the
+        call is cancelled, servers may still run: call `stop` to end them.
 
         Raises:
             FleetFailed: The run must fail, or the fleet was stopped before it could serve.
@@ -197,8 +198,8 @@ class Fleet:
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
 
-        # Wait for the start tasks of all server groups that are no longer STARTING. Such a group
-        # works, or its start has failed, so its start task ends at once.
+        # Wait for the start tasks of all server groups that are no longer STARTING. These tasks end
+        # at once, because the start has succeeded or failed.
         groups = self.registry.view.groups
         ending_tasks = [
             task
@@ -211,12 +212,12 @@ class Fleet:
     async def stop(self) -> str:
         """End all servers, and kill the servers that still run after the grace period.
 
-        The method may be called at any moment, for example during a start or a recovery. An error
-        in one step does not prevent the next steps, which end the servers.
+        The method may be called at any moment, for example during a start or a recovery. If a step
+        raises an error, the next steps still end the servers.
 
         Returns:
-            Description of processes that could not be ended, and of errors in Muster's own code;
-            empty if all processes have ended. If the description is not empty, call `stop` again.
+            An empty string if all processes have ended. Otherwise a description of the remaining
+            processes and of errors in Muster's own code; the caller then calls `stop` again.
         """
         self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
@@ -236,17 +237,17 @@ class Fleet:
         return "; ".join(filter(None, [remaining, *errors]))
 
     async def check(self) -> dict[str, Any]:
-        """Ask each running server once whether it works. A single bad answer fails its engine.
+        """Check each running server once. A single bad answer marks the server's engine as failed.
 
-        When this method returns, the processes of all failed engines have ended, and the recovery
-        restarts the engines.
+        When this method returns, the processes of the failed engines have ended, and their restart
+        has been scheduled.
 
         Returns:
-            Under separate keys: the failed engines with the causes of their failures, and the ranks
-            of active, inactive and unreachable servers.
+            Mapping with the failed engines and the causes of their failures, and with the ranks of
+            the active, inactive and unreachable servers.
 
         Raises:
-            FleetRefused: A weight sync is open. Servers need not answer during a sync.
+            FleetRefused: A weight sync is open. During a sync, a working server may fail to answer.
         """
         async with self._start_or_check:
             if self.syncs.id is not None:
@@ -305,7 +306,7 @@ class Fleet:
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
-        """End the engine of a server and do not restart it. Its requests are sent to other engines.
+        """End the engine of a server for good, and send the engine's requests to other engines.
 
         Returns:
             The answer of the gateway: status, server id, and index of the engine.
@@ -353,13 +354,13 @@ class Fleet:
         return {"workers": workers, "total": len(workers)}
 
     async def add(self, url: str) -> dict[str, Any]:
-        """Start the engine of an entrypoint again after the recovery has given up the engine.
+        """Start an engine again that Muster no longer restarts by itself.
 
-        The start counts against the budget of recoveries. The method has the same effect as a
-        request to sglang-router that adds a worker.
+        The start uses up one of the restarts that the spec allows. The method is the counterpart of
+        sglang-router's request to add a worker.
 
         Args:
-            url: URL of one of the fleet's entrypoints.
+            url: URL of the entrypoint of the engine.
 
         Returns:
             The answer of the gateway: status, server id and URL.
@@ -439,8 +440,8 @@ class Fleet:
     async def stays_ready(self, url: str) -> bool:
         """Ask a server twice, 0.3 s apart, and return True if it is ready both times.
 
-        After an engine has died, its HTTP server may still answer for a moment. If this machine
-        could not send a request, the server counts as ready.
+        The second request is needed because the HTTP server of a dead engine may still answer for a
+        moment. If this machine could not send a request, the server counts as ready.
         """
         ready, ask = self._parts.questions.ready, self._parts.prober.ask
         for pause_s in (0.0, _DEATH_REPORT_DELAY_S):
@@ -473,7 +474,8 @@ class Fleet:
     async def _start_first(self, group: GroupView) -> None:
         """Start a group of servers when the fleet starts.
 
-        If the start fails, log the reason and return: the recovery then restarts the group.
+        If the start fails, the method logs the reason and returns. `Recovery` then restarts the
+        group.
         """
         try:
             if group.state is GroupState.INACTIVE:
@@ -483,9 +485,9 @@ class Fleet:
             _log.warning("group %d: %s", group.index, error)
 
     def _on_death(self, death: Death) -> None:
-        """Mark the server group of a server that has died as failed, and emit an event.
+        """Mark the group of a dead server as failed, and emit an event.
 
-        The death of a server that was replaced by a newer start is ignored.
+        If a newer start has already replaced the server, nothing happens.
         """
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
@@ -497,7 +499,7 @@ class Fleet:
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
     def _update_routing(self, before: GroupView, after: GroupView) -> None:
-        """Give the router the entrypoints that may now receive requests, and emit an event.
+        """Update the router's list of available entrypoints after a change, and emit an event.
 
         Args:
             before: The server group before the change.
@@ -531,7 +533,8 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """End the wait in `start` if enough server groups work. Fail the run if too few can work.
+        """End the wait in `start` if enough server groups work. Fail the run if too many have been
+        given up.
 
         Args:
             before: The group before the change.
@@ -541,8 +544,8 @@ class Fleet:
             return
         groups = self.registry.view.groups
         wanted = [group for group in groups if group.state is not GroupState.RETIRED]
-        # A server group that starts after a commit of new weights is stale: it works, and waits
-        # until the trainer sends these weights again.
+        # A stale server group counts as working: it has started, but waits until the trainer sends
+        # the newest weights again.
         working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
         needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
         if self._up is not None and not self._up.done() and len(working) >= needed:
@@ -553,15 +556,15 @@ class Fleet:
             self._count_failed_start(before, after)
 
     def _count_failed_start(self, before: GroupView, after: GroupView) -> None:
-        """Count failures of a server group during the fleet's start. Three in a row fail the run.
+        """Count the failed starts of a server group. Three failures in a row fail the run.
 
         Args:
             before: The group before its failure.
             after: The group after its failure.
         """
         if before.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            # Reset the count: the server group has served before this failure, so its last start
-            # succeeded.
+            # The server group has served requests before this failure, so its last start succeeded.
+            # Reset the count.
             del self._failed_starts[after.index]
             return
         self._failed_starts[after.index] += 1
@@ -573,11 +576,11 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too many engines can no longer be restarted, or too few serve requests.
+        """Fail the run if too few engines serve requests, or if too few can still be restarted.
 
         Args:
-            checks_min_active: True to compare the number of serving engines with `min_active`. The
-                number is never compared before the fleet has started, nor during a weight sync.
+            checks_min_active: True to compare the number of serving engines with `min_active`.
+                Before the fleet has started and during a weight sync, the number is not compared.
         """
         view = self.registry.view
         min_active = self.settings.recovery.min_active or 0
@@ -607,7 +610,7 @@ class Fleet:
         self._fail_run(f"{reason}: {'; '.join(islice(causes, _MAX_NAMED_CAUSES))}{log_lines}")
 
     def _quote_log(self, group: GroupView) -> str:
-        """Return the last log lines of a server of a failed group; empty if none are known."""
+        """Return the last log lines of a server in a failed group; empty if unknown."""
         for rank in group.ranks:
             if group.cause and self._last_log_lines.get(rank):
                 return f"\nlast lines of rank {rank}:\n{self._last_log_lines[rank]}"

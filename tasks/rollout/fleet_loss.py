@@ -15,17 +15,18 @@ from tasks.spec.component import FLEET
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
-#: Matches the last message of the inference fleet's process if the process exits because of its own
-#: error. Source: tasks/rollout/process.py, _print_last_line.
+#: Matches the last message of the inference fleet's process after an error in the process itself.
+#: Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the field `cause` or `message` of an event about the end of an engine or a weight
-#: sync. The words mean that it has ended because the whole inference fleet is stopped.
+#: Last words in the field `cause` or `message` of an event. They mean that an engine or a weight
+#: sync has ended because the whole inference fleet is stopped.
 #: Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 
 def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
-    """Return the result of an attempt, with the failure kind FLEET_LOST if the fleet process died.
+    """Return an attempt's result, with failure kind FLEET_LOST if the inference fleet's process
+    died.
 
     The result is returned unchanged in three cases: another component failed first, the fleet
     process itself reported a reason, or the host ran out of memory.
@@ -38,8 +39,8 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # Has the fleet process ended? If the guardian, its parent process, died at the same time, the
-    # exit code is unknown and `has_ended` is False. The rule `exit` then shows the end.
+    # `has_ended` is False if the exit code of the fleet process is unknown, because its parent
+    # process died at the same time. In this case, the rule `exit` shows that the process has ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
@@ -54,7 +55,7 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
 
 
 def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
-    """Return a part of a sentence that describes the last activity of an inference fleet.
+    """Return a phrase that describes the last activity of an inference fleet.
 
     Example: `2 of 3 engines served requests, recovering: 2, weights were being synced`.
 
@@ -66,8 +67,8 @@ def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
     is_syncing = False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
-            # From this event on, the fleet was being stopped. Later events do not show why the
-            # fleet failed.
+            # The stop of the fleet begins with this event. Later events do not show why the fleet
+            # failed.
             break
         match event.name:
             case "rollout.group.state":

@@ -46,31 +46,31 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-#: Headers of a request that are not forwarded to a server. `host` names the gateway. The gateway
-#: itself has answered `expect` with the interim response 100.
+#: Names of request headers that are not forwarded to a server. `host` names the gateway, and the
+#: gateway itself answers `expect` with the response 100.
 _NOT_FOR_SERVERS = _HOP_BY_HOP | {"host", "expect"}
-#: Headers that name the session of a request: Muster's own, and the one of sglang-router.
+#: Headers that contain the session of a request: Muster's own header, and that of sglang-router.
 _SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
-#: Largest size in bytes of a body in which a session is searched. A larger body takes too long to
-#: parse.
+#: Largest size in bytes of a request body that is searched for a session. Parsing a larger body
+#: takes too long.
 SESSION_BODY_BYTES = 1024 * 1024
-#: Matches a request body that may have the JSON key `session_id` or `user`. Only such a body is
-#: parsed. In chat messages, `"user"` is also the value of the key `role`; that does not match.
+#: Matches a request body that may have the JSON key `session_id` or `user`. Other bodies are not
+#: parsed. The value `"user"` of the key `role` in a chat message does not match.
 _SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
 
 
 def read_session(
     headers: MultiMapping[str], body: bytes | None, *, by_user: bool = False
 ) -> str | None:
-    """Return the name of a request's session, or None if the request has no session.
+    """Return the session id of a request, or None if the request has no session.
 
-    The name is the value of a header, or else the value of a key in a JSON body.
+    The session id is in a header, or in the JSON body if no header contains it.
 
     Args:
         headers: Headers of the request.
         body: Body of the request, or None.
-        by_user: True to accept the key `user` of OpenAI's API as a session. If a client sends the
-            same user with every request, all its requests then go to a single server.
+        by_user: True to use the key `user` of OpenAI's API as the session id. Then all requests
+            with the same `user` go to the same server.
     """
     for name in _SESSION_HEADERS:
         if (session := headers.get(name)) is not None:
@@ -111,8 +111,8 @@ _MODEL_PREFIX = "/v1/models/"
 #: Matches a decoded model name that has no special characters. Servers and proxies may interpret
 #: special characters in different ways.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
-#: Largest number of times that a model name is percent-decoded. Decoding is repeated until it does
-#: not change the name any more.
+#: Largest number of times that a model name is percent-decoded. Decoding stops earlier if it no
+#: longer changes the name.
 _DECODED_AT_MOST = 4
 
 
@@ -145,9 +145,9 @@ def asks_for_models(method: str, target: str) -> bool:
 def _is_model_name(text: str) -> bool:
     """Return True if the last part of a URL path is a model name and nothing else.
 
-    The text is percent-decoded several times before the check, because proxies and servers may each
-    decode it once. A model name has no segment `.` or `..`, no parameters, and no character that
-    ends a path.
+    The text is percent-decoded several times before the check, because each proxy and server may
+    decode it once more. A model name has no segment `.` or `..`, no parameters, and no character
+    that ends a path.
     """
     for _ in range(_DECODED_AT_MOST):
         decoded = unquote(text, errors="surrogateescape")
@@ -164,7 +164,7 @@ def _is_generation_path(path: str, paths: Collection[str]) -> bool:
 
 
 def _drop_headers(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    """Return headers without the dropped headers and the headers that `Connection` lists.
+    """Return headers without those in `dropped` and those that the header `Connection` lists.
 
     Args:
         headers: Headers of a request or a response.
@@ -233,9 +233,9 @@ def make_bad_request_error(message: str) -> Answer:
 
 _log = logging.getLogger(__name__)
 
-#: Value in a list of paths that stands for every path.
+#: Entry in a list of paths that stands for every path.
 ANY_PATH = "*"
-#: Header that asks a client to send the request again after one second.
+#: Response header that asks the client to send the request again after one second.
 _RETRY_SOON = {"Retry-After": "1"}
 _NOT_PASSED_ON = (
     "is not forwarded, because it would reach only one server. The gateway forwards only requests "
@@ -245,22 +245,22 @@ _NOT_PASSED_ON = (
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
-#: If a server is lost during its response, the gateway closes the client's connection. Before that,
-#: the client gets this number of seconds to read the data that the gateway has already sent.
+#: Seconds that a client gets to read the data already sent to it, before the gateway closes its
+#: connection because the server was lost.
 _LAST_WORDS_S = 5.0
-#: Largest number of attempts to get a response to one request.
+#: Largest number of servers that are tried, one after another, for the same request.
 _TRIES = 3
-#: Seconds after the first failed attempt within which another attempt may begin.
+#: Number of seconds after the first failed attempt. Later, no further attempt begins.
 _RETRY_FOR_S = 30.0
 #: Seconds that opening a connection to a server may take.
 _CONNECT_S = 5.0
-#: Largest size in bytes of a request body. The body is held in memory until the request is
-#: answered, because another attempt needs it.
+#: Largest size in bytes of a request body. The gateway keeps the body in memory until the request
+#: is answered, to send it again after a failed attempt.
 _LONGEST_BODY = 256 * 1024 * 1024
 
 
 class _NotBegun(Exception):
-    """A server has refused a request before working on it, so another server may be asked."""
+    """A server refused a request without working on it, so the request may go to another server."""
 
 
 class Forwarder:
@@ -272,8 +272,8 @@ class Forwarder:
         fleet: The fleet whose servers get the requests.
         is_token_own: True if the header `Authorization` holds the gateway's own token. The header
             is then removed from forwarded requests.
-        listeners: Object that checks each connection to a server: a process of the engine must
-            have accepted the connection. None to skip this check.
+        listeners: Checks that a process of the engine has accepted each connection to a server.
+            None to skip this check.
     """
 
     def __init__(
@@ -282,37 +282,37 @@ class Forwarder:
         self.fleet = fleet
         self.router = fleet.router
         settings = fleet.settings
-        #: Tasks of the running requests, by the entrypoint that answers them. A key is the
-        #: entrypoint's rank and the number of its start (epoch).
+        #: Mapping from an entrypoint to the tasks of the requests that it is answering. A key is
+        #: the entrypoint's rank and the number of its start (epoch).
         self.running_requests: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(
             set
         )
         token = settings.health.token
-        # If the spec names a POST request that generates a token as the health check, clients may
-        # send requests to its path, too.
+        # The spec may set a POST request that generates a token as the health check. Clients may
+        # then send requests to the path of this health check, too.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
-        #: Further paths to forward. A POST to one of them counts as a generation. `ANY_PATH` stands
-        #: for every path.
+        #: Further paths that are forwarded. A POST request to these paths counts as a generation.
+        #: `ANY_PATH` stands for every path.
         self.paths = frozenset([*(settings.paths or ()), *token_paths])
-        #: True if the key `user` of OpenAI's API names a session.
+        #: True if the key `user` of OpenAI's API is used as the session id.
         self.by_user = settings.session_by_user
         #: Names of the request headers that are not forwarded, in lower case.
         self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
-        #: Reason why the gateway stops. None while the gateway is open. Failed requests are not
-        #: retried once a reason is set.
+        #: Reason why the gateway stops, or None while the gateway is open. If a reason is set,
+        #: failed requests are not retried.
         self.stop_reason: str | None = None
-        #: Number of pieces of response bodies that each entrypoint has sent. A key is the
-        #: entrypoint's rank and the number of its start (epoch).
+        #: Mapping from an entrypoint to the number of response pieces that it has sent. A key is
+        #: the entrypoint's rank and the number of its start (epoch).
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(self._abort_entrypoints)
 
     async def forward(self, request: HttpRequest) -> int:
-        """Answer a request by a server or with an error, and return the HTTP status."""
+        """Answer a request with a server's response or an error. Return the HTTP status."""
         return await _ForwardedRequest(self, request).run()
 
     def note_generated_piece(self, entrypoint: Entrypoint) -> None:
-        """Count a piece of a generated response, and report to the fleet that the engine works."""
+        """Count one piece of a generated response. Report to the fleet that the engine works."""
         key = entrypoint.key
         count = self.generated_pieces[key] + 1
         self.generated_pieces[key] = count
@@ -336,9 +336,8 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # Empty the set, so that a cancelled task can find out why it was cancelled. If the task
-            # is no longer in the set, this method has cancelled it. If the task is still in the
-            # set, the client has closed the connection.
+            # Empty the set of tasks. A cancelled task that is not in the set knows that this method
+            # has cancelled it. If it is in the set, its client has closed the connection.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
@@ -362,17 +361,17 @@ class _ForwardedRequest:
         self._body = b""
         #: Ranks of the servers that failed to answer this request in an earlier attempt.
         self._tried_ranks: set[int] = set()
-        #: True if a response with status 503 was discarded in order to ask another server. This is
-        #: done at most once for each request.
+        #: True if a response with status 503 was discarded and another server was asked. This
+        #: happens at most once for each request.
         self._was_busy_retried = False
         self._is_last_try = False
-        #: True if a server's response has begun, so that no other server may be asked.
+        #: True if a server's response has begun. From then on, no other server may be asked.
         self._has_head = False
-        #: True if the response is a stream of server-sent events. If the server's stream breaks
-        #: off, the gateway appends an event with the error.
+        #: True if the response is a stream of server-sent events. If the server is lost during the
+        #: stream, the gateway appends an event with the error.
         self._is_event_stream = False
-        #: HTTP status of the server's response if the status is 500 or more, else 0. A status from
-        #: 500 counts as a failure of the server.
+        #: HTTP status of the server's response if 500 or more, else 0. Such a status counts as a
+        #: failure of the server.
         self._error_status = 0
 
     async def run(self) -> int:
@@ -447,24 +446,24 @@ class _ForwardedRequest:
             except LineFull:
                 raise
             except NoEntrypoint:
-                # Each available server has failed this request once. Allow all of them again: a
-                # server may still work if only the connection to it was lost.
+                # Each available server has failed this request once. Allow all servers again,
+                # because a server still works if only the connection was lost.
                 if not self._tried_ranks or not router.entrypoints:
                     raise
                 self._tried_ranks.clear()
                 continue
             if not (generates and router.is_closed):
                 return entrypoint
-            # A weight sync has closed the router since the router chose the entrypoint. Release the
-            # entrypoint. The next call in this loop waits until the router is open again.
+            # After the router chose the entrypoint, a weight sync has closed the router. Release
+            # the entrypoint. The next iteration waits until the router is open again.
             router.done(entrypoint)
 
     async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:
-        """Make one attempt to answer the request by the server of an entrypoint.
+        """Make one attempt to get the response to the request from an entrypoint.
 
         Returns:
-            The HTTP status of the response that the client got. If the attempt failed before a
-            response began, a text with the reason.
+            The HTTP status of the client's response. If the attempt failed before a response began,
+            the reason as text.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -476,15 +475,14 @@ class _ForwardedRequest:
             try:
                 status = await self._request_once(entrypoint)
             finally:
-                # `Forwarder.abort` removes each task that it cancels from this set.
+                # A task that is missing in this set was cancelled by `Forwarder.abort`.
                 is_aborted = task not in tasks_of_entrypoint
                 if is_aborted:
                     task.uncancel()
                 tasks_of_entrypoint.discard(task)
         except asyncio.CancelledError:
             if not is_aborted or task.cancelling():
-                # The task was cancelled, but not by `Forwarder.abort`. So the reason is that the
-                # client has closed its connection.
+                # The task was cancelled because the client has closed its connection.
                 raise
             failure = (
                 f"the gateway no longer sends requests to the server of rank {entrypoint.rank}"
@@ -534,9 +532,8 @@ class _ForwardedRequest:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._was_busy_retried = True
                 raise _NotBegun("the server answered 503")
-            # Status 500 has one of two causes. Either only this request fails, or the engine has
-            # died and its HTTP server answers 500 to every request until it ends, too. Ask another
-            # server if the engine has died.
+            # Status 500 may mean that only this request fails, or that the engine has died and its
+            # HTTP server still runs for a moment. If the engine has died, ask another server.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
                 raise _NotBegun("the server answered with HTTP status 500, and is no longer ready")
@@ -581,8 +578,8 @@ class _ForwardedRequest:
                     break
                 await request.write(piece)
             if self._is_event_stream:
-                # A weight sync may have changed the weights since the response began. So append the
-                # current version to the event stream, as a comment that clients ignore.
+                # Append the current weight version to the event stream, as a comment that clients
+                # ignore. A weight sync may have changed the version during the response.
                 version = self._shared.fleet.version_of(entrypoint.engine)
                 last_piece += f": X-Muster-Version: {version}\n\n".encode()
             request.end(last_piece)
@@ -592,7 +589,7 @@ class _ForwardedRequest:
         return server.status
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
-        """Return True if a server's error response may be discarded to ask another server."""
+        """Return True if another server may be asked after a server has sent an error response."""
         if self._was_busy_retried or self._is_last_try:
             return False
         tried_ranks = {*self._tried_ranks, entrypoint.rank}
@@ -601,9 +598,12 @@ class _ForwardedRequest:
     async def _end_response(self, reason: str) -> int:
         """End the response to the client after the connection to the server was lost.
 
-        If nothing was sent to the client yet, send an error response. Otherwise close the
-        connection so that the client sees an incomplete response. In an event stream, the last
-        event holds the error.
+        The end of the response depends on the data that the client has received:
+
+        - no data: an error response is sent;
+        - a part of an event stream: a last event with the error is sent;
+        - a part of another response: the connection is closed, so that the client sees an
+          incomplete response.
 
         Args:
             reason: Reason for the loss of the connection.
@@ -616,8 +616,8 @@ class _ForwardedRequest:
             return request.send(make_server_lost_error(reason))
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                # Begin with an empty line. It ends the last event that the server has sent, which
-                # may be incomplete.
+                # Begin with an empty line, which ends the server's last event even if that event is
+                # incomplete.
                 error_text = make_server_lost_error(reason).text
                 last_event = f"\n\nevent: error\ndata: {error_text}\n\n".encode()
                 await request.cut(last_event if self._is_event_stream else b"")

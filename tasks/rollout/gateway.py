@@ -48,16 +48,16 @@ from tasks.spec.formatting import join_commas
 #: Matches the value of the header `Host`, or of `Origin` without its scheme: a host name or an
 #: address, and an optional port.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{1,5}))?")
-#: Values of the header `Sec-Fetch-Site` in requests that a page of another website has made.
+#: Values of the header `Sec-Fetch-Site` in requests from a page of another website.
 _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
 
 
 class Access:
     """Decides whether a client's request may use the gateway.
 
-    Without a token, only processes of this user and of root may use the gateway. Requests that
-    a browser sends for a web page are refused, even if this user runs the browser. This also holds
-    for pages whose host name was redirected to this machine (DNS rebinding).
+    Without a token, only processes of this user and of root may use the gateway. The gateway then
+    also refuses requests that a web page sends from this user's browser, even if DNS rebinding has
+    redirected the page's host name to this machine.
 
     Args:
         host: Name or address of the interface that the gateway listens on.
@@ -77,8 +77,8 @@ class Access:
             )
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
-        #: Port that the gateway listens on. None before the gateway has started: every port in the
-        #: headers Host and Origin is then accepted.
+        #: Port that the gateway listens on, or None before the gateway has started. With None,
+        #: every port in the headers Host and Origin is accepted.
         self.port: int | None = None
 
     def find_refusal(
@@ -94,10 +94,9 @@ class Access:
         Args:
             headers: Headers of the request.
             is_order: True if the request would change the fleet.
-            is_own: True if, according to the kernel, a process of this user or of root has opened
-                the connection.
-            unknown_because: Reason why the kernel could not name the user who opened the
-                connection. Empty if the user is known.
+            is_own: True if a process of this user or of root has opened the connection.
+            unknown_because: Reason why the user who opened the connection is unknown. Empty if the
+                user is known.
         """
         if self._token is not None:
             return self._find_token_refusal(headers, self._token, is_order=is_order)
@@ -117,10 +116,9 @@ class Access:
         return self.find_page_refusal(headers)
 
     def find_page_refusal(self, headers: MultiMapping[str] | Mapping[str, str]) -> Answer | None:
-        """Return the error response for a request that a web page may have sent.
+        """Return an error response if a web page may have sent the request, else None.
 
-        Return None for all other requests. A gateway with a token always returns None, because no
-        web page knows the token.
+        If the gateway has a token, the result is always None, because no web page knows the token.
 
         Args:
             headers: Headers of the request.
@@ -188,9 +186,8 @@ def _is_own_address(authority: str, port: int | None) -> bool:
 
     Args:
         authority: Host and optional port, as in a URL.
-        port: Port of the gateway. None to accept every port. An authority without a port is
-            accepted, because it cannot come from a web page: browsers always send the port of this
-            gateway.
+        port: Port of the gateway. None to accept every port. An authority without a port is always
+            accepted, because browsers, and so web pages, always send the gateway's port.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None or not is_loopback(match[1]):
@@ -208,10 +205,9 @@ _LONGEST_ORDER = 1024 * 1024
 
 
 class _Order(BaseModel):
-    """JSON body of a request to change the fleet. A body with an unknown key is refused.
+    """JSON body of a request to change the fleet. Unknown keys are refused.
 
-    Without this rule, a misspelt key would be ignored, and the request would have another effect
-    than the client wanted.
+    Otherwise a misspelt key would be ignored without an error.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -286,9 +282,8 @@ CarryOut = Callable[[Fleet, str, Any], Coroutine[Any, Any, Mapping[str, Any]]]
 _ROLLOUT = f"{PREFIX}/rollout"
 #: Path of the list of servers. The path and the requests to it are the same as in sglang-router.
 WORKERS = "/workers"
-#: Each request that changes the fleet: HTTP method, type of the body, and function that carries it
-#: out, by the path of the request. ID in a path stands for the id of a weight sync, engine or
-#: worker.
+#: Mapping from the path of a request to the HTTP method, the type of the body, and the function
+#: that carries out the request. ID in a path stands for the id of a weight sync, engine or worker.
 _ORDERS: Mapping[str, tuple[str, type[_Order], CarryOut]] = {
     f"{_ROLLOUT}/check": ("POST", _Order, lambda fleet, _id, _: fleet.check()),
     f"{_ROLLOUT}/sync": ("POST", _Begin, lambda fleet, _id, body: fleet.begin_sync(**dict(body))),
@@ -315,13 +310,14 @@ def _describe_faults(error: ValidationError) -> str:
     )
 
 
-#: Matches the paths that the gateway answers itself: they describe or change the fleet.
+#: Matches the paths of requests that the gateway itself answers. These requests read or change the
+#: state of the fleet.
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
 #: Number of connections that the kernel holds until the gateway accepts them.
 _BACKLOG = 4096
-#: HTTP status under which the metrics count a request if the client closes the connection before
-#: the response. Nginx uses the same status for such a request.
+#: HTTP status in the metrics if the client closes the connection before the response. Nginx uses
+#: the same status.
 _CLIENT_LEFT = 499
 #: Seconds that the gateway may take to send error responses to the clients of cancelled requests.
 #: When the gateway stops, it cancels all running requests.
@@ -343,12 +339,12 @@ class Gateway:
         port: Port to listen on, or 0 for any free port.
         token: Token that each request has to bring as `Authorization: Bearer TOKEN`. None to accept
             requests without a token, from processes of this user and of root.
-        order_token: Token that each request to change the fleet has to bring. Other requests may
-            bring it, too. None if `token` is enough for such a request.
-        listeners: Object that checks each connection to a server: a process of the engine must
-            have accepted the connection. None to skip this check.
-        servers: Number of servers in the fleet. Open files are kept free for their processes and
-            probes.
+        order_token: Token that each request to change the fleet has to bring. None if `token` is
+            enough. Other requests may bring either token.
+        listeners: Checks that a process of the engine has accepted each connection to a server.
+            None to skip this check.
+        servers: Number of servers in the fleet. The gateway keeps some open files free for each
+            server.
 
     Raises:
         ValueError: There is no token, and other machines can reach the gateway.
@@ -367,8 +363,8 @@ class Gateway:
     ) -> None:
         self._fleet = fleet
         self._access = Access(host, token, order_token)
-        #: Tasks that carry out requests to change the fleet. The set is needed because the event
-        #: loop itself keeps only weak references to tasks.
+        #: Tasks that carry out requests to change the fleet. The set keeps a reference to each
+        #: task, so that the task is not garbage-collected.
         self._orders: set[asyncio.Task[Mapping[str, Any]]] = set()
         self._host = host
         self._port = port
@@ -385,7 +381,7 @@ class Gateway:
     def url(self) -> str:
         """Address of the gateway for clients, as `http://host:port`.
 
-        With port 0, the gateway chooses its port in `start`. The address is not valid before that.
+        If the constructor got port 0, the address is valid only after `start`.
         """
         return gateway_url(self._host, self._port)
 
@@ -393,7 +389,8 @@ class Gateway:
         """Start to listen for connections.
 
         Raises:
-            OSError: The gateway cannot listen on its address, for example because it is in use.
+            OSError: The gateway cannot listen on its address, for example because the address is in
+                use.
         """
         self._admission.open()
         self._listener = await asyncio.get_running_loop().create_server(
@@ -447,7 +444,8 @@ class Gateway:
                 )
         finally:
             forwarder.abort([*forwarder.running_requests])
-            # A cancelled task first undoes or completes its work. So wait for the end of the task.
+            # After its cancellation, a task still undoes or completes its work. So wait for its
+            # end.
             for order in tuple(self._orders):
                 order.cancel()
             await asyncio.gather(*self._orders, return_exceptions=True)
@@ -461,7 +459,7 @@ class Gateway:
             self._admission.close()
 
     async def _handle(self, request: HttpRequest) -> None:
-        """Answer a request: by the gateway itself, or by forwarding it to a server."""
+        """Answer a request, or forward the request to a server."""
         answer = await self._answer_by_gateway(request)
         if answer is not None:
             if answer.status in _NOT_LET_IN:
@@ -481,9 +479,8 @@ class Gateway:
         if _OWN.match(path):
             return await self._answer_order(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
-            # Some clients, such as Atropos, check the health of an inference server by this path.
-            # The gateway answers "ok" if any engine serves. The request needs no token, but
-            # requests that a web page sends from a browser are refused.
+            # Some clients, such as Atropos, use this path to check the health of an inference
+            # server. The request needs no token. Requests from web pages are refused.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             router = self._forwarder.router
@@ -502,8 +499,7 @@ class Gateway:
     def _find_refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
         """Return the error response for a request that is refused, or None if it is accepted.
 
-        If the request is accepted, its connection no longer counts against the limits for
-        unauthorized connections.
+        After an accepted request, the connection no longer counts as unauthorized.
         """
         connection = request.wire
         error = self._access.find_refusal(
@@ -520,8 +516,8 @@ class Gateway:
         """Return the response to a request for a path under `/muster` or `/workers`."""
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # Answer without a check of the token, because the supervisor of the run sends this
-            # request without a token.
+            # Do not check the token, because the supervisor of the run sends this request without a
+            # token.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             return make_json_answer({"ok": True, "ready": self._fleet.has_started})

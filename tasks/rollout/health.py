@@ -29,10 +29,11 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: Smallest number of seconds between two probes that failed requests trigger. If the probe interval
-#: is below 4 s, a fourth of the interval is used instead.
+#: Smallest number of seconds between two probes that are triggered by failed requests. With a probe
+#: interval below 4 s, a quarter of the interval is used instead.
 _URGENT_EVERY_S = 1.0
-#: Seconds that reaching a server's machine may take, in addition to the timeout of a probe there.
+#: Seconds added to the timeout of a probe that is sent from the server's own machine. They allow
+#: for the time to reach that machine.
 _HOST_EXTRA_S = 15.0
 #: Smallest number of seconds between two warnings that this machine could not send a probe.
 _WARN_EVERY_S = 60.0
@@ -50,7 +51,7 @@ class Evidence:
     misses: int = 0
     #: Number of failed requests among the failures in `misses`.
     requests: int = 0
-    #: Number of health checks counted in `misses` that were answered by a status other than 200.
+    #: Number of failures in `misses` that were health checks answered with a status other than 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -59,8 +60,8 @@ class Evidence:
     def after_tokens(self) -> Evidence:
         """Return the new counts after the server generated a token for a request.
 
-        A token shows that the server answers, so failures without any answer are forgotten. Bad
-        answers to probes still count.
+        Missing answers are no longer counted, because the server has answered now. Bad answers to
+        probes still count.
         """
         return self if self.refusals else Evidence()
 
@@ -70,8 +71,8 @@ class Evidence:
         Args:
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
             is_excused: True if the server generated tokens for a request during the probe. A
-                missing answer is then not counted, because a server that prefills a long prompt
-                lets a probe time out. Source: sgl-project/sglang#22511.
+                missing answer is then not counted, because a working server lets probes time out
+                while it prefills a long prompt. Source: sgl-project/sglang#22511.
         """
         is_refusal = not isinstance(reason, NoReply)
         if is_excused and not is_refusal:
@@ -82,9 +83,9 @@ class Evidence:
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
         """Return the new counts after a request has failed because of the server.
 
-        All requests on a lost connection fail at the same moment. So failed requests are counted
-        only up to one less than the threshold. Each failed request also triggers a probe, and only
-        a failed probe can reach the threshold.
+        Failed requests alone never reach the threshold, because a single lost connection may fail
+        many requests at once. Each failed request triggers a probe, and only a failed probe can
+        reach the threshold.
 
         Args:
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
@@ -98,7 +99,7 @@ class Evidence:
     def is_silence(self) -> bool:
         """True if the last failure was a missing answer.
 
-        Either the server does not work, or the network between this machine and the server.
+        Then either the server or the network between this machine and the server is faulty.
         """
         return isinstance(self.reason, NoReply)
 
@@ -115,9 +116,9 @@ class _Watch:
     evidence: Evidence = field(default_factory=Evidence)
     #: Number of response pieces that the server has generated for requests since its start.
     tokens: int = 0
-    #: Number of probes that succeeded although a request had failed before. The count starts again
-    #: from 0 when the server generates a token. At most one probe in each probe interval is
-    #: counted. A high number shows that the server answers probes but fails requests.
+    #: Number of probes that succeeded after a failed request. A high number shows that the server
+    #: answers probes but fails requests. A generated token resets the number to 0. At most one
+    #: probe in each probe interval is counted.
     yes_after_failures: int = 0
     #: Time of the last sign that the server works. The sign is a generated token, or a successful
     #: probe that was counted in `yes_after_failures`.
@@ -149,10 +150,10 @@ class Health:
     def __init__(self, fleet: FleetParts) -> None:
         self._fleet = fleet
         self._rules = fleet.settings.health
-        #: State of the health checks of each checked entrypoint, by the rank of the entrypoint.
+        #: Mapping from the rank of a checked entrypoint to the state of its health checks.
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
-        #: True while no periodic probes are sent, from a call of `rest` until `resume`.
+        #: True between a call of `rest` and a call of `resume`: no periodic probes are sent.
         self._is_resting = False
         #: Monotonic time in seconds of the last warning that this machine could not send a probe.
         self._warned_s = -math.inf
@@ -163,13 +164,13 @@ class Health:
     def watch(self, group: int, epoch: int) -> None:
         """Start the health checks of an engine's entrypoints.
 
-        The first probe is sent after `health.first_after_s`, or after one probe interval if that is
-        not set. The call does nothing if the group has another epoch by now, or does not run.
+        The first probe is sent after `health.first_after_s` seconds. If this key is not set, the
+        first probe is sent after one probe interval. If the group has restarted or ended since the
+        given epoch, the call does nothing.
 
         Args:
             group: Index of the engine's lifecycle group.
-            epoch: Epoch of the group, which is the number of its start: only the servers of this
-                start are checked.
+            epoch: Number of the group's start. Only servers of this start are checked.
         """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
@@ -204,10 +205,10 @@ class Health:
             self._start_probes(watch, self._rules.interval_s)
 
     async def sweep(self) -> None:
-        """Send one health probe to each checked server, to all servers at the same time.
+        """Send one health probe to all checked servers at the same time.
 
-        A server whose probe fails counts as failed at once. Call this method only between `rest`
-        and `resume`. It takes at most about the timeout of a probe.
+        A single failed probe marks the server as failed. Call this method only between `rest` and
+        `resume`. The call takes about one probe timeout at most.
         """
         watches = list(self._watches.values())
         timeout_s = self._rules.timeout_s
@@ -255,8 +256,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # Do not clear the server's failures, because a request has failed a moment ago. Among
-            # many concurrent requests, some may fail while others still get tokens.
+            # A request has failed a moment ago, so do not clear the server's failures. Other
+            # concurrent requests may still get tokens.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -265,7 +266,7 @@ class Health:
         """Return the number of consecutive failed probes and requests of a server.
 
         Args:
-            rank: Rank of the server. The number is 0 if this server is not checked.
+            rank: Rank of the server. If this server is not checked, the result is 0.
         """
         watch = self._watches.get(rank)
         return watch.evidence.misses if watch is not None else 0
@@ -292,8 +293,8 @@ class Health:
             watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
     def _stop_probes(self, watch: _Watch) -> None:
-        # The current task must not cancel itself: its next `asyncio.timeout` could swallow the
-        # cancellation. `_probe_periodically` ends by itself if its server is no longer checked.
+        # Do not cancel the current task, because its next `asyncio.timeout` could swallow the
+        # cancellation. The task ends by itself when its server is no longer checked.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
@@ -304,7 +305,7 @@ class Health:
             self._stop_probes(watch)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        """Stop checking the servers of a lifecycle group that has stopped running.
+        """Stop checking the servers of a lifecycle group if the group no longer runs.
 
         Args:
             before: The group before its change.
@@ -324,15 +325,15 @@ class Health:
         interval_s = self._rules.interval_s
         timeout_s = self._rules.timeout_s
         due_s = now_s() + first_s
-        # Engines that started together would be probed at the same moments. A shorter first pause,
-        # of random length, spreads the probes. A longer pause would delay the detection of faults.
+        # Make the first pause shorter by a random time. Otherwise, engines that started together
+        # would be probed at the same moments.
         spread_s = interval_s * self._fleet.random.uniform(0.5, 1.0)
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # A probe that takes longer than the interval delays the next probe. If the server
-                # has already failed a probe, shorten the timeout of the next probe by this delay.
-                # Then a failed server is detected as early as without the delay.
+                # A slow probe delays the next probe. If the server has already failed a probe,
+                # shorten the timeout of the next probe by the delay, so that the failure is
+                # detected in time.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
@@ -380,9 +381,10 @@ class Health:
             answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(answer)
             if is_decisive or watch.evidence.misses + 1 >= self._rules.misses:
-                # After a further failed probe, the server may count as failed. To find out whether
-                # only the network is faulty, let the server's own machine send a probe, too. Start
-                # this probe after half of the timeout, so that both probes end within one timeout.
+                # If this probe fails, the server may count as failed. So let the server's own
+                # machine send a probe, too, which shows whether only the network is faulty. Start
+                # this second probe after half of the timeout, so that both probes end within one
+                # timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
                     local_probe = asyncio.create_task(self._probe_locally(watch, timeout_s / 2))
@@ -394,8 +396,8 @@ class Health:
             elif isinstance(reason, NotChecked):
                 self._warn_not_checked(rank, reason)
             elif self._note_miss(watch, reason, tokens_before, is_decisive):
-                # Find out whether the server or the network is at fault, by a probe from the
-                # server's own machine. Until the result is known, the server gets no requests.
+                # A probe from the server's own machine shows whether the server or the network is
+                # at fault. Until the result is known, the server gets no requests.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 local_probe = local_probe or asyncio.create_task(
                     self._probe_locally(watch, timeout_s / 2)
@@ -444,24 +446,25 @@ class Health:
         self._clear_if_well(watch)
 
     def _clear_if_well(self, watch: _Watch) -> None:
-        """Make a SUSPECT group ACTIVE again if no server of the group has failures."""
+        """Change a group's state from SUSPECT to ACTIVE if no server of the group has failures."""
         group = self._fleet.states.view.groups[watch.slot.engine]
         watches = (self._watches.get(rank) for rank in group.ranks)
         if not any(other.evidence.misses for other in watches if other is not None):
             self._fleet.states.clear(watch.slot.rank, watch.epoch)
 
     def _note_miss(self, watch: _Watch, reason: str, tokens_before: int, is_decisive: bool) -> bool:
-        """Count a failed probe, and report a server whose bad answers reach the threshold.
+        """Count a failed probe. Report the server as failed if its bad answers reach the threshold.
 
         Args:
             watch: State of the server's health checks.
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
-            tokens_before: Number of generated pieces at the start of the probe.
+            tokens_before: Number of response pieces that the server had generated when the probe
+                began.
             is_decisive: True if a single failure means that the server has failed.
 
         Returns:
-            True if the number of failures reaches the threshold and the server did not answer the
-            last probe. The caller then has to find out whether the network is to blame.
+            True if the failures reach the threshold and the last probe got no answer. The caller
+            then has to find out whether the network is to blame.
         """
         rank = watch.slot.rank
         epoch = watch.epoch
@@ -500,8 +503,8 @@ class Health:
             timeout_s: Seconds that the server gets to answer.
 
         Returns:
-            True if the probe succeeded, and False if it failed. None if the server's machine cannot
-            be reached. A `NotChecked` with the reason if the machine could not send the probe.
+            True if the probe succeeded, False if it failed, or None if the server's machine cannot
+            be reached. If the machine could not send the probe, a `NotChecked` with the reason.
         """
         try:
             async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):
@@ -517,7 +520,7 @@ class Health:
         return answer if isinstance(answer, NotChecked) else answer is None
 
     def _judge_silence(self, watch: _Watch, reason: str, succeeds_locally: bool | None) -> None:
-        """Report a server that does not answer as failed, or warn if the network is the cause.
+        """Report a silent server as failed, or warn if the network is the cause.
 
         Args:
             watch: State of the server's health checks.
@@ -548,7 +551,7 @@ class Health:
         watch.is_cut = True
 
     def _are_most_silent(self) -> bool:
-        """Return True if more than half of the serving engines, and at least two, do not answer."""
+        """Return True if at least two engines, and more than half of the engines, do not answer."""
         silent_groups = {
             watch.slot.engine for watch in self._watches.values() if watch.evidence.is_silence
         }

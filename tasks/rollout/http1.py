@@ -31,23 +31,22 @@ MOST_HEADERS = 256
 _HEADER_OVERHEAD = 3
 #: Seconds that may pass between the first and the last byte of a message head.
 HEAD_WITHIN_S = 10.0
-#: Seconds that a connection may wait for a request while no request on the connection was
-#: authorized yet.
+#: Seconds that a connection may wait for a request before its first authorized request.
 SILENT_AT_MOST_S = 10.0
-#: Seconds that a connection may wait for its next request after a request on it was authorized.
+#: Seconds that a connection may wait for the next request after an authorized request.
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: Largest number of unread bytes of a message body. If more bytes are unread, the connection stops
-#: reading from the sender until the bytes are read.
+#: Largest number of unread bytes of a message body. Above this number, the connection stops reading
+#: from the sender until the program has read these bytes.
 _MOST_UNREAD = 256 * 1024
-#: Number of waiting requests at which a connection stops reading further requests. Before a request
-#: on the connection was authorized, the connection stops reading at the first waiting request.
+#: Number of waiting requests at which a connection stops reading further requests. Before its first
+#: authorized request, the connection stops reading as soon as a single request waits.
 _MOST_AHEAD = 8
 #: Seconds that a client gets to read the end of a response before the gateway cuts the connection.
 _LINGER_S = 5.0
 #: Encoding and error handler for the text of message heads. With `surrogateescape`, bytes that are
-#: not UTF-8 are decoded and encoded again without a change.
+#: not valid UTF-8 survive decoding and encoding unchanged.
 TEXT_CODEC = ("utf-8", "surrogateescape")
 #: Standard reason phrase of each HTTP status, such as `Not Found` for 404.
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
@@ -97,8 +96,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 class Body:
     """The received bytes of one message body.
 
-    If more than 256 KiB are unread, the connection stops reading from the sender until these bytes
-    are read.
+    If more than 256 KiB are unread, the connection stops reading from the sender until the program
+    has read these bytes.
     """
 
     __slots__ = ("_error", "_is_held", "_pieces", "_reader", "_size", "_wire", "is_complete")
@@ -138,11 +137,12 @@ class Body:
         return not (self._pieces or self.is_complete)
 
     async def read_available(self) -> bytes:
-        """Wait for bytes of the body and return all unread bytes, or empty bytes at its end.
+        """Wait for bytes of the body and return all unread bytes, or empty bytes at the end of the
+        body.
 
         Raises:
-            Exception: The error that `end` was called with. It is raised after all bytes that
-                arrived before the error were read.
+            Exception: The error that was passed to `end`. Bytes that arrived before the error can
+                still be read first.
         """
         while not self._pieces:
             if self._error is not None:
@@ -167,7 +167,7 @@ class Body:
     async def read_up_to(
         self, most: int, *, piece_within_s: float | None = None
     ) -> tuple[bytes, bool]:
-        """Read the body to its end, or until more than `most` bytes were read.
+        """Read the body to its end. Stop earlier if more than `most` bytes were read.
 
         Args:
             most: Largest size in bytes of a body that is read as a whole.
@@ -178,7 +178,7 @@ class Body:
 
         Raises:
             TimeoutError: A piece did not arrive in time.
-            Exception: The error that `end` was called with.
+            Exception: The error that was passed to `end`.
         """
         pieces: list[bytes] = []
         size = 0
@@ -205,7 +205,7 @@ class Wire(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        #: Number of calls of `hold_reading` that were not undone by `release_reading` yet.
+        #: Number of calls of `hold_reading` minus the number of calls of `release_reading`.
         self._holds = 0
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -258,14 +258,14 @@ class Wire(asyncio.Protocol):
     def hold_reading(self) -> None:
         """Stop reading from the connection until `release_reading` is called.
 
-        After several calls, `release_reading` must be called the same number of times.
+        For each call, `release_reading` must be called once.
         """
         self._holds += 1
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def release_reading(self) -> None:
-        """Undo one call of `hold_reading`. Reading resumes when all calls are undone."""
+        """Undo one call of `hold_reading`. Reading resumes after the last call has been undone."""
         self._holds -= 1
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -285,15 +285,15 @@ class Wire(asyncio.Protocol):
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # If a callback of this class raises an exception, the parser raises its own exception,
-            # with the exception of the callback as its context.
+            # The parser replaces an exception of a callback by its own exception. The exception of
+            # the callback is then the context of the parser's exception.
             raised_by_callback = error.__context__
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # Limit the size of a head whose current line is incomplete: the parser reports a header
-        # only when its line is complete. For this limit, count the received bytes of the head. Skip
-        # `data` if some of its bytes belong to another message or to a body.
+        # The parser reports a header only when its line is complete. So count the received bytes,
+        # to limit the size of a head with an endless line. Count `data` only if all of its bytes
+        # belong to this head.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -331,7 +331,8 @@ class Wire(asyncio.Protocol):
         """Mark the head of the current message as complete.
 
         Returns:
-            The headers, and the value of `Content-Length` in bytes, or None without that header.
+            The headers, and the value of the header `Content-Length` in bytes. The second value is
+            None if this header is missing.
 
         Raises:
             Malformed: The body has a transfer coding other than `chunked`.
@@ -381,7 +382,7 @@ class Answer:
 class HttpRequest:
     """One HTTP request of a client, with the methods that send the response to the client."""
 
-    #: Connection that the request came in on and the response is sent on.
+    #: Connection from the client. The response is sent on the same connection.
     wire: ServerConnection
     #: Body of the request, which may still be arriving.
     content: Body
@@ -397,20 +398,21 @@ class HttpRequest:
     is_http_1_0: bool = False
     #: True if the connection stays open for another request after the response.
     is_kept: bool = True
-    #: Error in the request's head, or None. With an error, the connection refuses the request.
+    #: Error in the request's head, or None. A request with an error is refused.
     fault: Malformed | None = None
     #: True once the head of a response has been prepared or sent.
     is_begun: bool = False
     _is_chunked: bool = False
-    #: True if the client finds the end of the response only by the end of the connection.
+    #: True if the end of the response is marked only by the end of the connection.
     _is_open_ended: bool = False
-    #: Encoded head of the response until the head is sent, then empty.
+    #: Encoded head of the response. Empty after the head has been sent.
     _unsent_head: bytes = b""
 
     async def read_up_to(self, most: int) -> tuple[bytes, bool]:
-        """Read the request body to its end, or until more than `most` bytes were read.
+        """Read the request body to its end. Stop earlier if more than `most` bytes were read.
 
-        If the client waits for the interim response 100 before it sends the body, send it.
+        A client may wait for the interim response 100 before sending the body. If so, this response
+        is sent first.
 
         Args:
             most: Largest size in bytes of a body that is read as a whole.
@@ -454,7 +456,7 @@ class HttpRequest:
         if "Content-Length" not in headers:
             self._is_chunked = not self.is_http_1_0
             # The length of the body is unknown, so the body is sent in chunks. HTTP/1.0 has no
-            # chunked coding. In a response to HTTP/1.0, the end of the connection ends the body.
+            # chunks: there, the end of the connection marks the end of the body.
             self._is_open_ended = self.is_http_1_0
             self.is_kept &= self._is_chunked
             if self._is_chunked:
@@ -485,7 +487,7 @@ class HttpRequest:
         self._send_after_head(last)
 
     async def cut(self, words: bytes = b"") -> None:
-        """Close the connection in a way that shows the client that the response is incomplete.
+        """Close the connection so that the client can see that the response is incomplete.
 
         Args:
             words: Last piece of the response body, which is sent before the connection is closed.
@@ -497,8 +499,8 @@ class HttpRequest:
                 await self.write(words)
         finally:
             if self._is_open_ended:
-                # A normal close would look like the regular end of this response. A linger time
-                # of 0 makes the kernel reset the connection instead.
+                # Make the kernel reset the connection, with a linger time of 0. To the client, a
+                # normal close would look like the regular end of the response.
                 connection: socket.socket = transport.get_extra_info("socket")
                 linger = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -520,7 +522,9 @@ class HttpRequest:
         self.is_begun = True
 
     def _send_after_head(self, data: bytes) -> None:
-        """Send bytes of the response's body. If the response's head is unsent, send it first."""
+        """Send bytes of a response body, after the head of the response if the head is still
+        unsent.
+        """
         if self._unsent_head or data:
             self.wire.write(self._unsent_head + data)
         self._unsent_head = b""
@@ -533,14 +537,14 @@ class ServerConnection(Wire):
     the connection is lost, the task of the current request is cancelled.
 
     Args:
-        handle: Coroutine function that answers a request.
+        handle: Coroutine function that is called for each request, and answers the request.
         make_refusal: Function that makes the response to a refused request from an HTTP status
             and a reason.
         peers: Set of all connections that are open or have a running task. The new connection
             adds itself to the set, and removes itself at its end.
-        enter: Called when the connection is opened. It sets the attributes that identify the
-            client, and returns False if the connection must not stay open.
-        leave: Called when the connection is closed, also after `enter` returned False.
+        enter: Called when the connection is opened. The function sets the attributes that identify
+            the client, and returns False to close the connection.
+        leave: Called when the connection is closed, even if `enter` has returned False.
     """
 
     def __init__(
@@ -562,27 +566,25 @@ class ServerConnection(Wire):
         self._queued_requests: deque[HttpRequest] = deque()
         #: Request whose body is being received, or None.
         self._incoming_request: HttpRequest | None = None
-        #: True if all bytes that are received from now on are discarded.
+        #: True if all further received bytes are discarded.
         self._ignores_input = False
         self._is_held = False
         #: True if the connection is closed after the current request.
         self.is_finishing = False
         #: Task that answers the current request, or None.
         self.task: asyncio.Task[None] | None = None
-        #: Name under which the connections of the client are counted. It names a user of this
-        #: machine, or a network address.
+        #: Key under which the connections of the client are counted: a user of this machine, or a
+        #: network address.
         self.client = ""
-        #: True if, according to the kernel, a process of this user or of root has opened the
-        #: connection.
+        #: True if a process of this user or of root has opened the connection.
         self.is_own = False
-        #: Reason why the kernel could not name the user who opened the connection, or an empty
-        #: string.
+        #: Reason why the user who opened the connection is unknown. Empty if the user is known.
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
-        #: Start of the current wait for a request, by the event loop's clock in seconds. This is
-        #: the latest of three times: the connection was opened, the last request ended, or a new
-        #: message head began to arrive.
+        #: Time from which the connection has waited for a complete request, in seconds of the event
+        #: loop's clock. The wait starts again when a request ends and when a message head begins to
+        #: arrive.
         self._waiting_since_s = 0.0
         #: Timer that cuts the connection some seconds after the last response, or None.
         self._abort_timer: asyncio.TimerHandle | None = None
@@ -608,7 +610,7 @@ class ServerConnection(Wire):
         self._resume_reading_ahead()
 
     def expire(self, now_s: float) -> None:
-        """Close the connection if no request, or only a part of a message head, arrived in time.
+        """Close the connection if no complete message head has arrived in time.
 
         Args:
             now_s: Current time by the event loop's clock, in seconds.
@@ -646,8 +648,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # Ignore a fault in the bytes that follow the last request of the connection. `_parse` sets
-        # `_ignores_input` when this request is complete.
+        # Ignore a fault in the bytes after the connection's last request. `_ignores_input` is True
+        # if that request is complete.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True
@@ -659,9 +661,10 @@ class ServerConnection(Wire):
             self._queue_request(self._make_rejected_request(fault))
 
     def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
-        """Return an empty request that stands in the queue for input that the connection refuses.
+        """Return a placeholder for the queue of requests, because the received input is invalid.
 
-        When its turn comes, the connection sends an error response and closes.
+        After the earlier requests, the connection sends an error response for the placeholder, and
+        closes.
         """
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 
@@ -761,8 +764,8 @@ class ServerConnection(Wire):
                 )
         self.task = None
         self._waiting_since_s = self._loop.time()
-        # Discard the unread part of the request body. The connection stops reading while much of a
-        # body is unread, and must now read the next request.
+        # Discard the unread part of the request body. Otherwise, the connection would not read the
+        # next request while much of this body is unread.
         request.content.take_unread()
         if self.transport.is_closing():
             return
@@ -774,13 +777,13 @@ class ServerConnection(Wire):
     def _close_after_response(self) -> None:
         """Close the sending side of the connection, and cut the connection after 5 seconds.
 
-        During that time, the connection still reads and discards input. If the connection were
-        closed with unread input, the kernel would reset it, and the client could lose the response.
+        Until then, the connection reads and discards input. Unread input would make the kernel
+        reset the connection, and the client could lose the response.
         """
         self._ignores_input = True
         self._queued_requests.clear()
-        # Several parts of the program may have stopped the reading with `hold_reading`. Undo all of
-        # these calls at once, so that reading resumes.
+        # `hold_reading` may have been called several times. Undo all these calls at once, so that
+        # reading resumes.
         self._holds = 1
         self.release_reading()
         with suppress(OSError):  # This call fails if the client has closed the connection.

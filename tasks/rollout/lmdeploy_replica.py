@@ -12,12 +12,12 @@ from typing import Any
 def serve_one_replica(
     num_nodes: int, node_rank: int, model_path: str, *, backend_config: Any, **rest: Any
 ) -> None:
-    """Serve one replica. This function replaces LMDeploy's `launch_server`.
+    """Serve one replica of an engine. This function replaces LMDeploy's `launch_server`.
 
-    LMDeploy's function would start all replicas of a node.
+    The original function would start all replicas of a node.
 
     Args:
-        num_nodes: Unused. The parameter exists because LMDeploy passes this argument.
+        num_nodes: Unused, but passed by LMDeploy.
         node_rank: Index of the replica.
         model_path: Path or name of the model.
         backend_config: LMDeploy's settings of the engine.

@@ -42,8 +42,8 @@ class _LocalServer:
     slot: ServerSlot
     epoch: int
     process: GuardedProcess
-    #: Log that the server's output is appended to, also after a restart of the server. The log is
-    #: held open, so that it can be read to its end even if its file is moved or removed.
+    #: Log of the server's output. A restarted server appends to the same log. The file is held
+    #: open, so that the log can be read even after the file is moved or removed.
     log: HeldLog
     #: Size of the log in bytes when the server was started.
     log_began_at: int
@@ -61,14 +61,14 @@ class _LocalServer:
 class LocalHost:
     """A `ServerHost` that runs each server on this machine, as a child of a guardian process.
 
-    The process that uses this class must be a subreaper (`tree.become_subreaper`). If that process
-    is killed, each guardian stops its server. If a guardian is killed, its server ends too, and
-    this class ends the remaining processes of the server.
+    The process that uses this class must be a subreaper (`tree.become_subreaper`). If this process
+    is killed, each guardian stops its server. If a guardian is killed, this class ends the
+    processes of the guardian's server.
 
     Args:
         plan: The plan of the fleet.
-        env: Environment variables of all servers. The variables of a server's own slot override
-            them.
+        env: Environment variables of all servers. The variables in a server's `ServerSlot` take
+            precedence.
         disk: Thread that writes the servers' entries in the run's process register.
     """
 
@@ -79,7 +79,7 @@ class LocalHost:
         #: Object that starts and ends the servers' processes.
         self._guards = Guards(plan.run_id, plan.attempt, registry)
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: The last start of each server, by the server's rank.
+        #: Mapping from the rank of a server to its last start.
         self._servers: dict[int, _LocalServer] = {}
         #: Ports of the servers. No other run can reserve these ports until this process ends.
         self._reserved: list[PortsReserved] = []
@@ -87,7 +87,7 @@ class LocalHost:
         self._prober = HttpProber(self.listeners)
 
     async def hosts(self) -> tuple[str, ...]:
-        """Return the address of each node of the plan: the loopback address of this machine."""
+        """Return the addresses of the nodes of the plan, which are all the loopback address."""
         return (LOOPBACK,) * nodes_needed(self._plan.fleet, self._plan.node_gpus)
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
@@ -169,8 +169,8 @@ class LocalHost:
             reason = error.strerror or str(error) or "its guardian process does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
-        # Add this callback only after a successful start. A failed start raises StartFailed, and
-        # must not be reported as the death of a server, too.
+        # Add this callback only after a successful start. After a failed start, StartFailed is
+        # raised, and no death of the server must be reported.
         process.exited.add_done_callback(lambda _: self._on_exit(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ class LocalHost:
         return tuple(leftovers)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
-        """Send a request to a server.
+        """Send an HTTP request to a server.
 
         Args:
             rank: Rank of the server.
@@ -219,7 +219,7 @@ class LocalHost:
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """Return the ranks of planned servers with a port that another process listens on."""
+        """Return the ranks of the planned servers whose ports are used by another process."""
 
         def list_taken_ranks() -> list[int]:
             return [slot.rank for slot in slots if self._is_taken(slot)]
@@ -259,8 +259,8 @@ class LocalHost:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
         log_size = max(server.log.size(), 0)
-        # If the log is shorter than at the start of the server, log rotation has truncated it. All
-        # of its content then comes from this server.
+        # If the log is now shorter than at the start of the server, log rotation has truncated the
+        # log. Then this server has written the whole content of the log.
         is_truncated = log_size < server.log_began_at
         written_bytes = log_size if is_truncated else log_size - server.log_began_at
         self.on_death(
@@ -290,8 +290,8 @@ def _start_error(message: str, error: OSError) -> StartFailed:
     """Return the exception for a failed start of a server.
 
     Returns:
-        `NoRoomToStart` if the server failed because this machine lacks resources, such as file
-        descriptors or processes. `StartFailed` for every other error.
+        `NoRoomToStart` if this machine lacks resources, such as file descriptors or processes.
+        `StartFailed` for every other error.
     """
     # EAGAIN means that this user may start no more processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN

@@ -27,7 +27,7 @@ _PREFIX = "muster_rollout"
 _BUCKET_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 #: The bounds of `_BUCKET_BOUNDS_S` as Prometheus writes them, and `+Inf` for all longer times.
 _BUCKET_LABELS = [*(str(float(bound_s)) for bound_s in _BUCKET_BOUNDS_S), "+Inf"]
-#: Number of the latest response times from which the quantiles are computed.
+#: Number of response times that are kept to compute the quantiles.
 _MAX_TIMES = 10_000
 
 
@@ -38,14 +38,15 @@ class Metrics:
         """
         Args:
             fleet: The fleet that the gateway belongs to.
-            pieces: Number of response pieces that each server has generated, by the server's rank
-                and the number of its start (epoch). The gateway updates these numbers.
+            pieces: Mapping from a server to the number of response pieces that it has generated. A
+                key is the server's rank and the number of its start (epoch). The gateway updates
+                the mapping.
         """
         self._fleet = fleet
         self._pieces = pieces
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)
-        #: Number of completed requests by their HTTP status.
+        #: Mapping from HTTP status to the number of completed requests.
         self._ended: Counts[int] = Counts()
         #: Number of completed requests in each histogram bucket of response times.
         self._buckets = [0] * (len(_BUCKET_BOUNDS_S) + 1)
@@ -72,13 +73,13 @@ class Metrics:
             self._times_s.append(took_s)
 
     def load(self) -> dict[str, float]:
-        """Return the number and response times of requests that were answered since the last call.
+        """Return the number and the response times of the requests since the last call.
 
         Only requests with status 200 count.
 
         Returns:
-            `count`, and the response times `p50`, `p99` and `max` in seconds. Half of the requests
-            took at most `p50`. Empty if no request was answered.
+            The number `count`, and the response times `p50` (median), `p99` and `max` in seconds.
+            Empty if no request was answered.
         """
         count = self._answered
         self._answered = 0

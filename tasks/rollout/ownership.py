@@ -22,17 +22,17 @@ class Impostor(Exception):
 
 
 class UnknownListener(Exception):
-    """The kernel or the server's machine could not say now which process listens at an address."""
+    """The process that listens at an address could not be identified at the moment."""
 
 
 class EngineListenerCheck(Protocol):
     """Checks that only processes of an engine listen at the URL of the engine's server."""
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of the sockets that the last call of `verified` found at the URL."""
+        """Return the socket inodes that the last call of `verified` has found at the URL."""
 
     async def verified(self, url: str) -> frozenset[str]:
-        """Return the inodes of the sockets that listen at the URL now; empty if there are none.
+        """Check the sockets that listen at the URL now, and return their inodes.
 
         Raises:
             Impostor: A process outside the engine's process tree listens at the URL.
@@ -46,7 +46,7 @@ class _StartedServer:
 
     #: Function that returns the pids of the server's process tree.
     tree: Callable[[], Sequence[int]]
-    #: Inodes of the listening sockets that processes of the tree held at the last check.
+    #: Inodes of the listening sockets that the process tree held at the last check.
     known: frozenset[str] = frozenset()
 
 
@@ -55,7 +55,7 @@ class LocalListeners:
 
     def __init__(self) -> None:
         self._table = SocketTable()
-        #: The servers that were started, by their URL.
+        #: Mapping from URL to the server that was started there.
         self._servers: dict[str, _StartedServer] = {}
 
     def expect(self, url: str, tree: Callable[[], Sequence[int]]) -> object:
@@ -82,25 +82,25 @@ class LocalListeners:
             del self._servers[url]
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of the sockets that the last call of `verified` found at the URL."""
+        """Return the socket inodes that the last call of `verified` has found at the URL."""
         server = self._servers.get(url)
         return frozenset() if server is None else server.known
 
     async def verified(self, url: str) -> frozenset[str]:
-        """Return the inodes of the sockets that listen at the URL now; empty if there are none.
+        """Check the sockets that listen at the URL now, and return their inodes.
 
         Raises:
             Impostor: A process outside the server's process tree listens at the URL, or the fleet
                 has no server at this URL.
-            UnknownListener: The kernel could not be asked.
+            UnknownListener: The kernel's table of sockets could not be read.
         """
         server = self._servers.get(url)
         if server is None:
             raise Impostor(f"no server of the fleet runs at {url}")
         host, port = host_and_port(url)
         try:
-            # Usually all sockets are known from an earlier check. The process tree is searched for
-            # the holders of the sockets only if a socket is not known, because this search is slow.
+            # Usually, an earlier check has already found all sockets in the process tree. Search
+            # the process tree only for a new socket, because the search is slow.
             inodes = frozenset(self._table.listeners(port, host))
             if inodes <= server.known:
                 server.known = inodes

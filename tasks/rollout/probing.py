@@ -40,8 +40,8 @@ _UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 class NoReply(str):
     """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    A missing answer may be caused by the network. A bad answer is never a `NoReply`, because only
-    the server itself can cause a bad answer.
+    The cause may be the network. A bad answer is never a `NoReply`, because only the server itself
+    can send a bad answer.
     """
 
     __slots__ = ()
@@ -58,7 +58,7 @@ class Foreign(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Complete answer of a server, or the reason why there is none."""
+    """Complete answer of a server, or the reason for the missing answer."""
 
     #: HTTP status of the answer, or None if no answer came.
     status: int | None
@@ -70,8 +70,9 @@ class Reply:
 class HttpProber:
     """Sends HTTP requests to servers from the gateway's machine.
 
-    A server that cannot be reached from there cannot receive rollout requests either. Each request
-    uses a new connection, because a broken server may still answer on an existing connection.
+    If this machine cannot reach a server, the server cannot receive rollout requests either. Each
+    request uses a new connection, because a broken server may still answer on an existing
+    connection.
     """
 
     def __init__(self, listeners: EngineListenerCheck | None = None) -> None:
@@ -86,8 +87,8 @@ class HttpProber:
 
         If the returned coroutine is cancelled, the connection is closed.
 
-        The timeout begins with this call and not when the coroutine starts. So servers that are
-        asked at once have the same deadline, even if a coroutine starts late.
+        The timeout begins with this call, not with the start of the coroutine. So several servers
+        that are asked together have the same deadline.
 
         Args:
             url: `http://host:port` of the server.
@@ -101,7 +102,7 @@ class HttpProber:
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        """Send a request, check the status of the answer, and return the result of `ask`.
+        """Send a request and check the status of the answer, for `ask`.
 
         Args:
             url: `http://host:port` of the server.
@@ -114,8 +115,8 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Callers distinguish the kinds of problems by subclasses of `str`, such as `NoReply`. So
-        # convert `problem`, which is a plain `str`, to the class of `reply.body`.
+        # Give `problem`, a plain `str`, the class of `reply.body`. Callers distinguish kinds of
+        # problems by the subclass of `str`, such as `NoReply`.
         for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)
@@ -124,8 +125,8 @@ class HttpProber:
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """Send a request and return the answer with any status.
 
-        While this machine lacks resources such as open files to send the request, the attempt is
-        repeated until the timeout. A repeated attempt is safe, because nothing was sent.
+        If this machine lacks resources, such as open files, the request is tried again until the
+        timeout. This is safe, because nothing has been sent.
 
         Args:
             url: `http://host:port` of the server.
@@ -140,7 +141,7 @@ class HttpProber:
             await asyncio.sleep(_RETRY_EVERY_S)
 
     async def _send(self, url: str, ask: Ask, timeout_s: float, until_s: float) -> Reply:
-        """Send a request once, and return the answer or the reason why there is none.
+        """Send a request once, and return the answer or the reason for the missing answer.
 
         Args:
             url: `http://host:port` of the server.
@@ -189,7 +190,7 @@ class HttpProber:
 
 
 def _describe_unconnected(error: Unconnected) -> str:
-    """Return the reason why there was no connection, as a `Foreign`, `NotChecked` or `NoReply`."""
+    """Return the reason for the missing connection, as a `Foreign`, `NotChecked` or `NoReply`."""
     if error.is_impostor:
         return Foreign(error)
     return (
@@ -210,7 +211,7 @@ class Death:
 
     #: Rank of the server.
     rank: int
-    #: Epoch of the dead process. Each start of the server's group has a new number, its epoch.
+    #: Epoch of the dead process: the number of the start of its server group.
     epoch: int
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its Ray actor died: node
     #: 10.0.0.7 is gone`.
@@ -220,7 +221,7 @@ class Death:
 
 
 class StartFailed(Exception):
-    """A server could not be started. None of its processes runs. The message gives the reason."""
+    """A server could not be started, and none of its processes runs. The message says why."""
 
 
 class NoRoomToStart(StartFailed):
@@ -231,10 +232,13 @@ class NoRoomToStart(StartFailed):
 
 
 class ServerHost(Protocol):
-    """Starts, stops and asks the servers of a fleet. It never blocks the fleet's asyncio loop."""
+    """Starts and stops the servers of a fleet, and sends requests to them.
 
-    #: Function that is called at once when a server has died, in the thread of the asyncio loop.
-    #: The fleet sets it before the first start.
+    No method blocks the asyncio event loop.
+    """
+
+    #: Function that is called when a server has died, in the thread of the asyncio event loop. The
+    #: fleet sets this function before the first start.
     on_death: Callable[[Death], None]
 
     @property
@@ -249,13 +253,13 @@ class ServerHost(Protocol):
 
         Args:
             node: Index of the node.
-            names: Names of the ports. Each port stays reserved for the server that it is named for.
+            names: Names of the ports, such as `server.0` for the server with rank 0.
         """
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """Start the process of a server. Return when it executes its program.
+        """Start the process of a server, and return when the process executes the server's program.
 
-        The server may need much longer until it answers requests.
+        At that time, the server may not answer requests yet.
 
         Raises:
             StartFailed: The server could not be started.
@@ -267,16 +271,15 @@ class ServerHost(Protocol):
 
         The call may take some seconds longer than the grace period (`recovery.STOPPED_WITHIN_S`).
 
-        Servers that were never started, or that have ended, are allowed. Deaths that this method
-        causes are not reported to `on_death`. If the call is cancelled, call this method again,
-        because processes may still run.
+        Servers that do not run are ignored. `on_death` is not called for servers that this method
+        ends. After a cancelled call, processes may still run: call this method again.
 
         Args:
             ranks: Ranks of the servers.
             grace_s: Grace period in seconds.
 
         Returns:
-            Description with node and pid of each process that could not be ended. Empty if all
+            Description of each process that could not be ended, with node and pid. Empty if all
             processes have ended and their GPUs are free.
         """
 
@@ -287,7 +290,7 @@ class ServerHost(Protocol):
             None if the status was 200, otherwise the problem.
 
         Raises:
-            LostContact: The server's machine could not be asked, so the answer is unknown.
+            LostContact: The server's machine could not be reached, so the answer is unknown.
         """
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
@@ -297,12 +300,13 @@ class ServerHost(Protocol):
         """End all servers. This object cannot be used afterwards."""
 
 
-#: Function that takes the index of a server group and returns its servers with new, free addresses.
+#: Function that returns the servers of a group with new, free addresses. Its argument is the index
+#: of the group.
 Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
 
 
 class FleetRefused(MusterError):
-    """A request to change the fleet was refused and has changed nothing. The message says why."""
+    """A request to change the fleet was refused. The fleet is unchanged. The message says why."""
 
 
 class NoHost(Exception):

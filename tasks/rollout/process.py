@@ -51,24 +51,25 @@ EXIT_FAILED = 1
 #: Exit status of the fleet's process if no server could be started.
 EXIT_NOT_STARTED = 2
 
-#: Environment variables of this process that the servers must not inherit. They hold the plan of
-#: the fleet with its tokens, and the socket to which only this process reports its state.
+#: Environment variables of this process that the servers must not inherit. The variables contain
+#: the plan of the fleet with secret tokens, and the socket to which only this process may report
+#: its state.
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
-#: Seconds to wait at the end until the last events are written to the disk.
+#: Seconds that this process waits, at its end, until the last events are on the disk.
 _WRITTEN_WITHIN_S = 2.0
 #: Seconds that open requests get to end when the fleet is stopped. After that, the gateway answers
 #: them with an error.
 _ANSWERS_WITHIN_S = 2.0
-#: Libraries whose log is limited to warnings, because they would write more than the fleet itself.
+#: Libraries with long logs. Only their warnings are logged.
 _VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")
 #: Names of the events that appear in the log as warnings.
 _WARNING_EVENTS = frozenset({"rollout.server.died", "rollout.warning"})
 
 
 async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
-    """Open the `ServerHost` that will run the servers, and plan the fleet with its addresses.
+    """Open the `ServerHost` that will run the servers, and return it with the plan of the fleet.
 
-    If this call fails or is cancelled, the `ServerHost` is closed again.
+    If this call fails or is cancelled, it closes the `ServerHost`.
 
     Args:
         plan: Plan of the fleet.
@@ -104,7 +105,7 @@ async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Pla
 class Places:
     """Plans the fleet at the current addresses and ports of its nodes.
 
-    A Ray cluster moves the servers of a lost node to another node, so addresses can change.
+    Addresses can change, because a Ray cluster moves the servers of a lost node to another node.
     """
 
     def __init__(self, plan: FleetPlan, host: ServerHost, **device_fields: Any) -> None:
@@ -112,27 +113,27 @@ class Places:
         Args:
             plan: Plan of the fleet.
             host: The `ServerHost` that runs the servers.
-            **device_fields: For a local fleet, the arguments `devices` and `kind` of `Addresses`,
-                which name the GPUs that the fleet may use. Empty for a fleet on Ray.
+            **device_fields: Arguments `devices` and `kind` of `Addresses`: the GPUs that a local
+                fleet may use. Empty for a fleet on Ray.
         """
         self._plan = plan
         self._host = host
         self._device_fields = device_fields
-        #: Port numbers by the names that `ports_needed` returns.
+        #: Mapping from the names that `ports_needed` returns to port numbers.
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
         """Return the topology of the whole fleet.
 
-        A local fleet uses the ports that the run has reserved. On Ray, this method reserves free
-        ports by one request to each node.
+        A local fleet uses the ports that the run has reserved. For a fleet on Ray, this method
+        reserves free ports, with one request to each node.
         """
         if self._plan.ray is not None:
             await self._reserve_ports(range(self._plan.fleet.engines))
         return await self._build_topology()
 
     async def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """Return the servers of a group at their current node and with new, free ports.
+        """Return the servers of a group with the address of their current node and new, free ports.
 
         Args:
             group: Index of the group.
@@ -143,14 +144,14 @@ class Places:
     async def _build_topology(self) -> TopologyPlan:
         """Return the topology with the current hosts and ports.
 
-        On Ray, call it after `_reserve_ports`, which waits until the nodes exist.
+        For a fleet on Ray, call `_reserve_ports` first, which waits until the nodes exist.
         """
         hosts = await self._host.hosts()
         addresses = Addresses(hosts=hosts, ports=self._ports, **self._device_fields)
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
     async def _reserve_ports(self, groups: Collection[int]) -> None:
-        """Reserve new ports for the servers of some groups, by one request to each node.
+        """Reserve new ports for the servers of some groups, with one request to each node.
 
         Args:
             groups: Indexes of the groups.
@@ -170,7 +171,7 @@ def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> t
     """Return the GPUs that environment variables such as CUDA_VISIBLE_DEVICES allow a fleet.
 
     Args:
-        fleet: Spec of the fleet. Its own variables take precedence over `env`.
+        fleet: Spec of the fleet. The environment variables in the spec take precedence over `env`.
         env: Environment variables of this process.
         kind: Kind of the GPUs: nvidia, amd or ascend.
 
@@ -187,17 +188,16 @@ def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> t
 
 def main() -> int:
     """Run the fleet to its end, and return the exit status of the process."""
-    # Let each log line contain a level such as INFO. Muster searches this log for the cause of a
-    # failed run. Without the level, a line about the normal end of a server would look like an
-    # error message.
+    # Write a level such as INFO into each log line. Muster searches this log for the cause of a
+    # failed run. Without the level, the line about a server's normal end would look like an error.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Become a subreaper: if a guardian process is killed, the kernel makes this process the parent
-    # of the guardian's descendants. A kernel without subreapers is no obstacle for the fleet, but
-    # the descendants of a killed guardian may then survive.
+    # of the guardian's descendants. If the kernel does not support subreapers, these descendants
+    # may survive.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)
@@ -211,8 +211,8 @@ def main() -> int:
 def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine like `asyncio.run`, with uvloop and fewer runs of the garbage collector.
 
-    A run of the garbage collector delays requests. Few runs are enough, because CPython frees most
-    objects as soon as their last reference is gone.
+    Each run of the garbage collector delays requests. CPython frees most objects without the
+    garbage collector, when their last reference is gone.
     """
     gc.collect()
     gc.freeze()
@@ -308,8 +308,8 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     except FleetFailed as error:
         return str(error)
     finally:
-        # Stop the fleet and the gateway at the same time. While the servers end, the gateway still
-        # answers the open requests, with an error that says why the fleet stops.
+        # Stop the fleet and the gateway at the same time. While the servers end, the gateway
+        # answers open requests with an error that says why the fleet stops.
         results = await asyncio.gather(
             fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S), return_exceptions=True
         )
@@ -332,10 +332,10 @@ def _log_event(event: Event) -> None:
 
 
 def _print_last_line(reason: str, status: int) -> int:
-    """Print the reason for the end as the last line of the output, and return the exit status.
+    """Print the reason for the end of this process as the last line, and return the exit status.
 
-    The run reports this line as the cause of its failure. Further lines of the reason, such as log
-    lines of a server, are printed before the last line.
+    The run reports the last line as the cause of its failure. Quoted lines, such as log lines of a
+    server, are printed before the last line.
 
     Args:
         reason: The reason in the first line, and quoted lines after it.

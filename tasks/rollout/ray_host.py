@@ -49,18 +49,17 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that an actor may take to answer its first call. Ray starts a worker within seconds; a
-#: busy node, or a node that has to load a new image, needs longer.
+#: Seconds that an actor may take to answer its first call. Usually, Ray starts an actor within
+#: seconds. A busy node, or a node that has to load a new image, needs longer.
 _ACTOR_WITHIN_S = 180.0
 #: Seconds that a running actor may take to answer a call. Without this limit, a call to an actor on
-#: a lost node would wait about a minute, until Ray reports the loss of the node.
+#: a lost node would take about a minute.
 _ANSWER_WITHIN_S = 10.0
-#: Seconds that an actor may take, in addition to the grace period, to stop its server and to kill
-#: leftover processes. Fetching the end of the log may take 5 s more (`_LOG_END_WITHIN_S`). The sum
-#: is less than the 20 s that the fleet waits after the grace period (`STOPPED_WITHIN_S`).
+#: Seconds after the grace period in which an actor stops its server and kills leftover processes.
+#: This time plus the 5 s of `_LOG_END_WITHIN_S` must be below the 20 s of `STOPPED_WITHIN_S`.
 _STOP_EXTRA_S = 12.0
-#: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster's queue has already
-#: granted these GPUs to the run, so other programs should free the GPUs soon.
+#: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster has already granted
+#: these GPUs to the run, so other programs should free the GPUs soon.
 _ROOM_WITHIN_S = 300.0
 #: Seconds that fetching the end of a stopped server's log may take.
 _LOG_END_WITHIN_S = 5.0
@@ -76,7 +75,7 @@ class _ActorServer:
     epoch: int
     #: Ray handle of the `ServerActor`.
     actor: Any
-    #: True while the server's process runs.
+    #: True as long as the server's process runs.
     is_alive: bool = False
     #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_ending: bool = False
@@ -90,16 +89,16 @@ class _ActorServer:
     listeners: frozenset[str] = frozenset()
     #: Task that is checking which processes listen at the server's address, or None.
     listener_check: asyncio.Task[frozenset[str]] | None = None
-    #: Task that was requested while `listener_check` ran, and that starts when `listener_check`
-    #: ends. None if no further check was requested.
+    #: Task of a further check, which starts after the end of `listener_check`. None if no further
+    #: check was requested.
     next_listener_check: asyncio.Task[frozenset[str]] | None = None
 
 
 class ActorListeners:
     """An `EngineListenerCheck` for servers on a Ray cluster. The actor of a server does the check.
 
-    If several checks of a server are requested while a check of that server runs, a single further
-    check answers all these requests.
+    All checks of a server that are requested during a running check are combined into a single
+    further check.
 
     Args:
         server_at: Returns the server at a URL, or None if no server was started there.
@@ -174,12 +173,12 @@ class ActorListeners:
 class RayHost:
     """A `ServerHost` that runs each server in a Ray actor.
 
-    Create a host by `open`, which connects to the cluster. `close` frees all GPUs.
+    Call `open` to create a host and to connect to the cluster. Call `close` to free all GPUs.
 
     Args:
         plan: The plan of the fleet.
-        env: Environment variables of all servers. The variables of a server's own slot override
-            them.
+        env: Environment variables of all servers. The variables in a server's `ServerSlot` take
+            precedence.
         group: Placement group with one bundle for each node of the plan.
     """
 
@@ -188,10 +187,11 @@ class RayHost:
         self._env = env
         self._group = group
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: Servers that were started and not yet stopped, by their rank.
+        #: Mapping from rank to server, for the servers that were started and not yet stopped.
         self._servers: dict[int, _ActorServer] = {}
         self.listeners = ActorListeners(self._server_at)
-        #: Ray handle of the `PortKeeper` on each node, by the node's index in the plan.
+        #: Mapping from the index of a node in the plan to the Ray handle of the `PortKeeper` on the
+        #: node.
         self._keepers: dict[int, Any] = {}
         #: Largest size of each copied log, or None for no bound.
         self._log_bound = plan.log_bound
@@ -204,8 +204,8 @@ class RayHost:
 
         Args:
             plan: The plan of the fleet.
-            env: Environment variables of this process. Servers get only the variables that are
-                valid on other machines, too.
+            env: Environment variables of this process. The servers get only those that are also
+                valid on other machines.
             within_s: Seconds to wait until the cluster has enough free GPUs for the fleet.
 
         Raises:
@@ -215,10 +215,10 @@ class RayHost:
         assert plan.ray is not None
         topology = plan_topology(plan.fleet, plan.node_gpus)
         bundles = plan_bundles(topology, nodes_needed(plan.fleet, plan.node_gpus))
-        # The code of the actors is sent by value, so Muster need not be installed on the nodes.
+        # Send the code of the actors to the nodes, so that Muster need not be installed there.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-        # With this job id, the cluster shows the fleet's actors as a part of the run. Muster also
+        # With this job id, the cluster shows the fleet's actors as a part of the run, and Muster
         # counts the GPUs of these actors as used by the run.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         try:
@@ -260,8 +260,8 @@ class RayHost:
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Reserve a port for each name on a node, and return the ports.
 
-        `start` releases the port `server.RANK` when it starts the server of that rank. It releases
-        `engine.INDEX` when it starts a server of that engine on the node.
+        `start` releases these ports again: `server.RANK` with the start of the server with this
+        rank, and `engine.INDEX` with the start of a server of this engine on the node.
 
         Args:
             node: Index of the node in the plan.
@@ -288,10 +288,11 @@ class RayHost:
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            # Starting the Ray actor may take long. The server's port remains reserved until the
-            # actor answers.
+            # Release the server's port only after the Ray actor has answered, because the start of
+            # the actor may take long.
             await self._wait_for_answer(handle.ping.remote(), _ACTOR_WITHIN_S)
-            # The `PortKeeper` actor of a lost node holds no port any more, so its error is ignored.
+            # Ignore errors of a `PortKeeper` actor on a lost node, because it holds no port any
+            # more.
             with contextlib.suppress(RayError, TimeoutError):
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
@@ -321,8 +322,8 @@ class RayHost:
             grace_s: Seconds from the stop signal to SIGKILL.
 
         Returns:
-            One text for each process that could not be ended, with its node and pid, and for each
-            error in Muster's own code.
+            One text for each process that could not be ended, with node and pid, and one text for
+            each error in Muster's own code.
         """
         servers = [self._servers[rank] for rank in ranks if rank in self._servers]
         results = await asyncio.gather(
@@ -375,14 +376,14 @@ class RayHost:
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """Return the ranks of servers that cannot listen at their planned addresses.
 
-        There are two reasons: another process listens on a port of the server, or Ray has moved the
-        server's bundle to another node. The planned address then belongs to the lost node.
+        There are two possible reasons: another process uses a port of the server, or Ray has moved
+        the server from a lost node to another node.
 
         Args:
             slots: The planned servers.
         """
         moved_ranks = find_moved_ranks(slots, await self.hosts())
-        #: Rank of the server that each planned port belongs to, by node.
+        #: `ranks_by_node[node][port]` is the rank of the server that will use the port.
         ranks_by_node: dict[int, dict[int, int]] = {}
         for slot in slots:
             if slot.rank not in moved_ranks:
@@ -426,7 +427,7 @@ class RayHost:
     async def _call_keeper(self, node: int, method: str, argument: Sequence[Any]) -> Any:
         """Call a method of the `PortKeeper` on a node and return the result.
 
-        If the keeper was lost together with its node, create a new keeper and call the new one.
+        If the keeper and its node were lost, the call creates a new keeper and uses the new keeper.
 
         Args:
             node: Index of the node in the plan.
@@ -494,8 +495,8 @@ class RayHost:
                 removed = server.actor.remove_files.remote()
                 await self._wait_for_answer(removed, _LOG_END_WITHIN_S)
         except (RayError, OSError) as error:  # TimeoutError is a subclass of OSError.
-            # Only log the error, because the actor is killed below. The server's wrapper then ends
-            # the process tree.
+            # Only log the error. The actor is killed below, and the server's wrapper then ends the
+            # process tree.
             _log.info("rank %d: %s", server.slot.rank, _first_line(error))
         finally:
             for task in (server.watch, server.copy):
@@ -530,7 +531,7 @@ class RayHost:
                 self._bound_log(target, self._log_bound)
 
     def _bound_log(self, target: Path, bound: LogBound) -> None:
-        """Keep the copy of a server's log below its bound. If that is impossible, warn once."""
+        """Limit the size of a log's copy. If the size cannot be limited, warn once."""
         try:
             bound.apply(target)
         except OSError as error:
@@ -556,7 +557,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def find_moved_ranks(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:
-    """Return the ranks of servers whose planned address is no longer that of their node.
+    """Return the ranks of the servers whose node has another address than planned.
 
     Args:
         slots: The planned servers.

@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.1
 #: Longest time in seconds between two health checks of a starting server.
 _LAST_POLL_S = 1.0
-#: Seconds to wait until a cancelled start of a server group has ended.
+#: Seconds to wait for the end of a cancelled start of a server group.
 _CANCEL_WITHIN_S = 1.0
 #: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
-#: Default number of recoveries that are allowed for each engine. An engine may lose its node more
-#: than once, but an engine whose servers die at every start must not be restarted without end.
+#: Default number of recoveries that are allowed for each engine. The limit stops endless restarts
+#: of an engine whose servers die at every start.
 _BUDGET_PER_ENGINE = 3
 #: Smallest default for the number of recoveries that are allowed for a whole fleet.
 _MIN_DEFAULT_BUDGET = 10
@@ -57,47 +57,49 @@ STOPPED_WITHIN_S = 20.0
 class Incident:
     """Server groups that failed within seconds of each other, probably for the same reason.
 
-    For the budget of recoveries, they count as a single failure.
+    Together, these failures use up only one recovery of those that the spec allows.
     """
 
-    #: Time until which further failures join the incident, in seconds of the event loop's clock.
+    #: Time after which further failures no longer belong to the incident, in seconds of the event
+    #: loop's clock.
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers of the tries that were already subtracted from the budget of recoveries. Each server
-    #: group of the incident counts its own tries from 0. If two groups make their first try, both
-    #: tries have the number 0, and the budget decreases by 1 only.
+    #: group counts its own tries from 0. Tries of several groups with the same number are
+    #: subtracted only once.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
-    """Assigns each failure to an incident, and subtracts tries from the budget of recoveries.
+    """Groups failures into incidents, and counts the allowed restarts (the budget of recoveries).
 
-    The failures of one incident have happened within seconds of each other. Each try to restart the
-    server groups of an incident is subtracted from the budget once, not once for each group.
+    The failures of an incident have happened within seconds of each other. A try to restart all
+    server groups of an incident is subtracted from the budget only once.
     """
 
     def __init__(self, *, budget: float) -> None:
         """
         Args:
-            budget: Number of tries to restart server groups that are allowed in total; infinity for
-                no limit.
+            budget: Number of allowed tries to restart server groups, in total. Infinity for no
+                limit.
         """
         self._remaining_budget = budget
         self._last = Incident(closes_s=-math.inf)
 
     def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
-        """Return the incident that a failure of a server group belongs to.
+        """Return the incident to which a new failure of a server group belongs.
 
-        Return the last incident if further failures may still join it. Otherwise begin a new one.
+        This is the last incident if it is recent enough. Otherwise, a new incident begins.
 
         Args:
             group: Index of the group.
             now_s: Time of the failure, in seconds of the event loop's clock.
-            window_s: Seconds during which further failures may join a new incident.
+            window_s: Seconds after the begin of an incident during which further failures belong to
+                the incident.
         """
-        # If the last incident already contains this server group, the group has been restarted and
-        # has failed again. So the new failure belongs to a new incident.
+        # If the last incident already contains this server group, the group has failed again after
+        # a restart. Then the new failure begins a new incident.
         if now_s > self._last.closes_s or group in self._last.groups:
             self._last = Incident(closes_s=now_s + window_s)
         self._last.groups.add(group)
@@ -106,8 +108,8 @@ class Incidents:
     def pay(self, incident: Incident, attempt: int) -> bool:
         """Subtract a try to restart a server group from the budget of recoveries.
 
-        If another group of the same incident has already subtracted its try with this number, the
-        try is allowed and nothing is subtracted.
+        Nothing is subtracted if another group of the same incident has already made its try with
+        this number. The try is then allowed.
 
         Args:
             incident: The incident that the failure of the group belongs to.
@@ -123,7 +125,7 @@ class Incidents:
 
 
 def count_allowed_recoveries(fleet: Rollout) -> float:
-    """Return the number of recoveries that a fleet may have in total; infinity for no limit."""
+    """Return the number of recoveries that a fleet may make in total; infinity for no limit."""
     default = max(_MIN_DEFAULT_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
     budget = fleet.recovery.budget or default
     return math.inf if budget == UNLIMITED else budget
@@ -131,7 +133,7 @@ def count_allowed_recoveries(fleet: Rollout) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Case:
-    """One failure of a server group, until the group works again or is not restarted any more."""
+    """Handling of a server group's failure, until the group works again or is given up."""
 
     #: Index of the failed server group.
     group: int
@@ -161,13 +163,14 @@ class Recovery:
         Args:
             fleet: The parts of the fleet that the recovery works with.
             health: Health checks, which begin to watch a group after its start.
-            rebind: Function that returns the servers of a group with new addresses. It is called
-                before a restart if other programs use the present addresses.
+            rebind: Function that returns the servers of a group with new addresses. The recovery
+                calls this function before a restart if other programs use the present addresses.
         """
-        #: Tasks that start a server group, by the group's index. A task is cancelled if its group
-        #: fails or must not be restarted any more.
+        #: Mapping from the index of a server group to the task that starts the group. The task is
+        #: cancelled if the group fails or is given up.
         self._starting: dict[int, asyncio.Task[None]] = {}
-        #: Description of the last failed health check of each starting server, by its rank.
+        #: Mapping from the rank of a starting server to the description of its last failed health
+        #: check.
         self._last_answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
@@ -175,20 +178,20 @@ class Recovery:
         self._incidents = Incidents(budget=count_allowed_recoveries(fleet.settings))
         #: Limits the number of server groups that are restarted at the same time.
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
-        #: asyncio event that is cleared while no restart may begin, such as during a weight sync.
+        #: Event that is set while restarts may begin. During a weight sync, the event is cleared.
         self._released = asyncio.Event()
         self._is_open = False
-        #: The failure that is being handled for each failed server group, by the group's index.
+        #: Mapping from the index of a failed server group to the failure that is being handled.
         self._cases: dict[int, _Case] = {}
-        #: Number of consecutive tries to restart each server group, by the group's index. The count
-        #: starts again from 0 when a group has worked for `max_backoff_s`. A higher number means a
-        #: longer pause before the next try. There is no pause before the first try.
+        #: Mapping from the index of a server group to the number of consecutive tries to restart
+        #: it. The pause before the next try grows with this number. The number is reset after a
+        #: group has worked for `max_backoff_s` seconds.
         self._tries_in_row: Counter[int] = Counter()
-        #: Time at which the last recovery of each server group ended, in seconds of the loop's
-        #: clock.
+        #: Mapping from the index of a server group to the end of its last recovery, in seconds of
+        #: the event loop's clock.
         self._case_ended_s: dict[int, float] = {}
-        #: Number of tries to restart any server group so far. The id of the next try contains its
-        #: number.
+        #: Number of tries so far to restart server groups. The number is a part of the id of each
+        #: try.
         self._count = 0
 
     def open(self) -> None:
@@ -197,11 +200,11 @@ class Recovery:
         self._released.set()
 
     def has_case(self, group: int) -> bool:
-        """Return True if the group of servers has failed and is not restarted yet."""
+        """Return True if the group of servers has failed and has not been restarted yet."""
         return group in self._cases
 
     def hold(self) -> None:
-        """Prevent new restarts of engines until `release`. Restarts that have begun continue."""
+        """Begin no restarts of engines until `release` is called. Running restarts continue."""
         self._released.clear()
 
     def release(self) -> None:
@@ -209,7 +212,7 @@ class Recovery:
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
-        """Wait until the processes of all failed server groups have ended, or could not be ended.
+        """Wait until Muster has ended the processes of all failed server groups, or has given up.
 
         This wait always ends, because each call that ends processes has a time limit.
         """
@@ -218,8 +221,8 @@ class Recovery:
     async def stop(self) -> None:
         """Cancel all restarts of failed server groups, and begin no further restarts.
 
-        No group is RECOVERING afterwards. Servers that were starting may still run, and the caller
-        has to end them.
+        Afterwards, no group is in the state RECOVERING. Servers whose start was cancelled may still
+        run, and the caller has to end them.
         """
         self._is_open = False
         tasks = [case.task for case in self._cases.values() if case.task is not None]
@@ -243,8 +246,8 @@ class Recovery:
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # If a server group fails while it is being restarted, it already has a `_Case`. The task of
-        # that `_Case` restarts the group again, so no second one is needed.
+        # A server group that fails during its restart already has a `_Case`, whose task tries
+        # again. So no second `_Case` is needed.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open_case(after)
@@ -256,9 +259,8 @@ class Recovery:
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
         if works_for_s >= settings.recovery.max_backoff_s:
             del self._tries_in_row[group]
-        # Failures within one interval of the health checks belong to the same incident. Health
-        # checks probe each server once per interval, so they detect all failures with a common
-        # cause within one interval.
+        # Each server is probed once per interval of the health checks. So failures with a common
+        # cause are detected within one interval, and belong to the same incident.
         window_s = settings.health.interval_s
         incident = self._incidents.add_failure(group, now_s=now_s(), window_s=window_s)
         case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)
@@ -269,7 +271,8 @@ class Recovery:
     def _pay_or_retire(self, case: _Case) -> None:
         """Subtract the next restart of a group from the budget of recoveries.
 
-        If the budget is used up, retire the group instead: it is not restarted any more.
+        If no restart is left in the budget, the group is retired instead, and not restarted any
+        more.
         """
         if self._incidents.pay(case.incident, case.tries):
             return
@@ -282,10 +285,10 @@ class Recovery:
         return self._fleet.states.view.groups[case.group].state is state
 
     async def _handle(self, case: _Case) -> None:
-        """Handle the failure of a server group until the group works or is given up (retired).
+        """Restart a failed server group until the group works or is given up (retired).
 
-        In a loop, end the processes of the group, and then try to restart the group. An unexpected
-        error retires the group.
+        Each iteration ends the processes of the group, and then tries to start the group. An
+        unexpected error retires the group.
         """
         try:
             while True:
@@ -299,8 +302,8 @@ class Recovery:
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
-                # The server group may fail again before this try has ended. The new failure has
-                # its own `_Case` and its own task, so this task must stop.
+                # If the server group has failed again meanwhile, another task handles the new
+                # failure. So this task must stop.
                 is_recovered = await self._try_to_restart(case)
                 if is_recovered or self._cases.get(case.group) is not case:
                     break
@@ -332,7 +335,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        # If the try to restart the server group is cancelled, the event reports this outcome.
+        # Outcome in the event if the try to restart the server group is cancelled.
         outcome = "abandoned"
         message = "the fleet is stopped"
         try:
@@ -381,7 +384,7 @@ class Recovery:
         await asyncio.sleep(pause_s)
 
     async def _restart(self, case: _Case) -> None:
-        """Start a failed server group again, at new addresses if other programs use its ports.
+        """Start a failed server group again. If other programs use its ports, use new addresses.
 
         Raises:
             StartFailed: Old processes of the group still run, or the group does not work.
@@ -393,10 +396,10 @@ class Recovery:
         await self.start(case.group, slots)
 
     async def _find_new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
-        """Return the servers of a group with new addresses, if other programs use their ports.
+        """Return the servers of a group with new addresses if other programs use the present ports.
 
-        If this machine lacks resources such as open files for the check of the ports, the check is
-        repeated.
+        If the check of the ports fails because this machine lacks resources, such as open files,
+        the check is repeated.
 
         Returns:
             The servers with new addresses. None if no other program uses their present ports.
@@ -426,12 +429,13 @@ class Recovery:
 
         Args:
             group: Index of the group.
-            slots: The group's servers if they have new addresses, otherwise None.
+            slots: The group's servers with new addresses. None to keep the present addresses.
 
         Raises:
             StartFailed: The group does not work, or needs more time than `start_within_s`. The
-                group is then INACTIVE. Servers may still run, and the caller must end them. If
-                the call is cancelled, the caller must end them, too.
+                group is then INACTIVE.
+
+        After an error or a cancellation, servers may still run, and the caller must end them.
         """
         states = self._fleet.states
         within_s = self._fleet.settings.start_within_s
@@ -458,7 +462,7 @@ class Recovery:
         finally:
             del self._starting[group]
             start_task.cancel()
-            # Let the cancelled start end before the same servers are stopped.
+            # Wait for the end of the cancelled start before the same servers are stopped.
             await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:
@@ -536,7 +540,7 @@ class Recovery:
 
         Args:
             slot: The server. No request is sent to a server without an API.
-            question: The request. If None, the backend has no such request, and nothing is done.
+            question: The request. If None, nothing is done.
 
         Raises:
             StartFailed: A process that does not belong to the server listens at its address.

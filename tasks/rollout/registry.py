@@ -32,30 +32,33 @@ _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """Frozen snapshot of one lifecycle group: the servers of an engine, which start together."""
+    """Snapshot of one lifecycle group: the servers of an engine, which start and stop together."""
 
     #: Index of the server group in the fleet. The group's engine has the same index.
     index: int
     #: Ranks of the servers in the group.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Number of the last start of the server group: 1 for the first start, 0 before it.
+    #: Number of the last start of the server group. 1 is the first start; 0 means never started.
     epoch: int = 0
     #: True if processes of the server group's last start may still run.
     is_begun: bool = False
     #: Version of the server group's weights, or None if it is unknown.
     version: int | None = None
-    #: Reason why the server group does not serve or is suspect; empty if the group is healthy.
+    #: Reason why the server group does not serve requests or is suspect. Empty if the group is
+    #: healthy.
     cause: str = ""
     #: Number of times that a recovery has restarted the server group.
     recoveries: int = 0
-    #: Ranks of servers that work but that the gateway cannot reach over the network. Such servers
-    #: receive no requests and are not restarted.
+    #: Ranks of working servers that the gateway cannot reach over the network. These servers
+    #: receive no requests, and are not restarted.
     unreachable: tuple[int, ...] = ()
 
     @property
     def is_serving(self) -> bool:
-        """True if the group's state allows requests, even if the gateway cannot reach a server."""
+        """True if the group's state allows requests. The gateway may still be unable to reach a
+        server.
+        """
         return self.state in SERVING_STATES
 
     @property
@@ -64,7 +67,7 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if this is the server group's last start, and it has not failed since then.
+        """Return True if this is the group's last start and the group has not failed since then.
 
         Args:
             epoch: Number of a start of the group.
@@ -74,7 +77,7 @@ class GroupView:
     def may_receive_requests(self, rank: int) -> bool:
         """Return True if the gateway may send requests to this server of the group.
 
-        Only an entrypoint receives requests at all; the caller must check that.
+        The caller must also check that the server is an entrypoint.
         """
         return self.state in SERVING_STATES and rank not in self.unreachable
 
@@ -83,16 +86,16 @@ class GroupView:
 class FleetView:
     """Frozen snapshot of a fleet of inference servers."""
 
-    #: Number of changes to any server group so far. Two snapshots with the same number are equal.
+    #: Number of changes of server groups so far. Two snapshots with the same number are equal.
     epoch: int
-    #: Weight version that a server group must have to serve. 0 stands for the weights that servers
-    #: load at their start.
+    #: Weight version that a server group needs to serve requests. 0 stands for the weights that
+    #: servers load at their start.
     version: int
     #: True if no server group may serve before the trainer commits the first weights.
     awaits_weights: bool
-    #: All server groups of the fleet, by their index.
+    #: All server groups of the fleet, in the order of their indexes.
     groups: tuple[GroupView, ...]
-    #: All servers of the fleet with their current addresses, by their rank.
+    #: Mapping from rank to server, for all servers of the fleet, with their current addresses.
     servers: Mapping[int, ServerSlot]
 
     @property
@@ -102,7 +105,7 @@ class FleetView:
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The server groups that serve, or will serve after the first commit of weights."""
+        """The server groups that serve requests now or after the first commit of weights."""
         up_states = SERVING_STATES
         if self.awaits_weights:
             up_states = SERVING_STATES | {GroupState.STALE}
@@ -130,8 +133,8 @@ class FleetView:
     def training(self) -> dict[str, Any]:
         """The servers that can receive new weights, as JSON for the trainer.
 
-        `mesh[server]` lists the global ranks whose weights are updated through one server. `urls`
-        maps the rank of that server, as a string, to its URL.
+        Each entry of `mesh` lists the global ranks whose weights are updated through one server.
+        `urls` maps the rank of the server, as a string, to the URL of the server.
         """
         slots = [slot for group in self.targets for slot in self.updated(group)]
         return {
@@ -148,20 +151,20 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """True if all groups that are not retired work and can be reached by the gateway."""
+        """True if all groups work and can be reached by the gateway. Retired groups are ignored."""
         kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
         return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
     @property
     def why_none(self) -> str:
-        """Message for clients: why no server accepts requests. Empty if a server accepts them."""
+        """Reason, for clients, why no server accepts requests. Empty if a server does."""
         if self.entrypoints:
             return ""
         return "; ".join(_describe_unavailable(group) for group in self.groups)
 
 
 def _describe_unavailable(group: GroupView) -> str:
-    """Return the state of a group of servers and its cause, for clients that cannot be served."""
+    """Return the state of a server group and the reason for the state, for an error message."""
     description = f"the servers of ranks {join_commas(group.ranks)} are {group.state.value}"
     if group.unreachable:
         description += " and cannot be reached"
@@ -170,8 +173,8 @@ def _describe_unavailable(group: GroupView) -> str:
     return description
 
 
-#: Function that is called after each change of a server group, with the snapshots before and after
-#: it.
+#: Function that is called after each change of a server group. Its arguments are the snapshots
+#: before and after the change.
 Listener = Callable[[GroupView, GroupView], None]
 
 
@@ -185,8 +188,8 @@ class Registry:
         """
         Args:
             plan: Topology of the fleet.
-            serves_as_loaded: True if server groups serve, as version 0, with the weights that they
-                load at their start. False if they are stale until the first commit.
+            serves_as_loaded: True if servers accept requests as soon as they have started, with
+                weight version 0. False if they first wait for weights from the trainer.
         """
         self._groups = [
             GroupView(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
@@ -198,7 +201,8 @@ class Registry:
         self._serves_as_loaded = serves_as_loaded
         self._awaits_weights = not serves_as_loaded
         self._epoch = 0
-        #: Snapshot of the current state, or None after a change.
+        #: Cached snapshot of the current state. None if the state has changed since the last
+        #: snapshot.
         self._view: FleetView | None = None
         self._listeners: list[Listener] = []
         #: Changes that the listeners have not received yet. A change is a pair of snapshots of a
@@ -208,7 +212,7 @@ class Registry:
 
     @property
     def view(self) -> FleetView:
-        """Snapshot of the fleet's current state. A new snapshot is made only after a change."""
+        """Snapshot of the fleet's current state. The snapshot is cached until the next change."""
         if self._view is None:
             self._view = FleetView(
                 epoch=self._epoch,
@@ -222,8 +226,8 @@ class Registry:
     def listen(self, *listeners: Listener) -> None:
         """Add functions that are called, in this order, after each change of a group of servers.
 
-        `view` already shows the change. If a listener itself changes a group, all listeners first
-        receive the earlier change, then the new change.
+        During the call, `view` already shows the change. If a listener itself changes a group, all
+        listeners first receive the earlier change.
         """
         self._listeners += listeners
 
@@ -254,13 +258,14 @@ class Registry:
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
-        """Record that the servers of a group are started now, and return the epoch of this start.
+        """Record that the start of a server group begins, and return the number of this start
+        (epoch).
 
         The group must be new, or `claim` must have been called for it.
 
         Args:
             group: Index of the group.
-            slots: The group's servers with new addresses, or None if the addresses stay the same.
+            slots: The group's servers with new addresses. None to keep the present addresses.
 
         Returns:
             Number of this start of the group, from 1.
@@ -288,8 +293,8 @@ class Registry:
     def mark_started(self, group: int, epoch: int) -> None:
         """Record that the servers of a group have started and work.
 
-        The group becomes ACTIVE if servers may serve with the weights that they load at their
-        start. Otherwise it becomes STALE.
+        If servers may serve with the weights that they load at their start, the group becomes
+        ACTIVE. Otherwise, the group becomes STALE.
 
         Raises:
             IllegalTransition: The group has already started.
@@ -326,7 +331,7 @@ class Registry:
             self._move(view, GroupState.ACTIVE, cause="")
 
     def unreachable(self, rank: int, epoch: int, why: str) -> None:
-        """Record that a server works but cannot be reached by the gateway, so it gets no requests.
+        """Record that the gateway cannot reach a working server. The server then gets no requests.
 
         The state of the server's group does not change.
         """
@@ -347,8 +352,8 @@ class Registry:
         """Record that a server has failed. Its whole server group becomes INACTIVE at once.
 
         Returns:
-            True if the group became INACTIVE. False if the group had already failed, or was started
-            again since. With False, nothing has changed: the group keeps its state and its cause.
+            True if the group became INACTIVE. False if nothing changed, because the group had
+            already failed or has been started again.
         """
         view = self._find_current(rank, epoch)
         if view is None:
@@ -361,7 +366,7 @@ class Registry:
         self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
-        """Record that a recovery has failed to restart a group of servers.
+        """Record that a restart of a server group has failed.
 
         Raises:
             IllegalTransition: `claim` was not called for the group.
@@ -389,14 +394,14 @@ class Registry:
         self._move(view, GroupState.INACTIVE, cause=why)
 
     def commit(self, version: int, epochs: Mapping[int, int], *, force: bool = False) -> None:
-        """Set the weight version of the fleet. Groups that have these weights serve them.
+        """Set the weight version of the fleet. Groups with these weights accept requests.
 
         All other server groups that have started become STALE.
 
         Args:
             version: Version of the new weights.
-            epochs: `epochs[group]` is the number of the start (epoch) in which a group has got the
-                new weights. A group that was started again since then becomes STALE.
+            epochs: Mapping from a group to the number of the start (epoch) in which the group got
+                the new weights. A group that was started again after that becomes STALE.
             force: True to allow a version lower than the current version.
 
         Raises:
@@ -414,8 +419,8 @@ class Registry:
         self._awaits_weights = False
         self._epoch += 1
         self._view = None
-        # Change all server groups first, and notify the listeners afterwards. No listener may see
-        # that one group already has new weights while another group still serves old weights.
+        # Change all server groups before notifying the listeners. Otherwise, a listener could see
+        # one group with new weights while another group still serves old weights.
         for group in [group for group in self._groups if group.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
                 self._record(group, state=GroupState.STALE)
@@ -435,11 +440,11 @@ class Registry:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server. None if the group has ended or was started again.
+        """Return the group of a server, or None if the group has ended or was started again.
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the group's start to which the report about the server refers.
+            epoch: Number of the group's start (epoch) from which the caller's information comes.
         """
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
@@ -477,8 +482,8 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # A listener has changed a server group and so caused this call, while an outer call of
-            # this method is still running. The outer call also reports that change.
+            # A listener has changed a server group during an outer call of this method. The outer
+            # call will also report this change.
             return
         self._is_notifying = True
         try:

@@ -18,8 +18,8 @@ from functools import partial
 #: Number of sessions that a router remembers. It forgets the least recently used session first.
 MAX_SESSIONS = 200_000
 
-#: Added to the load of an entrypoint that is not preferred, so that it comes after all preferred
-#: entrypoints.
+#: Number that is added to the load of an entrypoint that is not preferred. So all preferred
+#: entrypoints are chosen first.
 _NOT_PREFERRED_LOAD = 1 << 32
 
 #: Key of an entrypoint: its rank and the number of its start (epoch).
@@ -48,7 +48,7 @@ class Entrypoint:
     def key(self) -> tuple[int, int]:
         """Key of the entrypoint: rank of the server, and number of its start (epoch).
 
-        So the server has a new key after each restart.
+        The key of a server changes with each restart.
         """
         return self.rank, self.epoch
 
@@ -58,16 +58,16 @@ class NoEntrypoint(Exception):
 
 
 class LineFull(NoEntrypoint):
-    """The queue has no room for the request, or the request has waited there for too long."""
+    """The queue has no room for the request, or the request has waited too long in the queue."""
 
 
 class MustWait(Exception):
-    """A request must wait: all suitable entrypoints are at their limit, or the router is closed."""
+    """A request must wait, because all suitable entrypoints are busy or the router is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """An entrypoint, with the number of requests that it has not answered yet."""
+    """An entrypoint with the number of its unanswered requests."""
 
     entrypoint: Entrypoint
     #: Number of requests that were sent to the entrypoint and have not ended.
@@ -79,17 +79,17 @@ class _Slot:
 class _SlotsByLoad:
     """Entrypoint slots in the order of their load.
 
-    Slots with the same load are in the order in which they were added. If the first slot is always
-    chosen, entrypoints with equally few outstanding requests are chosen in turn.
+    Slots with the same load are in the order in which they were added. So entrypoints with the same
+    load are chosen in turn.
     """
 
     def __init__(self) -> None:
-        # An OrderedDict finds its first entry at once. A dict would first have to skip all entries
-        # that were deleted at its beginning.
+        # Use an OrderedDict, which finds its first entry at once. A dict is slow at this after many
+        # deletions at its beginning.
         self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
-        """Add the slot of an entrypoint, behind the other slots with the same load."""
+        """Add the slot of an entrypoint after the other slots with the same load."""
         slots_with_load = self._slots.get(slot.load)
         if slots_with_load is None:
             slots_with_load = OrderedDict()
@@ -97,7 +97,7 @@ class _SlotsByLoad:
         slots_with_load[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
-        """Remove an entrypoint slot. Its load and key must be the same as when it was added."""
+        """Remove an entrypoint slot. The slot's load and key must not have changed since `add`."""
         slots_with_load = self._slots[slot.load]
         del slots_with_load[slot.entrypoint.key]
         if not slots_with_load:
@@ -116,7 +116,7 @@ class _SlotsByLoad:
         return None
 
 
-#: Function that chooses an entrypoint for one request of the queue, as `Router.pick` does.
+#: Function like `Router.pick` that chooses an entrypoint for a certain request of the queue.
 _Pick = Callable[[], Entrypoint]
 
 
@@ -145,28 +145,29 @@ class Router:
         self._limit = limit
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
-        #: The waiting requests in the order of their arrival. Each key is a future that resolves
-        #: with the entrypoint for the request, or raises NoEntrypoint. Each value is the function
-        #: that chooses the entrypoint.
+        #: The waiting requests in the order of their arrival. A key is a future, whose result is
+        #: the entrypoint for the request or a NoEntrypoint error. The value is the function that
+        #: chooses the entrypoint.
         self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         #: The entrypoints that the router may choose for a request.
         self._active: dict[_Key, _Slot] = {}
         #: Entrypoints that were removed, but still have outstanding requests.
         self._leaving: dict[_Key, _Slot] = {}
         self._by_load = _SlotsByLoad()
-        #: Key (rank and epoch) of the entrypoint of each session. The session that was used last
-        #: comes last.
+        #: Mapping from a session to the key (rank and epoch) of its entrypoint. The session that
+        #: was used most recently comes last.
         self._sessions: OrderedDict[str, _Key] = OrderedDict()
         #: Number of outstanding requests of all entrypoints, including removed entrypoints.
         self._total = 0
         self._why_none = "no server has started yet"
         self._is_closed = False
-        #: Future that resolves when no request is outstanding; None if no caller waits for it.
+        #: Future that resolves when no request is outstanding. None if no caller waits for this
+        #: moment.
         self._idle: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
 
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
-        """Replace the entrypoints that may receive requests, and notify the listeners.
+        """Set the entrypoints that may receive requests, and notify the listeners.
 
         The router still counts the outstanding requests of removed entrypoints until they end.
 
@@ -201,21 +202,21 @@ class Router:
         self._notify(tuple(slot.entrypoint for slot in removed))
 
     def close(self) -> None:
-        """Let requests that generate tokens wait until `open`, even if entrypoints are free."""
+        """Let all requests that generate tokens wait until `open` is called."""
         self._is_closed = True
 
     def open(self) -> None:
-        """Continue to route requests for tokens to the entrypoints, after a call of `close`."""
+        """Undo `close`: send requests that generate tokens to entrypoints again."""
         self._is_closed = False
         self._notify(())
 
     @property
     def is_closed(self) -> bool:
-        """True if requests that generate tokens must wait: after `close`, until `open`."""
+        """True between `close` and `open`: requests that generate tokens must wait."""
         return self._is_closed
 
     def abort(self) -> None:
-        """End all outstanding requests. Requests without any response data yet may be retried."""
+        """End all outstanding requests. Requests without any response data may be retried."""
         self._notify(self.entrypoints)
 
     async def idle(self) -> None:
@@ -239,17 +240,19 @@ class Router:
     ) -> Entrypoint:
         """Return the entrypoint (inference server) that gets a request.
 
-        The request waits in the queue while all entrypoints are at their limit or the router is
-        closed. The caller must call `done` when the request ends, even if it fails.
+        If all entrypoints are at their limit or the router is closed, the call waits in the queue.
+        The caller must call `done` when the request ends, even after a failure.
 
         Args:
             session: Name of the request's session, or None.
-            exclude: Ranks that may not be chosen because they were already tried.
-            generates: False if the request may be sent while the router is closed.
+            exclude: Ranks of servers that may not be chosen, because the request has already failed
+                there.
+            generates: True if the request generates tokens. Other requests may be sent even if the
+                router is closed.
 
         Raises:
             NoEntrypoint: No server can take the request, or no server is available any more.
-            LineFull: The queue has no room, or the request has waited there for too long.
+            LineFull: The queue has no room, or the request has waited too long in the queue.
         """
         pick = partial(self.pick, session, exclude, generates=generates)
         try:
@@ -267,8 +270,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request may have got an entrypoint at the very moment of its timeout or
-            # cancellation. It will not be sent, so call `done`, which frees the entrypoint.
+            # The request may have got an entrypoint at the moment of its timeout or cancellation.
+            # Call `done` to free this entrypoint, because the request will not be sent.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -286,14 +289,16 @@ class Router:
         The request counts as outstanding until the caller calls `done`.
 
         Args:
-            session: Name of the request's session, or None. All requests of a session go to the
-                same entrypoint while this entrypoint is active and answers its health checks. If
-                the entrypoint is at its limit, another entrypoint is chosen for this request.
-            exclude: Ranks that may not be chosen because they were already tried.
-            generates: False if the request may be sent while the router is closed.
+            session: Session id of the request, or None. All requests of a session go to the same
+                entrypoint if possible. Another entrypoint is chosen if that entrypoint is inactive,
+                silent or at its limit.
+            exclude: Ranks of servers that may not be chosen, because the request has already failed
+                there.
+            generates: True if the request generates tokens. Other requests may be sent even if the
+                router is closed.
 
         Raises:
-            NoEntrypoint: No entrypoint is active, apart from excluded ranks. The router forgets the
+            NoEntrypoint: No active entrypoint is left after the exclusion. The router forgets the
                 entrypoint of the session.
             MustWait: All suitable entrypoints are at their limit, or the router is closed.
         """
@@ -323,12 +328,11 @@ class Router:
         self._serve_queue()
 
     def outstanding_of(self, rank: int, epoch: int) -> int:
-        """Return the number of outstanding requests of a server; 0 if it is not an entrypoint.
+        """Return the number of outstanding requests of a server, or 0 if it is not an entrypoint.
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch of the server. Each start of the server's group has a new number, its
-                epoch.
+            epoch: Epoch of the server: the number of the start of the server's group.
         """
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
@@ -350,14 +354,14 @@ class Router:
 
     @property
     def concurrency(self) -> int | None:
-        """Number of requests that all entrypoints together take at once, or None for no limit."""
+        """Number of requests that all entrypoints together accept at once, or None for no limit."""
         return None if self._limit is None else self._limit * len(self._active)
 
     def _choose(self, session: str | None, exclude: Collection[int]) -> _Slot:
         """Return the slot of the entrypoint that should receive a request.
 
         Raises:
-            NoEntrypoint: No entrypoint is active, apart from excluded ranks.
+            NoEntrypoint: No active entrypoint is left after the exclusion.
             MustWait: All suitable entrypoints are at their limit.
         """
         if session is not None:
@@ -384,10 +388,10 @@ class Router:
         )
 
     def _may_keep(self, slot: _Slot) -> bool:
-        """Return True if further requests of a session may be sent to its entrypoint.
+        """Return True if a session may keep its entrypoint for further requests.
 
-        Return False if this entrypoint did not answer its last health checks, but another
-        entrypoint did.
+        Return False if this entrypoint did not answer its last health checks and another entrypoint
+        did.
         """
         if slot.entrypoint.is_preferred:
             return True
@@ -403,9 +407,8 @@ class Router:
 
         If too many sessions are remembered, the least recently used session is forgotten.
 
-        If the session already has an entrypoint that is at its limit, another entrypoint answers
-        only the current request. Later requests of the session return to the remembered entrypoint,
-        which has cached the prefix of their prompts.
+        If the session's entrypoint is only at its limit, the session keeps it. Later requests then
+        return to that entrypoint, which has cached the prefix of their prompts.
         """
         session_slot = self._active.get(self._sessions.get(session, key))
         if session_slot is None or not self._may_keep(session_slot):
@@ -442,8 +445,8 @@ class Router:
 
     def _serve_queue(self) -> None:
         """Give free entrypoints to the requests in the queue, in the order of their arrival."""
-        # When a request gets an entrypoint, the request leaves the queue. So start again at the
-        # beginning of the changed queue.
+        # A request that gets an entrypoint leaves the queue. So start again at the beginning of the
+        # changed queue.
         while self._queue and not self._is_closed:
             first = self._by_load.find_first()
             is_full = first is not None and self._is_full(first)

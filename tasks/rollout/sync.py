@@ -31,7 +31,7 @@ from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 
-#: Body of the answer for an engine whose servers have ended since the weight sync began.
+#: Text that replaces the response of an engine whose servers have ended during the weight sync.
 _SERVERS_ENDED = "the servers of the engine ended during the weight sync"
 #: Number of characters of a server's response that a failure message quotes.
 _QUOTED_CHARACTERS = 300
@@ -40,20 +40,20 @@ _READ_ONLY_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class InFlight(Enum):
-    """Treatment of rollout requests that servers still answer when a weight sync begins."""
+    """Treatment of the rollout requests that are running when a weight sync begins."""
 
     #: The weight sync waits until the servers have answered all requests.
     WAIT = "wait"
     #: The weight sync ends all requests. A request whose answer has not begun is retried after the
     #: sync.
     ABORT = "abort"
-    #: The servers pause the requests and continue them after the weight sync. Not all backends can
-    #: do so.
+    #: The servers pause the requests and continue them after the weight sync. Some backends do not
+    #: support this.
     INTERRUPT = "interrupt"
 
 
 class NoSuchSync(MusterError):
-    """No weight sync with this id is open. The message says how it ended, if that is known."""
+    """No weight sync with this id is open. The message says how the sync has ended, if known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,10 +69,11 @@ class _Target:
     epoch: int
     #: True if a request that may change the weights was sent to the engine.
     is_touched: bool = False
-    #: Reasons why this machine could not send requests, by `(method, path, server URL)`.
+    #: Mapping from `(method, path, server URL)` of a request to the reason why this machine could
+    #: not send the request.
     unsent: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    #: Description of each failed request to the engine's servers, by `(method, path, server URL)`.
-    #: If the same request succeeds later, the description is removed.
+    #: Mapping from `(method, path, server URL)` of a failed request to a description of the
+    #: failure. If the same request succeeds later, the entry is removed.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @property
@@ -82,7 +83,7 @@ class _Target:
 
     @property
     def why_without_weights(self) -> str:
-        """Description of a failed request, because of which the engine lacks new weights.
+        """Description of the failed request because of which the engine lacks the new weights.
 
         Empty if all requests of the weight sync to the engine's servers succeeded.
         """
@@ -103,10 +104,10 @@ class _OpenSync:
     targets: list[_Target] = field(default_factory=list)
     #: True if the servers of the target engines were asked to pause their requests.
     is_paused: bool = False
-    #: Futures of the requests to all target engines (broadcasts) that still wait for answers.
+    #: Futures of running broadcasts. A broadcast sends one request to all target engines, and waits
+    #: for the answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
-    #: True from the moment at which a commit, a cancel or the time limit begins to end the weight
-    #: sync.
+    #: True as soon as a commit, a cancellation or the time limit begins to end the weight sync.
     is_ending: bool = False
 
 
@@ -147,7 +148,10 @@ class WeightSyncs:
         return None if self._open is None else self._open.id
 
     async def begin(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
-        """Begin a weight sync: close the router, then wait for, end or pause outstanding requests.
+        """Begin a weight sync.
+
+        The call closes the router. Then, depending on `in_flight`, it waits for the end of the
+        outstanding requests, cancels them, or pauses them.
 
         Args:
             timeout_s: Time limit of the whole sync in seconds. A sync that is still open after this
@@ -159,9 +163,9 @@ class WeightSyncs:
             including stale engines.
 
         Raises:
-            FleetRefused: Another sync is open, the backend cannot pause requests, an engine could
-                not be asked to pause, or requests were outstanding after `timeout_s`.
-            NoSuchSync: The sync was ended while it waited for requests.
+            FleetRefused: Another sync is open, requests could not be paused, or requests were still
+                outstanding after `timeout_s`.
+            NoSuchSync: Another call has ended the sync during the wait for outstanding requests.
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
@@ -186,8 +190,8 @@ class WeightSyncs:
 
         try:
             if in_flight is not InFlight.INTERRUPT:
-                # The health checks still run during this wait. If a server hangs, the health checks
-                # report it as failed, and then its outstanding requests end, too.
+                # The health checks still run during this wait. They detect a hanging server, and
+                # then its outstanding requests end, too.
                 async with asyncio.timeout(timeout_s):
                     await self._router.idle()
             if sync.is_ending:
@@ -228,7 +232,7 @@ class WeightSyncs:
         """Ask the servers of all target engines to pause their requests.
 
         Raises:
-            FleetRefused: This machine could not send the request to an engine.
+            FleetRefused: This machine could not send the request to a server.
         """
         sync.is_paused = True
         reasons = await asyncio.gather(
@@ -238,7 +242,9 @@ class WeightSyncs:
             raise FleetRefused(f"{next(filter(None, reasons))}: begin the sync again")
 
     def _describe_group(self, group: GroupView) -> dict[str, Any]:
-        """Return the description of a target engine that `begin` returns to the trainer."""
+        """Return the description of a target engine for the trainer, as a part of the result of
+        `begin`.
+        """
         slots = self._fleet.states.view.updated(group)
         return {
             "engine": group.index,
@@ -256,8 +262,8 @@ class WeightSyncs:
 
         - `${engine.index}`: Index of the server's engine.
         - `${engine.world_size}`: Number of ranks whose weights are updated through the server.
-        - `${engine.rank_offset}`: First of these ranks in the trainer's process group. In this
-          group, the trainer is rank 0, and the ranks of all targets follow in order.
+        - `${engine.rank_offset}`: First of these ranks in the trainer's process group. The trainer
+          has rank 0, and the ranks of all targets follow.
 
         Args:
             id: Id of the weight sync.
@@ -265,8 +271,8 @@ class WeightSyncs:
             timeout_s: Seconds to wait for answers, at most until the sync expires.
 
         Returns:
-            `{"answers": [{engine, epoch, rank, status, body}]}`. The status is None if a server did
-            not answer in time.
+            `{"answers": [{engine, epoch, rank, status, body}]}`. If a server did not answer in
+            time, its status is None.
 
         Raises:
             NoSuchSync: No sync with this id is open, or the sync ended during the broadcast.
@@ -292,8 +298,8 @@ class WeightSyncs:
         try:
             answers = await sending
         except asyncio.CancelledError:
-            # If the weight sync is ending, `_end` has cancelled only this broadcast, and an error
-            # for the caller is raised below. Otherwise, this task itself was cancelled.
+            # If the weight sync is ending, only the broadcast was cancelled, and the caller gets an
+            # error below. Otherwise, this task itself was cancelled.
             if not sync.is_ending:
                 raise
         finally:
@@ -317,18 +323,18 @@ class WeightSyncs:
     async def commit(
         self, id: str, version: int, epochs: Mapping[int, int], *, force: bool = False
     ) -> dict[str, Any]:
-        """End the weight sync: the named engines serve the new weights, and others become stale.
+        """End the weight sync. Engines in `epochs` serve the new weights; others become stale.
 
         Args:
             id: Id of the sync.
             version: Version of the new weights.
-            epochs: `epochs[engine]` is the number of the start (epoch) in which the engine has got
-                the new weights.
+            epochs: Mapping from an engine to the number of the start (epoch) in which the engine
+                got the new weights.
             force: True to allow a version lower than the fleet's current version.
 
         Returns:
-            The fleet's version, the serving and the stale engines, and under `failed` the reason of
-            each engine that lacks some of the weights.
+            The fleet's version, the serving engines, the stale engines, and under `failed` the
+            engines that lack some weights, with the reasons.
 
         Raises:
             NoSuchSync: No sync with this id is open.
@@ -361,7 +367,8 @@ class WeightSyncs:
         return {**self._describe_serving(), "failed": failed}
 
     async def give_up(self, id: str) -> dict[str, Any]:
-        """End the weight sync without a commit. Engines whose weights may have changed are stale.
+        """End the weight sync without a commit. Engines whose weights may have changed become
+        stale.
 
         Returns:
             The fleet's version, and the serving and the stale engines.
@@ -375,7 +382,7 @@ class WeightSyncs:
     async def stop(self) -> None:
         """End the open weight sync because the fleet stops.
 
-        Servers that paused their requests are not asked to resume them, because they are stopped.
+        Paused requests are not resumed, because the servers are stopped.
         """
         if self._open is not None and not self._open.is_ending:
             await self._end(
@@ -402,7 +409,9 @@ class WeightSyncs:
         return self._open
 
     def _describe_end(self, id: str) -> str:
-        """Return a message that says how a weight sync ended, or that no such sync is open."""
+        """Return a message that says how a weight sync has ended, or that no sync with this id is
+        open.
+        """
         last_id, outcome = self._last
         return (
             f"the weight sync {id} is over: {outcome}"
@@ -430,7 +439,7 @@ class WeightSyncs:
         """End a weight sync. Routing, health checks and recovery resume even if an error occurs.
 
         Args:
-            sync: The sync to end. Nothing happens if it is not the open sync.
+            sync: The sync to end. If another sync or no sync is open, nothing happens.
             outcome: Description of how the sync ends, for messages and for the event.
             is_committed: True if the new weights were committed.
             is_fleet_stopped: True if the whole fleet stops, so that no server is resumed.
@@ -441,8 +450,7 @@ class WeightSyncs:
         self._last = (sync.id, outcome)
         for sending in sync.sending:
             sending.cancel()
-        # Cancel the task that ends the sync at its time limit. If the limit has passed, that task
-        # itself runs this code, and must not cancel itself.
+        # Cancel the task that ends the sync at its time limit, unless this code runs in that task.
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
@@ -479,8 +487,8 @@ class WeightSyncs:
     async def _resume_targets(self, sync: _OpenSync) -> None:
         """Ask the servers of all target engines to continue their paused requests.
 
-        An engine that could not be asked is marked as failed, since its requests would otherwise
-        stay paused without end.
+        If this machine cannot send the request to an engine, the engine is marked as failed.
+        Otherwise its requests would stay paused forever.
         """
         resume = self._fleet.questions.resume
         if resume is None:
@@ -509,13 +517,12 @@ class WeightSyncs:
         request_key = (ask.method, ask.path, slot.url or "")
         target.unsent.pop(request_key, None)
         if isinstance(reply.body, NotChecked):
-            # This machine could not send the request to the server. So the request has not changed
-            # the weights of the engine.
+            # The request was not sent, so it has not changed the weights of the engine.
             target.is_touched = was_touched
             target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
         elif reply.status is None:
-            # The server does not answer, so it may hang in the middle of the update. Mark its
-            # engine as failed, so that later requests of this sync do not wait for the server.
+            # The server does not answer, so it may hang during the update. Mark the engine as
+            # failed, so that later requests of this sync do not wait for the server.
             self._fail(target, f"{ask.method} {ask.path}: {reply.body}")
         elif _is_success(reply):
             target.faults.pop(request_key, None)
@@ -533,8 +540,8 @@ class WeightSyncs:
     async def _pause_or_resume(self, target: _Target, ask: Ask) -> str:
         """Ask the servers of an engine to pause or to resume their requests.
 
-        An engine whose servers do not answer with success is marked as failed, so that the recovery
-        restarts the engine.
+        If a server does not answer with a success status, its engine is marked as failed and then
+        restarted.
 
         Returns:
             Reason why this machine could not send the request; empty if the request was sent.
@@ -553,7 +560,7 @@ class WeightSyncs:
         return ""
 
     def _fail(self, target: _Target, why: str) -> None:
-        """Mark a target engine as failed, so that the recovery restarts it."""
+        """Mark a target engine as failed, so that the engine is restarted."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(
             rank, target.epoch, f"the server of rank {rank} failed during a weight sync: {why}"

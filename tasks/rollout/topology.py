@@ -26,7 +26,7 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 #: Addresses that stand for all network interfaces of a machine, in IPv4 and in IPv6.
 EVERY_ADDRESS = ("0.0.0.0", "::")
-#: First port number of a plan that is made before the real ports are known.
+#: First example port number, for plans that are made before the real ports are known.
 _FIRST_PLANNED_PORT = 30000
 
 
@@ -34,7 +34,7 @@ _FIRST_PLANNED_PORT = 30000
 class ServerSlot(Place):
     """Plan of one server process: its position in the fleet, its GPUs, and its command line."""
 
-    #: Indexes of the server's bundles in the fleet's placement group, one for each of its GPUs.
+    #: Indexes of the server's bundles in the Ray placement group, one for each GPU of the server.
     bundles: tuple[int, ...]
     #: Ranks whose weights are updated through this server; empty if it receives no weight updates.
     weight_ranks: tuple[int, ...]
@@ -55,7 +55,7 @@ class ServerSlot(Place):
     def listens_on(self) -> tuple[int, ...]:
         """Ports that are reserved for this server.
 
-        The first server of an engine also listens on the port at which all processes of the engine
+        The ports of an engine's first server include the port at which all processes of the engine
         connect to each other.
         """
         api_ports = () if self.port is None else (self.port,)
@@ -93,7 +93,7 @@ class Engine:
     def group(self) -> tuple[int, ...]:
         """Ranks of the engine's servers, which are stopped and started together.
 
-        Each server is named by the first of its ranks.
+        For a server with several ranks, only the first rank is listed.
         """
         return tuple(server.rank for server in self.servers)
 
@@ -103,8 +103,8 @@ class TopologyPlan:
     """Plan of all engines of a fleet.
 
     Raises:
-        ValueError: The engines contradict each other. The message names each fault with its engine
-            and ranks.
+        ValueError: The plans of the engines contradict each other. The message names each fault
+            with its engine and ranks.
     """
 
     engines: tuple[Engine, ...]
@@ -194,7 +194,7 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
 
 
 def _find_repeated(problem: str, items: Iterable[T], seen: set[T]) -> Iterator[str]:
-    """Yield a message for each item that was seen before. Adds all items to `seen`.
+    """Yield a message for each item that was seen before, and add all items to `seen`.
 
     Args:
         problem: Beginning of the message.
@@ -210,7 +210,8 @@ def _find_repeated(problem: str, items: Iterable[T], seen: set[T]) -> Iterator[s
 def is_loopback(host: str) -> bool:
     """Return True if a host name or address is reachable only from its own machine.
 
-    A host name is not resolved to an address. Return False for all host names but `localhost`.
+    Host names are not resolved to addresses. The only host name with the result True is
+    `localhost`.
     """
     bare_host = host.removeprefix("[").removesuffix("]")
     if bare_host.lower() == "localhost":
@@ -222,7 +223,7 @@ def is_loopback(host: str) -> bool:
 
 
 def gateway_url(host: str, port: int) -> str:
-    """Return the URL at which this machine reaches a gateway.
+    """Return the URL at which programs on this machine reach a gateway.
 
     Args:
         host: The address on which the gateway listens. If it stands for all addresses of this
@@ -241,12 +242,12 @@ class Addresses:
     To move an engine to new ports, call `build` again with other addresses.
     """
 
-    #: Address at which the gateway and the other nodes reach each node, by the node's index.
+    #: `hosts[node]` is the address at which the gateway and the other nodes reach a node.
     hosts: tuple[str, ...]
-    #: Port numbers, by the names that `ports_needed` returns.
+    #: Mapping from the names that `ports_needed` returns to port numbers.
     ports: Mapping[str, int]
-    #: The GPUs that a local fleet may use, in the order of its ranks. If empty, the fleet uses the
-    #: GPUs 0, 1, 2 and so on.
+    #: The GPUs that a local fleet may use, one for each rank. If empty, the fleet uses the GPUs 0,
+    #: 1, 2 and so on.
     devices: tuple[str, ...] = ()
     #: Kind of the GPUs: nvidia, amd or ascend.
     kind: str = "nvidia"
@@ -266,7 +267,7 @@ def ports_needed(
         engines: Indexes of the engines whose ports are needed, or None for all engines.
 
     Returns:
-        Index of the node on which each port is needed, by the name of the port.
+        Mapping from the name of a port to the index of the node on which the port is needed.
 
     Raises:
         ValueError: An engine needs more GPUs on one node than the node has.
@@ -288,8 +289,8 @@ def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
 
     Args:
         fleet: Spec of the fleet.
-        node_gpus: Number of GPUs on each node, which determines how many engines share a node. See
-            `build` for None.
+        node_gpus: Number of GPUs on each node, which determines how many engines share a node. None
+            has the same meaning as for `build`.
     """
     engines = range(fleet.engines)
     highest_node = max(
@@ -333,8 +334,9 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
         fleet: Spec of the fleet.
         addresses: A host for each node that `nodes_needed` counts, and a number for each port that
             `ports_needed` names.
-        node_gpus: Number of GPUs on each node, which determines how many engines share a node. If
-            None, each engine on Ray has its own node, and a local fleet shares one machine.
+        node_gpus: Number of GPUs on each node, which determines how many engines share a node. With
+            None, each engine on Ray has its own node, and all engines of a local fleet share one
+            machine.
 
     Raises:
         ValueError: An engine needs more GPUs on one node than the node has, or `addresses` has too
@@ -417,8 +419,8 @@ def _plan_server(
         backend: The inference engine that the server runs.
         place: Position of the server in its fleet, and its addresses.
         places_of_engine: Positions and addresses of all servers of the engine, including `place`.
-        devices: `devices[variable][rank]` is the GPU of each rank of the fleet, for each
-            environment variable that limits a process to its GPUs. Empty if no variable is set.
+        devices: `devices[variable][rank]` is the GPU of a rank. `variable` is an environment
+            variable that limits a process to its GPUs. Empty if no variable is set.
     """
     fleet = backend.fleet
     env = {**select_literals(fleet.env), **backend.env(place)}

@@ -25,23 +25,22 @@ from tasks.rollout.http1 import (
 )
 from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListener, host_and_port
 
-#: Longest time in seconds that a connection may be unused before the next request on it. Uvicorn,
-#: the HTTP server in most inference engines, closes an unused connection after 5 s. A shorter time
-#: here avoids sending a request on a connection that the server is closing at that moment.
+#: Seconds after which an unused connection is no longer used for requests. The limit is below 5 s,
+#: because Uvicorn, the HTTP server in most inference engines, closes unused connections after 5 s.
 _KEPT_S = 4.0
 #: Largest number of interim responses (HTTP status below 200) that may precede a response.
 _MOST_INTERIM = 16
 #: HTTP methods whose requests have the header `Content-Length` even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Largest number of attempts to open a connection to a server. Another attempt is made only if the
-#: sockets that listen at the server's address have changed during the last attempt.
+#: Largest number of attempts to open a connection to a server. An attempt is repeated only if other
+#: sockets began to listen at the server's address during the attempt.
 _MOST_CONNECTS = 3
 #: Control characters, which must not occur in a status line.
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Unconnected(Exception):
-    """No connection to the server could be used, and nothing of the request was sent.
+    """No connection to the server could be opened, so no part of the request was sent.
 
     Args:
         error: The error of the connection attempt.
@@ -52,8 +51,8 @@ class Unconnected(Exception):
         #: True if the connection failed because this machine had no file descriptor, port or memory
         #: for it.
         self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
-        #: True if the server did not cause the error. Either this machine lacked resources, or this
-        #: machine could not find out which process listens at the server's address.
+        #: True if the server did not cause the error. Either this machine lacked resources, or the
+        #: process that listens at the server's address could not be identified.
         self.is_own_fault = self.is_shortage or isinstance(error, UnknownListener)
         #: True if a process outside the engine's process tree listens at the server's address.
         self.is_impostor = isinstance(error, Impostor)
@@ -68,8 +67,8 @@ class Upstreams:
 
     Args:
         connect_s: Seconds that opening a connection may take, or None for no limit.
-        listeners: Object that checks each new connection: a process of the engine must have
-            accepted the connection. None to skip this check.
+        listeners: Checks that a process of the engine has accepted each new connection. None to
+            skip this check.
     """
 
     def __init__(
@@ -77,7 +76,8 @@ class Upstreams:
     ) -> None:
         self._connect_s = connect_s
         self._listeners = listeners
-        #: Unused connections by the URL of their server. The most recently used one is the last.
+        #: Mapping from the URL of a server to the unused connections. The most recently used
+        #: connection is the last.
         self._idle_connections: defaultdict[str, list[ServedConnection]] = defaultdict(list)
 
     async def request(
@@ -101,8 +101,8 @@ class Upstreams:
             target: Path and query of the request.
             headers: Headers of the request. `Host` and `Content-Length` are added to them.
             body: Body of the request.
-            is_last_try: True to open a new connection. A kept connection may fail because the
-                server is closing it at this moment.
+            is_last_try: True to open a new connection. An unused connection might fail, because the
+                server may be closing it at this moment.
 
         Raises:
             Unconnected: No connection could be opened, and nothing was sent.
@@ -152,8 +152,8 @@ class Upstreams:
     async def _connect(self, url: str) -> ServedConnection:
         """Open a connection to a server, and return it.
 
-        If this object has a listener check, a process of the server's engine must accept the
-        connection.
+        If a listener check was passed to the constructor, a process of the server's engine must
+        accept the connection.
 
         Raises:
             Unconnected: No connection was opened.
@@ -178,9 +178,9 @@ class Upstreams:
     ) -> ServedConnection:
         """Open a connection that a process of the engine's own process tree has accepted.
 
-        The engine's listening sockets are listed before the connection is opened, and again after
-        that. If all sockets of the first list are in the second list, no other process can have
-        listened at the same address in between.
+        The engine's listening sockets are listed before and after the connection is opened. If all
+        sockets of the first list are also in the second list, no other process can have listened in
+        between.
 
         Raises:
             ConnectionRefusedError: The listening sockets changed during each of three attempts.
@@ -230,7 +230,7 @@ class ServedConnection(Wire):
         self.content = Body(self)
         #: Future that resolves when the response's head is complete. None if no request runs.
         self._head: asyncio.Future[None] | None = None
-        #: True if the response's head is complete. Interim responses do not count.
+        #: True if the response's head is complete. Heads of interim responses do not count.
         self._has_head = False
         #: True if the request is a HEAD request, whose response has no body.
         self._is_bodyless = False
@@ -294,10 +294,9 @@ class ServedConnection(Wire):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # A response has begun, so the connection counts as not reusable for now. For the first
-        # response to a request, `on_headers_complete` sets `_is_kept` to True again if the server
-        # keeps the connection open. After a second response to the same request, which is an error,
-        # the value stays False.
+        # The connection is not reusable during a response. `on_headers_complete` sets `_is_kept` to
+        # True again if the server keeps the connection open. After a second response to the same
+        # request, which is an error, the value stays False.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:
