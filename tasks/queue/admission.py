@@ -53,14 +53,14 @@ _PASS_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The nodes and GPU devices that an admitted run may use."""
+    """The nodes and GPU devices that a run may use after its admission."""
 
     #: Number of GPUs that the run may use on each node, by node name.
     nodes: dict[str, int]
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str
     #: Lease of the GPU devices of this host, or None if Ray assigns the devices. The caller must
-    #: close the lease when the attempt has ended.
+    #: close the lease at the end of the attempt.
     devices: DeviceLease | None
 
     def __str__(self) -> str:
@@ -84,17 +84,17 @@ def wait_for_gang(
 
     Args:
         flow_run_id: Id of the flow run.
-        is_first_attempt: True for the run's first attempt. A first attempt fails if its cluster is
-            too small. A later attempt waits, because nodes may only be missing for some time.
-        ignores_grant: True to wait for a new grant, because the grant on the flow run belongs to an
-            earlier attempt of this process.
+        is_first_attempt: True for the run's first attempt. If the cluster is too small, a first
+            attempt fails, but a later attempt waits for missing nodes to return.
+        ignores_grant: True to ignore the present grant of the flow run, which belongs to an earlier
+            attempt, and to wait for a new grant.
         report: Function that is called with the reason for waiting whenever the reason changes.
-        wait: Function that waits for the given number of seconds. It returns False if the run must
-            stop waiting, for example because the run was cancelled.
+        wait: Function that waits for the given number of seconds. The function returns False if the
+            run must stop waiting, for example after a cancellation.
 
     Returns:
-        The nodes and devices of the run, or the reason why the run can never start, or None if
-        `wait` returned False.
+        One of three values: the nodes and devices of the run, the reason why the run can never
+            start, or None if `wait` returned False.
     """
     admission = _Admission(flow_run_id, is_first_attempt, ignores_grant, report, wait)
     return asyncio.run(admission.wait())
@@ -138,8 +138,8 @@ class _Admission:
     _last_position: int = 0
     #: True after this process has set the state of the flow run to PendingResources.
     _is_queued: bool = False
-    #: Time, in seconds of the monotonic clock, at which this process last changed the label
-    #: HEARTBEAT of the flow run. The changes of the label show that the process is alive.
+    #: Time of this process's last change of the label HEARTBEAT of the flow run, in seconds of the
+    #: monotonic clock. Changes of the label show that the process is alive.
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
@@ -193,8 +193,8 @@ class _Admission:
             for refused in scheduling_pass.refused:
                 if refused.entry.id == self._id:
                     return refused
-            # The run was not refused, so its cluster is large enough. If nodes disappear later, the
-            # run must not be refused, but must wait until the nodes return.
+            # The first pass did not refuse the run, so its cluster is large enough. If nodes
+            # disappear later, the run waits until the nodes return.
             never_refused = (self._id,)
             flow_run = await client.read_flow_run(self._id)
             grant = grants.grant_of(flow_run)
@@ -211,10 +211,11 @@ class _Admission:
                 return None
 
     async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
-        """Set the state PendingResources again if the flow run has the state Running instead.
+        """Change the state of the flow run from Running back to PendingResources.
 
-        If a user sets another state by hand, the thread that watches the flow run replaces it with
-        Running. A waiting run with the state Running is not in the queue and would get no GPUs.
+        A waiting run with the state Running is not in the queue and would get no GPUs. The state
+        becomes Running if a user has set a state by hand: another thread then replaces the user's
+        state with Running.
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:
@@ -231,9 +232,8 @@ class _Admission:
         """Lease the granted GPU devices of this host, and return the nodes and devices of the run.
 
         Returns:
-            The nodes and devices. None if another program on this host has leased one of the
-            devices, for example a run of another Prefect server. In that case this method deletes
-            the grant.
+            The nodes and devices. None if another program on this host has already leased one of
+            the devices. This method then deletes the grant.
         """
         indices = grant.devices.get(host_name(), ())
         lease = None
@@ -248,7 +248,9 @@ class _Admission:
         return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
     async def _report_pass(self, client: PrefectClient, scheduling_pass: SchedulingPass) -> None:
-        """Report the run's position and its reason for waiting, if one of them has changed."""
+        """Report the run's position and reason for waiting, if the position or the reason has
+        changed.
+        """
         message = scheduling_pass.messages.get(self._id)
         if message is None:
             return
@@ -260,8 +262,8 @@ class _Admission:
             self._last_position = position
             self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
-            # A grant becomes void when the state of the flow run changes. So set the state only
-            # here, after a scheduling pass that has not granted GPUs to this run.
+            # A change of the state makes a grant void. So set the state only here, after a
+            # scheduling pass that has not granted GPUs to this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:
@@ -300,20 +302,20 @@ def find_cluster(flow_run_id: UUID) -> str:
     return asyncio.run(find_address())
 
 
-#: One day, in seconds. If two runs fail on a node within a day, Muster starts no new runs on that
-#: node for a day.
+#: One day, in seconds. After two runs have failed on a node within a day, Muster starts no new runs
+#: on that node for a day.
 _DAY_S = 86_400.0
-#: Largest number of nodes that Muster drains at the same time because runs failed on them. If more
-#: nodes seem to be faulty, the cause probably affects all nodes, for example full storage.
+#: Largest number of nodes that Muster drains at the same time because runs failed on them. If even
+#: more nodes seem faulty, there is probably a cause that affects all nodes, such as full storage.
 _MAX_FAULTY = 2
 
 
 async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
     """Record the nodes that may have caused the failure of a run's attempt.
 
-    The next attempts of the run avoid these nodes. If only one node can be the cause, and another
-    run has failed on that node in the last 24 hours, Muster drains the node. No new runs start on a
-    drained node. This drain ends after 24 hours.
+    The next attempts of the run avoid these nodes. Muster drains a node for 24 hours, so that no
+    new runs start there, after two runs have failed on the node within 24 hours. A failure with
+    several possible nodes never causes a drain.
 
     Args:
         flow_run_id: Id of the flow run.
@@ -331,8 +333,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         nodes = find_blamed_nodes(failure, grant.nodes if grant is not None else ())
         if not nodes:
             return
-        # This write must come before the other runs are read below. Otherwise, if two runs fail at
-        # the same time, each could miss the failure of the other run.
+        # Write the failure of this run before reading the other runs below. Otherwise, two runs
+        # that fail at the same time could each miss the failure of the other run.
         await client.update_flow_run_labels(
             flow_run_id, grants.failure_labels(flow_run, nodes, now)
         )

@@ -93,7 +93,7 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
         if json:
             print(as_json(view))
         else:
-            # Without cropping, run ids that are wider than the terminal stay complete.
+            # Do not crop, so that run ids wider than the terminal stay complete.
             console.print(QueueTables(view), crop=False)
         for line in registry.describe_unreadable_files():
             print(line, file=sys.stderr)
@@ -102,7 +102,7 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
 
 
 async def _read_view(client: PrefectClient, pool: str) -> QueueView:
-    """Return the queue and the nodes of a work pool, also if the pool was deleted.
+    """Return the queue and the nodes of a work pool, even if the pool was deleted.
 
     Raises:
         MissingFromServer: The server has no such work pool, and never had one with settings.
@@ -122,11 +122,11 @@ async def _read_view(client: PrefectClient, pool: str) -> QueueView:
 
 
 def why(flow_run_id: str, *, pool: str = _POOL) -> int:
-    """Print why a run waits, or its state and its GPUs if it does not wait.
+    """Print why a run waits. If the run does not wait, print its state and its GPUs.
 
     Args:
         flow_run_id: Id of the flow run.
-        pool: Work pool whose queue is read if the run was started directly.
+        pool: Work pool whose queue is read if the run was started without a worker.
     """
 
     async def print_explanation(client: PrefectClient) -> None:
@@ -210,13 +210,13 @@ async def _drain(
         is_drained: True to drain the nodes, False to undrain them.
     """
     await settings.read_pool(client, pool_name)
-    # The runs on each node, by node name. Nodes of different clusters may have the same name, so
-    # their runs are combined.
+    # Mapping from node name to the runs on the node. If nodes of different clusters have the same
+    # name, their runs are combined.
     runs_on: dict[str, set[str]] = defaultdict(set)
     for node in (await read_queue_view(client, pool_name)).nodes:
         runs_on[node.name] |= node.held.keys()
-    # Reading the nodes takes some time, and others may change the settings in that time. So
-    # `_change` reads the settings again just before it writes them.
+    # Other users may change the settings while the nodes are read. So `_change` reads the settings
+    # again just before writing them.
     edit = partial(settings.with_drained, names=nodes, present=[*runs_on], is_drained=is_drained)
     await _change(client, pool_name, edit)
     for node_name in nodes:

@@ -52,17 +52,15 @@ class Shares:
     `tasks.queue.policy.plan` uses these numbers.
     """
 
-    #: The nodes of the cluster. The field `others_gpus` of each node includes all GPUs of the node
-    #: that no run can get.
+    #: The nodes of the cluster. The field `others_gpus` of a node is the number of its GPUs that no
+    #: waiting run can get.
     nodes: tuple[ClusterNode, ...]
-    #: Number of GPUs that each run holds on each node. The keys are the flow run id and the node
-    #: name. Nodes that have disappeared are included, because their GPUs still count for the GPU
-    #: limits of the runs' tags.
+    #: `held[flow_run_id][node_name]` is the number of GPUs that a run holds on a node. Nodes that
+    #: have disappeared are included, because their GPUs still count for the GPU limits of tags.
     held: Mapping[UUID, Mapping[str, int]]
-    #: Runs that Ray placed on other nodes than the granted nodes, if no other run was granted the
-    #: GPUs that they use. The scheduler can change the grant of such a run to the nodes that the
-    #: run uses. The value is the number of GPUs that the run uses. The keys are the flow run id and
-    #: the node name.
+    #: `moved[flow_run_id][node_name]` is the number of GPUs that a run uses, for runs that Ray
+    #: placed on other nodes than granted. If no other run was granted these GPUs, the scheduler can
+    #: change the grant of the run to these nodes.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
@@ -72,9 +70,9 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     A run that is not in `gangs` counts as another program. Such a run belongs to another Prefect
     server, or has ended and left processes behind.
 
-    All granted GPUs of a node count as not free, even if Ray reports them as free. Example: run A
-    is stopping and has returned its GPUs to Ray, and Ray places run B on them. Run B was granted
-    other nodes. Until run A has ended, both the grant of A and the GPUs of B count.
+    All granted GPUs count as not free, even if Ray reports them as free. For example, Ray may place
+    run B on the GPUs of run A, which is still stopping. Until run A has ended, both the grant of A
+    and the GPUs of B count.
 
     Args:
         cluster: Snapshot of the cluster.
@@ -101,9 +99,8 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
-            # Ray has placed the run on other nodes than its GPU grant names. This scheduling pass
-            # will change the grant to these nodes. The check of the next run must already use the
-            # changed grant.
+            # Ray has placed the run on other nodes than granted, and this scheduling pass will
+            # change the grant. So the check of the next run must already use the changed grant.
             granted[gang.id] = held_now
             moved[gang.id] = held_now
 
@@ -117,8 +114,8 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     def count_unavailable_gpus(node: ClusterNode) -> float:
         """Return the number of a node's GPUs that no waiting run can get.
 
-        These are GPUs that other programs use, and granted GPUs that their run does not hold yet.
-        GPUs that the runs in `gangs` hold are not counted: the policy counts them itself.
+        These are GPUs that other programs use, and granted GPUs that a run does not hold yet. GPUs
+        that runs hold are not counted, because the policy counts them itself.
         """
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
@@ -134,8 +131,8 @@ def _count_held_gpus(
 ) -> dict[str, int]:
     """Return the number of GPUs that a run holds on each node, by node name.
 
-    These are the GPUs that the run uses. As long as the run uses fewer GPUs than it needs, its
-    granted GPUs count, too.
+    A run holds the GPUs that it uses. If the run uses fewer GPUs than it needs, it also holds its
+    granted GPUs.
 
     Args:
         demand: GPUs and CPUs that the run needs.
@@ -145,8 +142,8 @@ def _count_held_gpus(
     used_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in used.items() if gpus > _SLACK}
     if _has_all(demand, used):
         return used_gpus
-    # The run does not use all the GPUs that it needs yet. Count its granted GPUs, too, because Ray
-    # may still give them to the run.
+    # The run does not use all its GPUs yet. Count its granted GPUs, too, because Ray may still give
+    # them to the run.
     names = dict.fromkeys((*granted, *used_gpus))
     return {name: max(granted.get(name, 0), used_gpus.get(name, 0)) for name in names}
 
@@ -177,13 +174,12 @@ def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _current_names(granted: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
     """Return the granted GPUs of a run under the current names of the granted nodes.
 
-    Two nodes of a cluster can have the same host name, for example after a restart of Ray on that
-    host. The names of such nodes have a suffix, and the suffix can appear or disappear after the
-    grant. If several nodes could be the granted node, the GPUs count on each of these nodes.
+    Nodes of a cluster with the same host name get a suffix, and this suffix can appear or disappear
+    after the grant. If several nodes could be the granted node, the GPUs count on each of these
+    nodes.
 
     Args:
-        granted: Number of granted GPUs on each node. The keys are the names that the nodes had at
-            the time of the grant.
+        granted: Mapping from node name, at the time of the grant, to the number of granted GPUs.
         node_names: Current names of the nodes of the cluster.
     """
     existing = set(node_names)
@@ -216,7 +212,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A run that is cancelled instead of waiting, because its deployment skips overlapping runs."""
+    """A run that is cancelled because its deployment allows no waiting runs."""
 
     #: The run.
     entry: QueueEntry
@@ -228,8 +224,8 @@ class Skipped:
 class SchedulingPass:
     """The input and the decisions of one scheduling pass.
 
-    `QueueReader` sets the fields with the input, and the field `refused`. The method `decide` sets
-    the other fields.
+    `QueueReader` sets the fields that contain the input, and the field `refused`. The method
+    `decide` sets the other fields.
 
     The keys of many fields are addresses of clusters. The address of a Ray cluster is the URL of
     its dashboard. The key "" stands for the nodes that work pools list for runs without Ray.
@@ -239,48 +235,48 @@ class SchedulingPass:
     at: float
     #: Snapshot of the waiting runs and of the runs that hold GPUs.
     ledger: Ledger
-    #: Settings of the work pools, by pool name.
+    #: Mapping from pool name to the settings of the work pool.
     settings: Mapping[str, PoolSettings]
-    #: Merged settings of all work pools that use a cluster, by the address of the cluster.
+    #: Mapping from the address of a cluster to the merged settings of all work pools that use the
+    #: cluster.
     rules: Mapping[str, PoolSettings]
     #: All waiting runs of all work pools, in the order of the queue.
     queue: Sequence[QueueEntry]
-    #: Snapshots of the clusters that could be read, by the address of the cluster.
+    #: Mapping from the address of a cluster to its snapshot, for all clusters that could be read.
     clusters: Mapping[str, Cluster]
-    #: Errors of the clusters that could not be read, by the address of the cluster.
+    #: Mapping from the address of a cluster to the error, for all clusters that could not be read.
     cluster_errors: Mapping[str, str] = field(default_factory=dict)
     #: Runs that can never start.
     refused: list[Refused] = field(default_factory=list, init=False)
-    #: Runs that are cancelled because their deployment skips overlapping runs.
+    #: Runs that are cancelled because their deployment allows no waiting runs.
     skipped: list[Skipped] = field(default_factory=list, init=False)
-    #: Waiting runs that a user has cancelled, each with its Cancelled state. A scheduler overwrote
-    #: the Cancelled state, and was killed before it could restore that state.
+    #: Waiting runs whose Cancelled state was overwritten, each with that state. The scheduler that
+    #: overwrote the state was killed before restoring it.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
-    #: Runs that got a grant, but were not started by their worker. Their GPU grants are deleted,
-    #: and they wait again.
+    #: Runs with a grant that their worker did not start. These runs lose their grants and wait
+    #: again.
     stuck: Sequence[QueueEntry] = ()
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
     troubles: Sequence[str] = ()
     #: Number of GPUs that each run holds on each node: `held[flow_run_id][node_name]`.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
-    #: The nodes with GPUs, by the address of their cluster. The field `held` of each node shows
-    #: which runs hold its GPUs, including runs that start in this scheduling pass.
+    #: Mapping from the address of a cluster to its nodes with GPUs. The field `held` of each node
+    #: contains the runs that hold its GPUs, including runs that start in this scheduling pass.
     nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
     #: Runs that start in this scheduling pass, in the order of their starts. Each run is paired
-    #: with the number of GPUs that it gets on each node, by node name.
+    #: with a mapping from node name to the number of GPUs that the run gets there.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: For each run that starts in this scheduling pass without Ray: the numbers of its GPU devices
-    #: on each node. The keys are the flow run id and the node name.
+    #: `devices[flow_run_id][node_name]` lists the GPU devices of a run, for each run without Ray
+    #: that starts in this scheduling pass.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    #: Runs that Ray placed on other nodes than the granted nodes. Each run is paired with the
-    #: number of GPUs that it uses on each node, by node name.
+    #: Runs that Ray placed on other nodes than granted. Each run is paired with a mapping from node
+    #: name to the number of GPUs that the run uses there.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: The GPUs and CPUs that the first waiting run of each cluster needs, by the address of the
-    #: cluster. Only runs that wait for free GPUs count.
+    #: Mapping from the address of a cluster to the GPUs and CPUs that the cluster's first waiting
+    #: run needs. Only runs that wait for free GPUs count.
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
-    #: For each run that this scheduling pass does not start, by flow run id: the reason for
-    #: waiting.
+    #: Mapping from flow run id to the reason for waiting, for each run that does not start.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
 
     @property
@@ -294,7 +290,8 @@ class SchedulingPass:
     def holding(self) -> list[QueueEntry]:
         """The runs that hold GPUs or have a process.
 
-        Runs that this scheduling pass requeues, and runs that can never start, are not included.
+        Two kinds of runs are not included: runs that this scheduling pass requeues, and runs that
+        can never start.
         """
         lost_ids = {refused.entry.id for refused in self.refused}
         lost_ids |= {entry.id for entry in self.stuck}
@@ -310,7 +307,7 @@ class SchedulingPass:
     def count_startable_runs(self) -> int:
         """Return the number of waiting runs that start now or would start with more free GPUs.
 
-        Runs that wait for something else, for example for a limit, are not counted.
+        Runs that wait for another reason, such as a concurrency limit, are not counted.
         """
         messages = (self.messages.get(entry.id) for entry in self.queue)
         not_startable = sum(
@@ -319,14 +316,14 @@ class SchedulingPass:
         return len(self.queue) - not_startable
 
     def list_missing_nodes(self, machine: ClusterNode | None = None) -> list[ClusterNode]:
-        """Return the nodes on which programs hold GPUs, but which are not in `nodes`.
+        """Return the nodes that are not in `nodes` but on which programs hold GPUs.
 
         Examples are the nodes of a Ray cluster that does not answer, and the nodes of a work pool
         that was deleted.
 
         Args:
-            machine: This machine with the leases of its GPU devices, if no work pool lists it. The
-                holders of leases without a grant are added to the result.
+            machine: This machine with the leases of its GPU devices, if no work pool lists this
+                machine. Programs that have leased GPUs without a grant are added to the result.
         """
         listed = {(key, node.name) for key, nodes in self.nodes.items() for node in nodes}
         held: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
@@ -377,8 +374,8 @@ class SchedulingPass:
         ]
         held_by_cluster = {key: self._read_held_gangs(key) for key in self.clusters}
 
-        # The runs that could start now, each with its number of GPUs on each node. Begin with the
-        # runs that need no GPUs. The runs that the policy starts are added below.
+        # The runs that could start now, each with its number of GPUs on each node. The list begins
+        # with the runs that need no GPUs. Runs with GPUs are added below.
         starts: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in candidates if entry.request.demand is None
         ]
@@ -407,8 +404,8 @@ class SchedulingPass:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
 
-        # A work pool or a deployment may have a concurrency limit. If the limit allows only some of
-        # these runs, the first runs of the queue start, even if the runs use different clusters.
+        # If a concurrency limit of a work pool or deployment allows only some of these runs, start
+        # the runs that are first in the queue, whichever cluster they use.
         starts.sort(key=lambda start: start[0].place)
         for entry, gpus in starts:
             if entry.is_scheduled:
@@ -433,13 +430,14 @@ class SchedulingPass:
         return self
 
     def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
-        """Find the runs whose deployment skips overlapping runs, and add them to `skipped`.
+        """Find the runs that exceed the limit of a deployment without waiting runs, and skip them.
 
-        The concurrency limit of such a deployment applies to its active and waiting runs together.
-        Runs above the limit are skipped. A run that has had a process is never skipped.
+        In such a deployment, the concurrency limit applies to active and waiting runs together.
+        Runs above the limit are added to `skipped`, except runs that have already had a process.
 
         Args:
-            active_runs: Number of runs that count for each concurrency limit.
+            active_runs: Mapping from the object with a concurrency limit to the number of its
+                active runs.
         """
         places = {
             id: limit.limit - active_runs[id]
@@ -492,17 +490,15 @@ class SchedulingPass:
     def list_needed_nodes(self, key: str, max_nodes: int) -> list[dict[str, float]]:
         """Return the nodes that the autoscaler of a Ray cluster should provide.
 
-        If no run waits for GPUs, only the nodes on which runs hold GPUs are returned. If a run
-        waits for GPUs, all present nodes and the nodes that the first waiting run lacks are
-        returned.
+        If runs wait for GPUs, these are all present nodes and the nodes that the first waiting run
+        lacks. Otherwise, these are only the nodes on which runs hold GPUs.
 
         Args:
             key: Address of the cluster.
             max_nodes: Largest number of nodes.
 
         Returns:
-            One dictionary for each node. It contains the amount of each resource, by the name of
-            the resource.
+            One dictionary for each node: a mapping from the name of a resource to its amount.
         """
         nodes = self.nodes[key]
         head = self.heads.get(key)
@@ -518,11 +514,12 @@ class SchedulingPass:
         """Return True if a run could not start now even if all GPUs were free.
 
         An example is a run of a paused work pool. Such a run does not delay later runs of the
-        queue. This method stores the reason for waiting in `messages`.
+        queue. The method stores the run's reason for waiting in `messages`.
 
         Args:
             entry: The run.
-            active_runs: Number of runs that count for each concurrency limit.
+            active_runs: Mapping from the object with a concurrency limit to the number of its
+                active runs.
         """
         demand = entry.request.demand
         key = entry.request.cluster
@@ -555,15 +552,16 @@ class SchedulingPass:
     def _make_limit_message(
         self, entry: QueueEntry, active_runs: Counter[Limited]
     ) -> Message | None:
-        """Return the message of a run if a concurrency limit that applies to the run is reached.
+        """Return the message for a run that a concurrency limit prevents from starting.
 
         Args:
             entry: The run.
-            active_runs: Number of runs that count for each concurrency limit.
+            active_runs: Mapping from the object with a concurrency limit to the number of its
+                active runs.
 
         Returns:
-            The message, or None if neither the work pool, nor the queue, nor the deployment of the
-            run has reached its limit.
+            The message. None if the limits of the run's work pool, queue and deployment still allow
+            the run.
         """
         pool = self.ledger.pools.get(entry.pool)
         if pool is None:
@@ -618,8 +616,8 @@ class SchedulingPass:
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # If a run has no GPU grant, only Ray can report which GPUs the run uses. So a run that
-            # has no grant and does not use Ray is left out.
+            # Leave out runs without a GPU grant that do not use Ray, because the GPUs of such a run
+            # are unknown.
             and (entry.grant is not None or key)
         ]
         # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs
@@ -644,7 +642,8 @@ class SchedulingPass:
             is_end_assumed = entry.request.is_estimate_assumed
             expected_end = read_expected_end(entry.flow_run, since=start)
             if expected_end is not None:
-                # The estimate in the spec stays the latest end, but a default estimate does not.
+                # The run reports an expected end from its progress. This end may be later than the
+                # default estimate, but not later than an estimate in the spec.
                 ends_at = expected_end if is_end_assumed else min(ends_at, expected_end)
                 is_end_assumed = False
             held_gangs.append(
@@ -653,7 +652,7 @@ class SchedulingPass:
                     gpus=shares.held[entry.id],
                     cpus_per_gpu=entry.demand.cpus_per_gpu,
                     place=entry.place,
-                    # A run that already takes longer than its estimate is expected to end now.
+                    # If a run already takes longer than its estimate, assume that it ends now.
                     # Otherwise the first run of the queue would get a reservation for a time in the
                     # past.
                     ends_at=max(self.at, ends_at),
@@ -664,7 +663,7 @@ class SchedulingPass:
         return held_gangs
 
     def _add_holders(self, key: str) -> None:
-        """Fill in the field `held` of a cluster's nodes: the runs that hold GPUs of each node."""
+        """Store the runs that hold GPUs of a cluster's nodes, in the field `held` of each node."""
         held: dict[str, dict[str, int]] = defaultdict(dict)
         holding = ((entry, self.held.get(entry.id, {})) for entry in self.ledger.holding)
         for entry, gpus_on in (*holding, *self.admitted):
@@ -684,10 +683,11 @@ class SchedulingPass:
         ]
 
     def _name_other_holders(self, key: str, node: ClusterNode) -> dict[str, float]:
-        """Return the programs that use GPUs of a node without a grant, with their number of GPUs.
+        """Return the programs that use GPUs of a node without a grant, each with its number of
+        GPUs.
 
-        Such a program is usually a run of another Prefect server. It can also be a run that is
-        still working although its flow run has ended or was deleted.
+        Such a program is usually a run of another Prefect server. The program can also be a run
+        that still works although its flow run has ended or was deleted.
 
         Args:
             key: Address of the node's cluster.
@@ -741,8 +741,8 @@ class SchedulingPass:
         """Return the names of the nodes that the settings of a run's work pool list.
 
         Returns:
-            The names. Empty if the list does not apply to the run. This is so if the run uses Ray,
-            or if the run can use only the node on which its process waits.
+            The names. Empty if the run uses Ray, or if the run can use only the node on which its
+            process waits.
         """
         if not entry.has_gang_without_ray or entry.only_node or entry.pool not in self.settings:
             return frozenset()
@@ -757,7 +757,7 @@ class SchedulingPass:
             entry: The run.
             number: Position of the run in the queue. The first position is 1.
             plan: Decisions of the policy for the run's cluster.
-            names: The run ids, by flow run id.
+            names: Mapping from flow run id to run id.
         """
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
@@ -793,7 +793,7 @@ def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
 
     Args:
         entry: The run.
-        settings: Settings of the work pools, by pool name.
+        settings: Mapping from pool name to the settings of the work pool.
     """
     return entry.pool if entry.pool in settings else DEFAULT_POOL
 
@@ -801,12 +801,12 @@ def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
 def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> PoolSettings:
     """Return the settings that apply to a run.
 
-    These are the settings of the run's own work pool, or of the pool `gang` if the own pool has no
-    settings.
+    These are the settings of the run's own work pool. If that pool has no settings, they are the
+    settings of the pool `gang`.
 
     Args:
         entry: The run.
-        settings: Settings of the work pools, by pool name.
+        settings: Mapping from pool name to the settings of the work pool.
     """
     return settings.get(pool_of(entry, settings), PoolSettings())
 
@@ -816,13 +816,13 @@ def find_overgranted(
 ) -> list[QueueEntry]:
     """Return the runs that were granted GPUs which another run already holds.
 
+    A GPU can be granted twice if a scheduler writes a grant after it has lost the scheduling lease.
     Only runs without a process are returned, because the grant of a run with a process must not be
-    deleted. A GPU can be granted twice if a scheduler writes its last grant too late: another
-    scheduler has taken the scheduling lease by then.
+    deleted.
 
     Args:
         holding: The runs that hold GPUs.
-        clusters: Snapshots of the clusters, by the address of the cluster.
+        clusters: Mapping from the address of a cluster to its snapshot.
     """
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 
 #: Largest number of deployments in one answer of the server.
 _PAGE = 200
-#: Time, in seconds, until a deployment without a concurrency limit is read again. If the deployment
-#: gets a limit in the meantime, the server itself enforces the new limit at once.
+#: Time, in seconds, after which a deployment without a concurrency limit is read again. Until then,
+#: the server itself enforces a new limit.
 _READ_AGAIN_S = 10.0
 
 
@@ -40,11 +40,11 @@ class DeploymentLimitReader:
     """Reads the concurrency limits of deployments from the Prefect server."""
 
     _client: PrefectClient
-    #: For each deployment without a limit: the monotonic time of the last reading.
+    #: Mapping from a deployment without a limit to the monotonic time of the last reading.
     _unlimited: dict[UUID, float] = field(default_factory=dict)
 
     async def read(self, ids: Collection[UUID]) -> dict[UUID, DeploymentLimit]:
-        """Return the concurrency limits of the given deployments, by deployment id.
+        """Return the concurrency limits of deployments, as a mapping from deployment id to limit.
 
         Deployments without a limit are not in the result.
 
@@ -72,7 +72,7 @@ class DeploymentLimitReader:
 
 
 def parse_limit(row: Mapping[str, Any]) -> DeploymentLimit | None:
-    """Return the concurrency limit in the JSON object of a deployment, or None if it has none."""
+    """Return the concurrency limit in the JSON of a deployment, or None without a limit."""
     limit = row.get("global_concurrency_limit")
     if limit is None:
         return None

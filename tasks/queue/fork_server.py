@@ -63,19 +63,19 @@ ENGINE = make_own_command("flows")
 TEMPLATE = "--template"
 #: Number of bytes by which a run's environment may be larger than the worker's environment.
 _SPARE_BYTES = 1 << 15
-#: Name of an environment variable of the fork server. Its value is a filler of _SPARE_BYTES
-#: characters. The environment of a run is written over the memory of the fork server's environment,
-#: and the filler makes that memory large enough.
+#: Name of an environment variable of the fork server. The value has no meaning: it only makes the
+#: memory of the fork server's environment _SPARE_BYTES larger. A run's environment is later written
+#: over this memory.
 _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
-#: when a program starts. A forked process does not read them again. So a run is forked only if
-#: these variables have the same values in the run and in the fork server.
+#: when a program starts. A forked process does not read these variables again. So a run is forked
+#: only if it has the same values as the fork server.
 _READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
-#: Exceptions from _READ_AT_START: environment variables whose values may differ, because they make
-#: no difference to a run.
+#: Exceptions from _READ_AT_START: environment variables that have no effect on a run, so their
+#: values may differ.
 _WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
-#: Longest time, in seconds, from a request to the fork server until the pid of the new process
-#: arrives. After that time the worker starts the run without the fork server.
+#: Longest time, in seconds, that the fork server may take to answer with the pid of a new process.
+#: After that time, the worker starts the run without the fork server.
 _FORKS_WITHIN_S = 10.0
 #: Modules that runs import after their start. The fork server imports them in advance.
 _LATE_MODULES = (
@@ -96,8 +96,8 @@ _ROOT = Path(tasks.__file__).parents[1]
 _PACKAGES = ("deployments", "flows", "tasks")
 #: Files of the working directory from which Prefect reads its settings.
 _PROJECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
-#: Python's import path when this module is imported. `fingerprint` needs the same path in the
-#: worker and in the fork server. But the worker later imports Ray, which changes `sys.path`.
+#: Python's import path at the import of this module. `fingerprint` uses this copy, because Ray
+#: changes `sys.path` in the worker later.
 _IMPORT_PATH = (*sys.path,)
 
 
@@ -107,32 +107,32 @@ _IMPORT_PATH = (*sys.path,)
 def serve(control: int, code_fingerprint: str) -> Caller | None:
     """Run the fork server: fork a process for each request, until the worker ends.
 
-    This function returns only in a forked process, which then does the work of the request. That
-    process already has the environment, working directory, files and command line of the request.
+    The function returns only in a forked process, which then does the work of the request. The
+    forked process already has the request's environment, working directory, files and command line.
 
     Args:
         control: File descriptor of the socket to the worker.
         code_fingerprint: Result of `fingerprint` in the worker before this process was started.
 
     Returns:
-        The `muster` command that sent the request, or None if the request came from the
-        worker. In the latter case `sys.argv` contains the id of the flow run.
+        The `muster` command that sent the request. None if the worker sent the request; `sys.argv`
+        then contains the id of the flow run.
     """
-    # The kernel kills this process when the worker ends. A process that is stopped by SIGSTOP could
-    # not notice that end by itself. Forked processes do not inherit this setting.
+    # Make the kernel kill this process when the worker ends, even if this process is stopped by
+    # SIGSTOP. Forked processes do not inherit this setting.
     tree.die_with_parent(os.getppid())
     worker = socket.socket(fileno=control)
     process_texts = _ProcessTexts()
     fork_server_pid = os.getpid()
-    # Replace the command line of this process. With its original command line, the fork server
-    # would look like a flow run in the output of `ps`.
+    # Replace the command line of this process. Otherwise the fork server would look like a flow run
+    # in the output of `ps`.
     process_texts.show(["muster: importing modules for runs"])
     for name in _LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
-        # A fork copies only one thread. Locks that other threads hold at that time would stay
-        # locked forever in the forked process.
+        # A fork copies only one thread. In the forked process, locks that other threads held would
+        # stay locked forever.
         raise SystemExit(
             "the fork server cannot start processes for runs, because an imported Python module "
             "has started a thread"
@@ -183,9 +183,8 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
 def _leave_fork_server() -> None:
     """Fork this process again, end the parent process, and continue in the child process.
 
-    The kernel then gives the child process a new parent: the worker if the worker is a subreaper,
-    otherwise the init process. So the child process is not a child of the fork server. The child
-    process also gets a new session.
+    So the child process is not a child of the fork server. Its new parent is the worker if the
+    worker is a subreaper, otherwise the init process. The child process also gets a new session.
     """
     middle = os.pidfd_open(os.getpid())
     if os.fork():
@@ -224,9 +223,8 @@ def _become_command(
 ) -> Caller:
     """Turn this forked process into the process that does the work of a `muster` command.
 
-    This function ends the process if the process is not suitable for the command, for example
-    because an imported file has changed. It also ends the process if the command itself does the
-    work.
+    The function ends the process in two cases: if the process is not suitable for the command, for
+    example because an imported file has changed, or if the command does the work itself.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
@@ -240,8 +238,8 @@ def _become_command(
     try:
         caller = Caller.receive(socket.socket(fileno=channel))
         if fingerprint() != code_fingerprint:
-            # A file has changed since the fork server imported it, so a new fork server is needed.
-            # Kill the old one. The worker notices this, and starts a new fork server.
+            # A file has changed since the fork server imported it. Kill this fork server. The
+            # worker then starts a new fork server.
             os.kill(fork_server_pid, signal.SIGKILL)
             os._exit(0)
         is_suitable = may_be_forked(caller.env, os.environ, process_texts.environment_bytes)
@@ -259,7 +257,7 @@ def _become_command(
 def _read_settings_again(caller: Caller | None) -> None:
     """Let Prefect read its settings from the environment and working directory of the request.
 
-    If a setting of a `muster` command is invalid, this function reports the setting and ends the
+    If a `muster` command has an invalid setting, the function reports the setting and ends the
     process.
 
     Args:
@@ -288,8 +286,8 @@ def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None
         process_texts: Command line and environment of this process in `/proc`.
         order: The request.
     """
-    # `show` overwrites the memory of the original environment variables. So the next two lines
-    # first make the C library store all variables in other memory.
+    # Make the C library store all variables in new memory, because `show` overwrites the memory of
+    # the original variables.
     os.environ.clear()
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
@@ -314,8 +312,8 @@ class _ProcessTexts:
     """
 
     def __init__(self) -> None:
-        # Source: proc_pid_stat(5). The name of the program is the second field and may contain
-        # spaces. So the fields are counted from the end of that name.
+        # Source: proc_pid_stat(5). The second field, the name of the program, may contain spaces.
+        # So the fields are counted from the end of that name.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         arguments_start, arguments_end, environment_start, environment_end = map(int, fields[45:49])
         self._arguments_start = arguments_start
@@ -331,8 +329,8 @@ class _ProcessTexts:
 
         Args:
             argv: The new command line.
-            env: The new environment variables. None to leave the environment as it is. The caller
-                must first make the C library store its variables in other memory.
+            env: The new environment variables. None to leave the environment unchanged. Before the
+                call, the caller must make the C library store all variables in other memory.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(
@@ -362,13 +360,13 @@ def _encode_variables(env: Mapping[str, str]) -> bytes:
 def find_own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | None]:
     """Return the entrypoint of a deployment, if its flow is one of Muster's own flows.
 
-    The process of such a flow need not run the pull steps of the deployment, because the fork
-    server has already imported the flow.
+    Such a flow does not need the pull steps of the deployment, because the fork server has already
+    imported the flow.
 
     Returns:
-        Two values: the entrypoint `flows.MODULE.FUNCTION`, and the directory that the deployment's
-        pull step would enter. The directory is None if there is no such step. Both are None if the
-        flow is not one of Muster's flows.
+        Two values: the entrypoint `flows.MODULE.FUNCTION`, and the directory in the deployment's
+            pull step. The directory is None without such a step. Both values are None if the flow
+            is not one of Muster's flows.
     """
     entrypoint = deployment.entrypoint or ""
     if ":" not in entrypoint:
@@ -402,8 +400,8 @@ class ForkedRun:
         If this call is cancelled, the process is killed.
 
         Args:
-            outputs: The streams that receive the output of the process. The keys are the file
-                descriptors of the pipes from the process.
+            outputs: Mapping from the file descriptor of a pipe from the process to the stream that
+                receives the output.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -424,8 +422,8 @@ class ForkedRun:
             is_exit = result.si_code == os.CLD_EXITED
             self.returncode = result.si_status if is_exit else -result.si_status
             os.close(self._pidfd)
-            # Copy the rest of the output. Do not wait for the end of the pipes, because processes
-            # that the run has left behind may keep the pipes open.
+            # Copy the rest of the output. Do not wait for the end of the pipes, because leftover
+            # processes of the run may keep the pipes open.
             for file, stream in outputs.items():
                 _copy_output(loop, file, stream)
 
@@ -434,8 +432,8 @@ def _copy_output(loop: asyncio.AbstractEventLoop, file: int, stream: TextIO) -> 
     """Copy the available bytes from a pipe to a stream, without waiting.
 
     Args:
-        loop: The asyncio loop that watches the pipe. At the end of the pipe, this function makes
-            the loop stop watching the pipe.
+        loop: The asyncio loop that watches the pipe. At the end of the pipe, the loop stops
+            watching it.
         file: File descriptor of the pipe.
         stream: The stream.
     """
@@ -484,8 +482,8 @@ class ForkServer:
         own_socket.setblocking(False)
         with fork_server_socket:
             # A forked run writes its command line over the memory of the fork server's command
-            # line. To make that memory large enough, the last argument is padded with spaces to 80
-            # characters.
+            # line. The padding of the last argument to 80 characters makes this memory large
+            # enough.
             self._process = subprocess.Popen(
                 [*ENGINE, TEMPLATE, self._code_fingerprint, f"{fork_server_socket.fileno():80}"],
                 env={**_current_environment(), _SPARE_VARIABLE: "x" * _SPARE_BYTES},
@@ -498,7 +496,7 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(own_socket, self._read_message)
 
     def close(self) -> None:
-        """Kill the fork server. The runs that were forked from it continue."""
+        """Kill the fork server. Runs that were forked from the fork server continue."""
         self._environment_bytes = 0
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -512,9 +510,9 @@ class ForkServer:
     def _read_message(self) -> None:
         """Handle the message that the fork server is ready, or the end of the fork server.
 
-        If the fork server ends after it was ready, a new fork server is started at once. If the
-        fork server ends during its imports, an immediate restart would probably fail, too. So only
-        the next run starts a new fork server.
+        After the end of a fork server that was ready, a new fork server is started at once. After
+        the end of a fork server during its imports, a new one is started by the next run, because
+        an immediate restart would probably fail, too.
         """
         assert self._control is not None
         was_ready = self.is_ready
@@ -590,8 +588,8 @@ class ForkServer:
     def _can_fork(self, env: Mapping[str, str]) -> bool:
         """Return True if a run with the given environment variables can be forked now.
 
-        If there is no fork server, or if an imported file has changed, a new fork server is
-        started. The new fork server is not ready at once, so this run cannot be forked.
+        If there is no fork server, or if an imported file has changed, the method starts a new fork
+        server and returns False.
         """
         if self._control is None or self._code_fingerprint != fingerprint():
             self.start()
@@ -641,13 +639,13 @@ class ForkServer:
         return forked_run
 
     def _count_fork(self, change: int) -> None:
-        """Add 1 or -1 to the number of runs that are being forked at this moment.
+        """Change the number of runs that are being forked now.
 
         The worker is a subreaper while the number is above 0.
 
-        The kernel makes forked runs child processes of the worker only while the worker is a
-        subreaper. The worker must not stay a subreaper, because processes that runs leave behind
-        would also become its child processes.
+        Only as a subreaper, the worker becomes the parent process of forked runs. The worker does
+        not stay a subreaper, because leftover processes of runs would also become its child
+        processes.
 
         Args:
             change: 1 at the beginning of a fork, -1 at its end.
@@ -664,8 +662,8 @@ def _current_environment() -> dict[str, str]:
 def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], max_bytes: int) -> bool:
     """Return True if a run with a given environment can be forked from the fork server.
 
-    Variables that a program reads only at its start must have the same values in both environments:
-    that of the run and that of the fork server.
+    Variables that a program reads only at its start must have the same values in the environments
+    of the run and of the fork server.
 
     Args:
         env: Environment variables of the run.

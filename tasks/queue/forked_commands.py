@@ -37,8 +37,8 @@ from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, that the command and the fork server wait for a message of each other.
-#: If no message arrives in time, the command continues without the fork server.
+#: Longest time, in seconds, that the command and the fork server wait for a message from each
+#: other. Without a message in time, the command continues without the fork server.
 _ANSWERS_WITHIN_S = 5.0
 #: Signals that the command forwards to the forked process.
 _FORWARDED_SIGNALS = (
@@ -71,8 +71,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         fork server.
     """
     ignored = ignored_signals()
-    # The forked process would only know the umask of the fork server. So the next line stores the
-    # umask of this process in an environment variable, and the request contains all variables.
+    # Store the umask of this process in an environment variable, which is sent with the request.
+    # Otherwise the forked process would use the umask of the fork server.
     note_callers_umask()
     with socket.socket(socket.AF_UNIX) as fork_server:
         fork_server.settimeout(_ANSWERS_WITHIN_S)
@@ -86,8 +86,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         }
         try:
             fork_server.connect(str(muster_home() / _SOCKET_NAME))
-            # The request (`order`) contains all environment variables, which may be secret. The
-            # next line checks that the process at the other end of the socket belongs to this user.
+            # Check that the process at the other end of the socket belongs to this user, because
+            # the environment variables in the request (`order`) may be secret.
             require_own_peer(fork_server)
             content = json.dumps(order).encode() + b"\n"
             socket.send_fds(fork_server, [content[:1]], [0, 1, 2])
@@ -127,8 +127,7 @@ def _forward_signal(run_pidfd: int, signum: int) -> None:
 def _describe_code() -> list[str]:
     """Return the path of this file, and the path and the version of the Python interpreter.
 
-    These values must be equal in the command and in the fork server. Otherwise the two run
-    different code.
+    Equal values in the command and in the fork server show that both run the same code.
     """
     return [__file__, sys.prefix, sys.version]
 
@@ -158,8 +157,9 @@ def open_listener() -> socket.socket | None:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
     except OSError:
-        # The socket cannot be created: the path is too long, the directory is not writable, or
-        # another fork server has just created the socket. Runs then start without this socket.
+        # The socket cannot be created. Possible reasons are a path that is too long, a directory
+        # that is not writable, or a new socket of another fork server. Runs then start without this
+        # socket.
         listener.close()
         return None
     listener.listen()
@@ -211,16 +211,17 @@ class Caller:
     def take_signals(self) -> None:
         """Ignore exactly the signals that the command ignores.
 
-        For example, `nohup muster train` ignores SIGHUP, so the process of the run must ignore it.
+        For example, `nohup muster train` ignores SIGHUP, so the process of the run must ignore
+        SIGHUP, too.
         """
         ignore_exactly(self.order["ignored"])
 
     def receive_permission(self) -> bool:
-        """Prepare this process, and wait until the command lets it begin.
+        """Prepare this process, and wait until the command allows the process to begin.
 
-        This process takes over the limits, priority and CPU affinity of the command. It sends the
-        command a pidfd, which is a file descriptor for this process. From then on, the kernel kills
-        this process when the command closes its end of the socket, for example after a SIGKILL.
+        This process takes over the limits, priority and CPU affinity of the command, and sends the
+        command a pidfd (a file descriptor for this process). After that, the kernel kills this
+        process when the command closes the socket, for example after a SIGKILL.
 
         Returns:
             True if this process may begin. False if the command has ended.
@@ -237,15 +238,15 @@ class Caller:
         if not self.connection.recv(1):
             return False
 
-        # Make the kernel send SIGKILL to this process at the next event on the socket. The next
-        # event is that the command closes its end, for example because the command was killed.
+        # Make the kernel send SIGKILL to this process when the command closes its end of the
+        # socket, for example because the command was killed.
         self.connection.settimeout(None)
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command closed its end before the lines above, the kernel sends no signal. A
-        # readable socket shows this. This process must then not begin to work.
+        # If the command has already closed the socket before the lines above, the kernel sends no
+        # signal. The socket is then readable, and this process must not begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:

@@ -42,19 +42,21 @@ HOST = "muster.gang.host"
 #: Name of the label that the process of a waiting run changes every HEARTBEAT_EVERY_S seconds. A
 #: label that no longer changes shows that the process has ended.
 HEARTBEAT = "muster.gang.beat"
-#: Name of the label that contains the earliest next start of a requeued run, in UTC epoch seconds.
+#: Name of the label with the earliest time of a requeued run's next start, in UTC epoch seconds.
 _NOT_BEFORE = "muster.gang.not_before"
-#: Name of the label that contains the nodes which may have caused failures of the run. The values
-#: are the times of the last failures in UTC epoch seconds. Example: `{"node-1": 1763900000}`.
+#: Name of the label with the nodes that may have caused failures of the run. The label contains a
+#: mapping from node name to the time of the last failure, in UTC epoch seconds. Example:
+#: `{"node-1": 1763900000}`.
 _FAILED_ON = "muster.gang.failed_on"
 #: Parser of the content of the label _FAILED_ON.
 _FAILURES = TypeAdapter(dict[str, int])
 #: Name of the label that marks a flow run whose process has exited while its Ray jobs continue. The
-#: value of the label is the number of processes that the flow run has had so far. If the flow run
-#: has had more processes since, the label is outdated.
+#: value is the number of processes that the flow run has had so far. A new process of the flow run
+#: makes the label outdated.
 _HANDED_OVER = "muster.gang.goes_on"
 
-#: Name of the label with the expected end of a run. It follows from the progress of the training.
+#: Name of the label with the expected end of a run, which is computed from the progress of the
+#: training.
 _EXPECTED_END = "muster.gang.expected_end"
 
 #: Time, in seconds, between two changes of the label `HEARTBEAT`. The changes show that the process
@@ -96,8 +98,8 @@ class Grant(BaseModel):
     devices: dict[str, tuple[int, ...]] = {}
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
-    #: Id of the state that the flow run had when the GPU grant was written. A waiting flow run with
-    #: another state has lost the grant.
+    #: Id of the state that the flow run had when the GPU grant was written. If the state of a
+    #: waiting flow run changes, the flow run loses the grant.
     state_id: str = ""
     #: Time of the GPU grant, in UTC epoch seconds.
     at: float = 0.0
@@ -144,7 +146,7 @@ def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
     """Return the nodes that may have caused failures of a run.
 
     Returns:
-        The time of the last failure on each node, by node name, in UTC epoch seconds.
+        Mapping from node name to the time of the last failure on the node, in UTC epoch seconds.
     """
     # Users can set any labels when they submit a flow run, so the content may be invalid.
     with suppress(ValidationError):
@@ -170,8 +172,8 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
     """Return the GPU grant of a flow run.
 
     Returns:
-        The grant. None if the flow run has no grant, or if its grant is void because the state of
-        the flow run has changed since.
+        The grant. None without a grant, or if a change of the flow run's state has made the grant
+        void.
     """
     label = flow_run.labels.get(GRANT)
     if not label:
@@ -192,16 +194,16 @@ def no_grant_labels() -> dict[str, Any]:
 
 
 def heartbeat_labels() -> dict[str, Any]:
-    """Return the labels which show that the process of a waiting run is alive on this host."""
+    """Return the labels that show that the process of a waiting run is alive on this host."""
     return {HOST: host_name(), HEARTBEAT: time.time()}
 
 
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
     """Return the labels to set on a flow run just before it is requeued.
 
-    The labels do not remove the GPU grant. The grant becomes void when the requeue changes the
-    state of the flow run. So at any time, other processes see either a run that holds GPUs or a run
-    that waits.
+    The labels do not remove the GPU grant, because the change of the flow run's state at the
+    requeue makes the grant void. So other processes always see either a run with GPUs or a waiting
+    run.
 
     Args:
         not_before: Earliest next start, in UTC epoch seconds. 0 for a start at any time.
@@ -225,12 +227,12 @@ def expected_end_labels(ends_at: float, at: float) -> dict[str, Any]:
 
 
 def read_expected_end(flow_run: FlowRun, since: float) -> float | None:
-    """Return the expected end of a run according to its progress, in UTC epoch seconds.
+    """Return the expected end of a run, computed from its progress, in UTC epoch seconds.
 
     Args:
         flow_run: The flow run.
-        since: Start of the present attempt in UTC epoch seconds. An older label is about an earlier
-            attempt.
+        since: Start of the present attempt in UTC epoch seconds. An older label belongs to an
+            earlier attempt and is ignored.
 
     Returns:
         None if the run has reported no expected end in this attempt.
@@ -250,8 +252,8 @@ def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
 
 def is_handed_over(flow_run: FlowRun) -> bool:
     """Return True if a flow run waits for a new process while its Ray jobs keep its GPUs."""
-    # The label contains the number of processes that the flow run has had. If that number has
-    # changed since, for example after a retry in the UI, the label is outdated.
+    # The label contains the number of processes that the flow run has had. A new process, for
+    # example after a retry in the UI, makes the label outdated.
     is_scheduled = state_of(flow_run).is_scheduled()
     return is_scheduled and str(flow_run.labels.get(_HANDED_OVER) or "") == str(flow_run.run_count)
 
@@ -269,10 +271,10 @@ _RESCHEDULED = "reschedule"
 async def set_state(
     client: PrefectClient, flow_run: FlowRun, state: State[Any]
 ) -> State[Any] | None:
-    """Set the state of a flow run, unless its state or grant has changed since it was read.
+    """Set the state of a flow run, if its state and grant have not changed since the last read.
 
-    If this function has overwritten a state that another process set at the same time, it sets the
-    state of the other process again.
+    If another process has set a state at the same time, and this function has overwritten that
+    state, the function restores it.
 
     Args:
         client: Client of the Prefect server.
@@ -285,8 +287,8 @@ async def set_state(
     """
     current_run = await client.read_flow_run(flow_run.id)
     current = state_of(current_run)
-    # Change nothing if the flow run has changed since it was read. For example, another scheduler
-    # may have granted GPUs to it, and a new state would make that grant void.
+    # Change nothing if the flow run has changed since the last read. For example, another scheduler
+    # may have granted GPUs to the run. A new state would make that grant void.
     if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
     answer = await set_state_and_release_lease_async(client, flow_run.id, state)
@@ -298,9 +300,9 @@ async def set_state(
     # newer state, or the flow run was deleted after the write and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
-    # Find the states that other processes set after `current_run` was read. States with the
-    # name of the new state are ignored: Prefect's client may send a request twice, so such a state
-    # may be from this call.
+    # Find the states that other processes have set since `current_run` was read. Ignore states with
+    # the name of the new state. They may be from this call, because Prefect's client may send a
+    # request twice.
     overwritten = [
         earlier
         for earlier in history[:-1]
@@ -317,8 +319,8 @@ async def set_state(
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
     """Return True if a scheduler may have overwritten the Cancelled state of a waiting flow run.
 
-    A flow run that was retried after its end looks the same on the server. `find_lost_cancel` finds
-    out whether a Cancelled state was overwritten.
+    The result is also True for a flow run that was retried after its end. `find_lost_cancel` tells
+    the two cases apart.
     """
     state = state_of(flow_run)
     is_waiting = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -339,8 +341,8 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     last_final = final_indexes[-1]
     if not history[last_final].is_cancelled():
         return None
-    # A retry or a requeue of a cancelled flow run first sets a state of another name. So if all
-    # states after Cancelled are PendingResources, a scheduler has overwritten the Cancelled state.
+    # If all states after Cancelled are PendingResources, a scheduler has overwritten the Cancelled
+    # state. A retry or a requeue would first set a state with another name.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
 
@@ -348,10 +350,9 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
 def may_have_process(flow_run: FlowRun) -> bool:
     """Return True if a scheduled flow run may have a process that is still running.
 
-    This is the case if the server has recorded a process for the flow run. Muster deletes this
-    record before it requeues a flow run. So a user has scheduled this flow run: the user has set
-    the state Scheduled by hand, or has retried an ended flow run. `was_set_back` tells these two
-    cases apart.
+    The result is True if the server has recorded a process for the flow run. Muster deletes this
+    record before a requeue. So either a user has set the state Scheduled by hand, or a user has
+    retried an ended flow run. `was_set_back` tells these two cases apart.
     """
     is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
     return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)
@@ -360,8 +361,8 @@ def may_have_process(flow_run: FlowRun) -> bool:
 async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
     """Return True if a user has set a Running flow run to Scheduled by hand.
 
-    The process of this flow run may still work. The function only checks whether the flow run was
-    Running just before it was scheduled.
+    The function only checks that the last state before Scheduled was Running. The process of the
+    flow run may still work.
     """
     history = await _read_history(client, flow_run)
     earlier = [state for state in history if not state.is_scheduled()]
@@ -369,7 +370,7 @@ async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
 
 
 async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:
-    """Set an overwritten final state again, unless the flow run has changed since it was read.
+    """Set an overwritten final state again, if the flow run has not changed since the last read.
 
     Args:
         client: Client of the Prefect server.
@@ -383,7 +384,7 @@ async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: S
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
     """Remove the process id that the server has recorded for a flow run without a process.
 
-    With the old process id, Prefect would wait forever for that process when the user cancels the
+    With the old process id, Prefect would wait forever for that process after a cancellation of the
     waiting flow run.
     """
     path_parameters = {"id": flow_run.id}
@@ -392,7 +393,7 @@ async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
 
 
 async def requeue_unstarted(client: PrefectClient, flow_run: FlowRun, message: str) -> bool:
-    """Return a flow run that has not started to the queue, unless its state has changed.
+    """Requeue a flow run that has not started, unless its state has changed.
 
     Args:
         client: Client of the Prefect server.
@@ -419,7 +420,7 @@ def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Return True if the state of a flow run has not changed since the flow run was read."""
+    """Return True if the state of a flow run has not changed since the last read."""
     return state_of(await client.read_flow_run(flow_run.id)).id == state_of(flow_run).id
 
 

@@ -47,23 +47,23 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: Name of the Prefect variable that is the scheduling lease. All work pools use the same lease,
-#: because several work pools may share GPUs.
+#: Name of the Prefect variable that is used as the scheduling lease. There is a single lease for
+#: all work pools, because work pools may share GPUs.
 NAME = "muster_gate"
 #: Name of the Prefect variable that contains the id of the last scheduling decision.
 _LAST_DECISION = f"{NAME}_turn"
-#: Longest time, in seconds, for a request that takes or reads the scheduling lease. The time is
-#: shorter than the time for which a lease may be held.
+#: Longest time, in seconds, for a request that takes or reads the scheduling lease. This time must
+#: be shorter than `hold_s` of the lease.
 _REQUEST_TIMEOUT_S = 10.0
 #: Longest time, in seconds, for the request that gives the scheduling lease back.
 _RETURN_TIMEOUT_S = 2.0
-#: Delay, in seconds, before the scheduling lease of a killed process is deleted. By then, the
-#: server has received the last request of that process.
+#: Delay, in seconds, before the scheduling lease of a killed process is deleted. During this delay,
+#: the last request of that process reaches the server.
 _SETTLE_S = 0.25
 #: Time, in seconds, between two tries to lock the file of this host.
 _LOCK_INTERVAL_S = 0.03
 #: Longest time, in seconds, to wait for the file lock of this host. After that time a scheduler
-#: continues without the file lock, because a suspended process may hold it.
+#: continues without the file lock, because a suspended process may hold the lock forever.
 _LOCK_TIMEOUT_S = 2.0
 #: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
@@ -82,10 +82,10 @@ class Lease:
 
     #: Id of the Prefect variable that stores the lease.
     id: UUID
-    #: Random id that the holder chose for this lease. Empty if Muster did not write the variable.
+    #: Random id that the holder chose for this lease. Empty if another program wrote the variable.
     holder: str
-    #: The attribute `HostLock.lock_id` of the holder. Empty if the holder did not hold the file
-    #: lock of its host.
+    #: Id of the file lock that the holder had (`HostLock.lock_id`). Empty if the holder had no file
+    #: lock.
     lock_id: str
     #: Description of the holder for log messages: process id and host.
     description: str
@@ -112,10 +112,9 @@ class HostLock:
     path: Path
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
-    #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
-    #: lock. The scheduling lease on the server contains the id of its holder's locked file. If a
-    #: lease of another holder contains this id, that holder has had the same file lock. It must
-    #: have ended or unlocked the file, so it will not give the lease back.
+    #: Id of the locked file, unique among all hosts. None if this object does not hold the lock.
+    #: The scheduling lease contains the id of its holder's locked file. If another holder's lease
+    #: contains this id, that holder has lost the file lock, and will never give the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -149,7 +148,8 @@ class HostLock:
         if fd is None:
             return
         try:
-            # Closing the file would not unlock it if a forked child process also has it open.
+            # Unlock explicitly, because closing the file would keep the lock if a forked child
+            # process also has the file open.
             fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
@@ -159,14 +159,14 @@ def _make_lock_id(fd: int) -> str:
     """Return an id of an open file that is unique among all hosts.
 
     The id contains the boot id of this host. On some NFS mounts, processes on two hosts can lock
-    the same file at the same time, and then their ids must differ.
+    the same file at the same time, so their ids must differ.
     """
     status = os.fstat(fd)
     return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
 
 class LeaseLost(MusterError):
-    """This process held the scheduling lease too long, and another scheduler may hold it now.
+    """This process held the scheduling lease too long. Another scheduler may hold the lease now.
 
     The caller must write nothing more, and must read the queue from the server again before its
     next decision.
@@ -187,7 +187,7 @@ class HeldLease:
 
     #: The scheduling lease on the server.
     lease: Lease
-    #: Time at which this process requested the scheduling lease, by `clock`.
+    #: Time at which this process requested the scheduling lease, as a value of `clock`.
     requested_at: float
     #: Number of seconds after `requested_at` in which this process may write decisions to the
     #: server.
@@ -238,31 +238,28 @@ class SchedulingLease:
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Seconds after the request of the scheduling lease during which its holder may write. All
-    #: schedulers of a server must use the same value. Otherwise, a scheduler could delete the lease
-    #: of another scheduler that may still write; see `expire_s`. The value is large enough for a
-    #: scheduling pass on a machine with many more busy processes than CPU cores. If the time is
-    #: over before the pass has ended, the pass must be repeated.
+    #: Seconds after the request of the scheduling lease during which the holder may write. A
+    #: scheduling pass that takes longer must be repeated. The value allows for a busy machine. All
+    #: schedulers of a server must use the same value, because `expire_s` depends on it.
     hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
-    #: The value must be clearly larger than `hold_s`, so that the last write of the holder has
-    #: reached the server by then.
+    #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches
+    #: the server before the deletion.
     expire_s: float = 45.0
     #: Function that returns the current time in seconds.
     clock: Callable[[], float] = _read_boot_clock
     #: Function that waits for the given number of seconds.
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: Time, by `clock`, at which this object first found the file locked by another process of this
-    #: host. None if no other process holds the file lock.
+    #: Time (a value of `clock`) since which another process of this host has held the file lock.
+    #: None if no other process holds the file lock.
     _locked_out_since: float | None = None
     #: Holder id of the scheduling lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
-    #: Id of another scheduler's lease, and the time, by `clock`, at which this object first read
-    #: that lease. The lease expires `expire_s` seconds later. None if this object has read no lease
-    #: of another scheduler.
+    #: Id of another scheduler's lease, and the time (a value of `clock`) at which this object first
+    #: read that lease. The lease expires `expire_s` seconds later. None without such a lease.
     _foreign_lease: tuple[UUID, float] | None = None
-    #: Holder ids of old leases of this object that may still be on the server, because the request
-    #: to delete them failed. If this object finds such a lease later, it deletes the lease at once.
+    #: Holder ids of this object's old leases that may still be on the server, because the request
+    #: to delete them failed. If such a lease is found later, this object deletes the lease at once.
     _undeleted_holders: set[str] = field(default_factory=set)
 
     @asynccontextmanager
@@ -270,17 +267,16 @@ class SchedulingLease:
         """Take the scheduling lease for the body of a `with` statement, and then give it back.
 
         The value of the `with` statement is the lease, or None if another scheduler held the lease
-        for `within_s` seconds. The lease is also given back if the body raises an error or is
-        cancelled. Giving it back takes at most 2 s. A body that takes longer than `hold_s` seconds
-        is cancelled.
+        for `within_s` seconds. After `hold_s` seconds, the body is cancelled. The lease is given
+        back in every case, within 2 s.
 
         Args:
             within_s: Longest time, in seconds, to wait for the lease. 0 to try only once. A slow
-                answer of the server can make the wait up to `_REQUEST_TIMEOUT_S` seconds longer.
+                server can make the wait up to `_REQUEST_TIMEOUT_S` seconds longer.
 
         Raises:
-            httpx.HTTPError: The server did not answer. If the server does not answer while the
-                lease is given back, the error is only logged.
+            httpx.HTTPError: The server did not answer. An error while the lease is given back is
+                only logged.
             LeaseLost: The body took longer than `hold_s` seconds.
         """
         server = hashlib.sha256(str(self.client.api_url).encode()).hexdigest()[:16]
@@ -312,16 +308,16 @@ class SchedulingLease:
     async def read_last_decision(self) -> str | None:
         """Return the id of the last scheduling decision on the server.
 
-        If two calls return the same id, no other scheduler has written a decision in between.
+        If two calls return the same id, no scheduler has written a decision between the calls.
 
         Returns:
-            The id. It is empty before the first decision, and None if another scheduler holds the
-            lease and may be writing a decision.
+            The id. Empty before the first decision. None if another scheduler holds the lease and
+            may be writing a decision.
 
         Raises:
             httpx.HTTPError: The server did not answer.
         """
-        # Read both variables by one request, so that their values are from the same moment.
+        # Read both variables with one request, so that their values are from the same moment.
         name_filter = {"variables": {"name": {"any_": [NAME, _LAST_DECISION]}}}
         request = self.client.request("POST", "/variables/filter", json=name_filter)
         answer = await self._with_timeout(request)
@@ -364,7 +360,7 @@ class SchedulingLease:
 
         Args:
             lock: The file lock of this host. It is locked before the lease is requested.
-            deadline: Time at which the wait ends, by `clock`.
+            deadline: Time at which the wait ends, as a value of `clock`.
 
         Returns:
             The lease, or None if it was not free before the deadline.
@@ -372,8 +368,8 @@ class SchedulingLease:
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # If another scheduler held the lease at the last try, first read whether it still
-                # does. A read costs the server less than a failed try to create the lease.
+                # If another scheduler held the lease at the last try, first read the lease again. A
+                # read costs the server less than a failed try to create the lease.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:
@@ -398,8 +394,8 @@ class SchedulingLease:
     def _is_locked_out(self, lock: HostLock) -> bool:
         """Return True if this object must wait for the file lock of this host.
 
-        The result is False if this object holds the lock. It is also False after a wait of two
-        seconds, because a suspended process may hold the lock forever.
+        The result is False if this object holds the lock. The result is also False after a wait of
+        two seconds, because a suspended process may hold the lock forever.
         """
         try:
             if lock.try_lock():
@@ -417,7 +413,7 @@ class SchedulingLease:
         return self.clock() - self._locked_out_since < _LOCK_TIMEOUT_S
 
     async def _is_abandoned(self, lease: Lease, lock: HostLock) -> bool:
-        """Return True if the holder of the scheduling lease will never give it back.
+        """Return True if the holder of the scheduling lease will never give the lease back.
 
         Args:
             lease: The lease on the server.
@@ -451,9 +447,9 @@ class SchedulingLease:
             lock: The file lock of this host.
 
         Returns:
-            Two values: the lease if this process has taken it, and the lease on the server. The
-            first value is None if another scheduler holds the lease. Both are None if the other
-            scheduler gave the lease back during this call.
+            Two values: the lease of this process, and the lease on the server. The first value is
+                None if another scheduler holds the lease. Both values are None if that scheduler
+                gave the lease back during this call.
         """
         holder = uuid4().hex
         requested_at = self.clock()
@@ -496,8 +492,8 @@ class SchedulingLease:
             creation = VariableCreate(name=NAME, value=value, tags=["muster"])
             return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # The variable was created by another scheduler, or by this request itself: Prefect's
-            # client repeats a request if its answer was lost.
+            # The variable was created by another scheduler, or by this request: if an answer is
+            # lost, Prefect's client sends the request again.
             return await self._read()
 
     async def _read(self) -> Lease | None:
@@ -507,8 +503,8 @@ class SchedulingLease:
 
     async def _delete(self, lease: Lease) -> bool:
         """Delete a scheduling lease from the server, and return False if it was already deleted."""
-        # Delete the variable by its id. Prefect's client can delete variables only by name, and a
-        # newer lease has the same name.
+        # Delete the variable by its id, not by its name as Prefect's client does, because a newer
+        # lease has the same name.
         path_parameters = {"id": str(lease.id)}
         try:
             await self.client.request("DELETE", "/variables/{id}", path_params=path_parameters)
@@ -584,9 +580,8 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # Repeat the wait until `work` is done. One repetition is not enough: after a
-            # cancellation, the anyio cancel scopes of Prefect's worker also cancel each later
-            # `await` of this task.
+            # Repeat the wait until `work` is done. After a cancellation, the anyio cancel scopes of
+            # Prefect's worker also cancel each later `await` of this task.
             cancelled = error
     if cancelled is not None:
         raise cancelled

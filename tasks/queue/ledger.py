@@ -54,14 +54,14 @@ FLOW = "train"
 _SPEC = "spec"
 #: Largest number of flow runs in one answer of the server.
 _PAGE = 200
-#: Number of waiting runs that are normally read from each queue of a work pool. This group of runs
-#: is called a window. Further windows are read if too few of the runs can start.
+#: Number of waiting runs that are read together from a queue of a work pool (a window). Further
+#: windows are read if too few of these runs can start.
 WINDOW = _PAGE
-#: Runs that will be due within this time are read in advance. Otherwise each run would cost another
-#: request to the server when it becomes due.
+#: Runs that will be due within this time are read in advance. Otherwise each run that becomes due
+#: would cost another request to the server.
 _AHEAD = timedelta(seconds=90)
-#: Fields of a flow run that have different values in every answer of the server. The comparison of
-#: a flow run with its earlier content ignores these fields.
+#: Fields of a flow run that have different values in every answer of the server. These fields are
+#: ignored when a flow run is compared with its earlier content.
 _VOLATILE_FIELDS = ("estimated_run_time", "estimated_start_time_delta")
 #: Largest expected difference between the clocks of this machine, of the server, and of the machine
 #: from which a run was submitted.
@@ -70,8 +70,8 @@ _HOUR_S = 3600.0
 #: Time, in seconds, between two requests for the list of online workers. More frequent requests are
 #: useless, because the server itself needs longer to notice the end of a worker.
 _WORKERS_INTERVAL_S = 10.0
-#: Name of a work pool, and the name of one of its queues. The second name is None if the whole work
-#: pool is meant. Work pools and their queues can each have a concurrency limit.
+#: Name of a work pool, and the name of one of its queues. The second name is None for the whole
+#: work pool. Work pools and queues can have concurrency limits.
 PoolOrQueue = tuple[str, str | None]
 #: An object with a concurrency limit: a work pool, a queue of a work pool, or the id of a
 #: deployment.
@@ -92,7 +92,7 @@ class Request:
     #: default.
     is_estimate_assumed: bool = False
     #: Address of the run's Ray cluster. Empty if the run does not use Ray. CLUSTER_OF_POOL if the
-    #: spec names no address, so that the run uses the only cluster of its work pool.
+    #: spec names no address. The run then uses the only cluster of its work pool.
     cluster: str = ""
     #: Tags of the flow run and of its spec, without the tags by which Muster finds processes.
     tags: frozenset[str] = frozenset()
@@ -141,8 +141,8 @@ def find_spec_fault(flow_run: FlowRun) -> str:
     """Check the complete spec of a flow run, which takes some milliseconds.
 
     Returns:
-        A message about unknown parameters of the flow run, or a message with all faults of the
-        spec. Empty if there is no fault, or if the flow run has no spec.
+        A message about unknown parameters of the flow run, or about all faults of the spec. Empty
+        without a fault or without a spec.
     """
     spec = _get_spec(flow_run)
     if spec is None:
@@ -150,8 +150,8 @@ def find_spec_fault(flow_run: FlowRun) -> str:
     fault = describe_wrong_names(FLOW, flow_run.parameters, accepted=[_SPEC], required=[_SPEC])
     if fault:
         return fault
-    # The message contains the value of the key `name` of the spec. The author of the spec does not
-    # know the random name that Prefect gave the flow run.
+    # Use the key `name` of the spec in the message, because the author of the spec does not know
+    # Prefect's random name of the flow run.
     name = spec.get("name")
     source = f"the spec of {name}" if isinstance(name, str) else "the spec"
     try:
@@ -205,8 +205,8 @@ class QueueEntry:
         """Return this entry with another address of its Ray cluster.
 
         Args:
-            kept_addresses: The new addresses, by the addresses that they replace. An address that
-                is not a key of the mapping is kept.
+            kept_addresses: Mapping from old address to new address. An address that is not a key of
+                the mapping is kept.
         """
         address = kept_addresses.get(self.request.cluster)
         if address is None:
@@ -230,7 +230,7 @@ class QueueEntry:
 
     @property
     def demand(self) -> Demand:
-        """GPUs and CPUs of a run that needs GPUs. Do not use this property for other runs."""
+        """GPUs and CPUs that the run needs. Use this property only for runs that need GPUs."""
         assert self.request.demand is not None
         return self.request.demand
 
@@ -256,7 +256,7 @@ class QueueEntry:
 
     @property
     def waits_in_process(self) -> bool:
-        """True if the run already has a process, and this process waits for the GPU grant.
+        """True if the run already has a process that waits for the GPU grant.
 
         Such a run was started without a worker, or by a worker of another type than `gang`.
         """
@@ -272,9 +272,10 @@ class QueueEntry:
 
     @property
     def only_node(self) -> str:
-        """Name of the only node whose GPUs the run can use. Empty if it can use several nodes.
+        """Name of the only node whose GPUs the run can use. Empty if the run can use several nodes.
 
-        A run without Ray that waits in a process can use only the GPUs of that process's host.
+        If a run without Ray already has a waiting process, the run can use only the GPUs of the
+        host of that process.
         """
         is_bound_to_host = self.waits_in_process and self.has_gang_without_ray
         return str(self.flow_run.labels.get(HOST) or "") if is_bound_to_host else ""
@@ -289,7 +290,7 @@ class QueueEntry:
 
     @property
     def has_started(self) -> bool:
-        """True if the run has already had a process, as a requeued run has."""
+        """True if the run has already had a process. This is the case for a requeued run."""
         return self.flow_run.run_count > 0
 
     @property
@@ -318,7 +319,7 @@ class Pool:
 
     #: The work pool as it was read from the server.
     work_pool: WorkPool
-    #: The queues of the work pool, by queue id.
+    #: Mapping from queue id to queue, for the queues of the work pool.
     queues: Mapping[UUID, WorkQueue]
     #: Names of the workers of the pool that are online.
     workers: Set[str] = frozenset()
@@ -331,7 +332,8 @@ class Pool:
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of this work pool that contains a flow run, or None if no queue does.
+        """Return the queue of this work pool that contains a flow run, or None without such a
+        queue.
 
         A flow run whose own queue was deleted is in the default queue of its work pool.
         """
@@ -347,7 +349,7 @@ class Ledger:
 
     #: Time at which the snapshot was read from the server.
     at: datetime
-    #: The work pools of type `gang`, by pool name.
+    #: Mapping from pool name to pool, for the work pools of type `gang`.
     pools: Mapping[str, Pool]
     #: Runs that wait for GPUs or for a concurrency limit, in the order of the queue.
     #: Runs whose scheduled start is in the next 90 seconds are included.
@@ -357,13 +359,14 @@ class Ledger:
     holding: tuple[QueueEntry, ...]
     #: True if more runs wait than `waiting` contains.
     is_cut: bool
-    #: Concurrency limits of the deployments of the runs, by deployment id. Deployments without a
-    #: limit are not included.
+    #: Mapping from deployment id to concurrency limit, for the deployments of the runs. Deployments
+    #: without a limit are not included.
     deployment_limits: Mapping[UUID, DeploymentLimit] = field(default_factory=dict)
 
     @property
     def leader(self) -> tuple[str, str] | None:
-        """Work pool and name of the leader, which decides for all workers which runs start.
+        """Work pool and name of the leader, the worker that decides for all workers which runs
+        start.
 
         The leader is the first online worker in the order of pool names and worker names. None if
         no worker is online.
@@ -372,11 +375,11 @@ class Ledger:
         return min(online, default=None)
 
     def with_clusters(self, find_addresses: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
-        """Return a copy of this snapshot in which addresses of the runs' Ray clusters are replaced.
+        """Return a copy of this snapshot with replaced addresses of Ray clusters.
 
         Args:
-            find_addresses: Function that returns the replacements for a run: the new addresses, by
-                the addresses that they replace.
+            find_addresses: Function that returns the replacements for a run, as a mapping from old
+                address to new address.
         """
         waiting = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.waiting)
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
@@ -395,8 +398,8 @@ class Ledger:
                 active_runs.update(entry.pool_and_queue)
             if entry.deployment is not None:
                 active_runs[entry.deployment] += 1
-        # The server may already count a run that has started since this snapshot was read. So the
-        # larger of the two numbers is used.
+        # Use the larger of two numbers, because the server may already count a run that has started
+        # since this snapshot was read.
         for deployment, limit in self.deployment_limits.items():
             active_runs[deployment] = max(active_runs[deployment], limit.active)
         return active_runs
@@ -406,19 +409,19 @@ class Ledger:
 class LedgerReader:
     """Reads the waiting runs and the runs that hold GPUs from the Prefect server.
 
-    Flow runs that have not changed since the last call are taken from a cache. The methods raise
-    httpx.HTTPError or PrefectException if the server does not answer.
+    Unchanged flow runs are taken from a cache. If the server does not answer, the methods raise
+    httpx.HTTPError or PrefectException.
     """
 
     _client: PrefectClient
-    #: Names of the work pool and of the worker in which this reader runs. Empty strings if it does
-    #: not run in a worker.
+    #: Names of the work pool and of the worker in which this reader runs. Empty strings outside of
+    #: a worker.
     _own_worker: tuple[str, str] = ("", "")
-    #: Cache of the flow runs, by flow run id. A value contains the last answer of the server as
-    #: JSON, the flow run in this answer, and the resources that the flow run requests.
+    #: Cache: a mapping from flow run id to the last answer of the server as JSON, the flow run in
+    #: this answer, and the resources that the flow run requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
-    #: Cache of the online workers, by the name of the work pool. A value contains the names of the
-    #: workers, and the monotonic time at which they were read.
+    #: Cache: a mapping from the name of a work pool to the names of its online workers, and the
+    #: monotonic time at which they were read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: Number of windows that are read from each queue of a work pool. A window is a group of 200
     #: waiting runs.
@@ -433,13 +436,13 @@ class LedgerReader:
     ) -> Ledger:
         """Read the waiting runs and the runs that hold GPUs from the server.
 
-        No waiting run of the previous call is missed, even if the run is requeued during this call.
-        If a run were missed, a later run of the queue could start before it.
+        A run that is requeued during this call is not missed. Otherwise, a later run of the queue
+        could start first.
 
         Args:
-            earlier: Result of an earlier call, if no other scheduler has written a decision since
-                that call. The waiting runs of the earlier result are then reused, except the runs
-                in `changed`, and only new waiting runs are read. None to read all waiting runs.
+            earlier: Result of an earlier call whose waiting runs are reused, except the runs in
+                `changed`. Only new waiting runs are then read. Not allowed if another scheduler has
+                written a decision since that call. None to read all waiting runs.
             changed: Ids of waiting runs that must be read again.
         """
         if earlier is None:
@@ -455,9 +458,9 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # In the first call, read the runs that hold GPUs twice: before and after the
-                # waiting runs. Otherwise a run that is requeued between the two readings below
-                # would be missed.
+                # In the first call, read the runs that hold GPUs both before and after the waiting
+                # runs. Otherwise a run that is requeued between the two readings below would be
+                # missed.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
@@ -500,7 +503,7 @@ class LedgerReader:
             hosts = {*map(parse_worker_host, workers)}
             own_pool, own_name = self._own_worker
             if work_pool.name == own_pool:
-                # Add this worker. It is online, but the server does not list it before the first
+                # Add this worker, because the server does not list a worker before its first
                 # heartbeat.
                 workers |= {own_name}
                 hosts |= {parse_worker_host(own_name), host_name()}
@@ -529,8 +532,9 @@ class LedgerReader:
         for pool in pools:
             due, has_more = await self._read_due(pool.name)
             if has_more:
-                # The server sorts the runs by their scheduled start, not by the priority of their
-                # queue. So the first runs of every queue are read, or urgent runs could be missed.
+                # Read the first runs of every queue. The server sorts runs by their scheduled start
+                # and not by the priority of their queue, so one request for all queues could miss
+                # urgent runs.
                 due = []
                 is_cut = True
                 for queue in pool.queues.values():
@@ -540,11 +544,11 @@ class LedgerReader:
         return flow_runs, is_cut
 
     async def _read_without_queue(self, pools: Collection[str]) -> list[FlowRun]:
-        """Return the waiting runs whose queue of a work pool was deleted.
+        """Return the waiting runs whose queue was deleted.
 
-        Prefect's API has no filter for such runs. So this method first compares the number of all
-        waiting runs with the number of waiting runs in the work pools. The method reads the runs
-        only if the two numbers differ.
+        Prefect's API has no filter for such runs. So this method compares the number of all waiting
+        runs with the number of waiting runs in work pools, and reads the runs only if the numbers
+        differ.
 
         Args:
             pools: Names of the work pools of type `gang`.
@@ -559,8 +563,8 @@ class LedgerReader:
             return []
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
-        # The other flow runs belong to work pools of other types. Remove them from the cache, or
-        # `read` would request each of them again.
+        # Remove the flow runs of other types of work pools from the cache. Otherwise `read` would
+        # request them again.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -589,8 +593,8 @@ class LedgerReader:
                 limit=WINDOW,
                 offset=window * WINDOW,
             )
-            # If the list of waiting runs changes between two requests, two pages may contain the
-            # same run. The dictionary keeps that run only once.
+            # Use a dictionary to keep each run only once. If the list of waiting runs changes
+            # between two requests, two pages may contain the same run.
             flow_runs |= {flow_run.id: flow_run for flow_run in page}
             if len(page) < WINDOW:
                 return list(flow_runs.values()), False
@@ -601,12 +605,12 @@ class LedgerReader:
         holding = {"state": {"type": {"any_": HELD}}}
         handed_over = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
         train_flow = {"name": {"any_": [FLOW]}}
-        # The requests are sent one after the other. A server on SQLite has few connections, and
-        # simultaneous requests would block other clients.
+        # Send the requests one after the other. Simultaneous requests would block other clients of
+        # a server on SQLite, which has few connections.
         of_flow = await self.pages(flow_runs=holding, flows=train_flow)
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
-        # A run that was handed over has no process now, but its Ray jobs continue and keep its
-        # GPUs. The state of the flow run is Scheduled until a worker starts the next process.
+        # A run that was handed over has no process now, but its Ray jobs keep its GPUs. The flow
+        # run is Scheduled until a worker starts the next process.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
         return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 
@@ -616,8 +620,8 @@ class LedgerReader:
         Args:
             filters: JSON content of the request, for example `flow_runs={"id": {"any_": [...]}}`.
         """
-        # Sort the flow runs by their ids, which never change. With another order, a change of a
-        # flow run between two requests could move it to a page that was already read.
+        # Sort the flow runs by their ids, which never change. With another order, a flow run could
+        # move to a page that was already read.
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         flow_runs: list[FlowRun] = []
         while True:
@@ -665,23 +669,22 @@ class LedgerReader:
         )
         if grant is None or not grant.cluster:
             return entry
-        # The run holds GPUs of the cluster in its GPU grant. So use this cluster, even if the
-        # settings of the work pool now list another cluster.
+        # Use the cluster in the GPU grant of the run, even if the settings of the work pool now
+        # list another cluster.
         return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
 
 
 def has_lost_queue(flow_run: FlowRun) -> bool:
-    """Return True if the queue of a work pool that contained a flow run was deleted.
+    """Return True if the queue of a flow run was deleted.
 
     If the queue or the whole work pool is deleted, the server keeps the flow run without a queue.
     No worker of Prefect starts such a flow run.
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
-    # A flow run without a queue may also belong to a deployment that never had a work pool. So look
-    # for traces of a queue. The server keeps the name of a deleted queue, unless it was the default
-    # queue. A run of the default queue has the label of its worker, or the state that Muster's
-    # scheduler gives to waiting runs.
+    # A flow run without a queue may also have a deployment without a work pool. So look for traces
+    # of a deleted queue: the server keeps its name, except for the default queue. A run of the
+    # default queue has the label of its worker, or a state that Muster's scheduler has set.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -695,8 +698,8 @@ def _find_fallback_pool(pools: Collection[str]) -> str:
         pools: Names of the work pools of type `gang`.
 
     Returns:
-        The pool `gang` if it exists, otherwise the only pool. An empty string if there is no pool,
-        or if there are several pools without the name `gang`.
+        The pool `gang` if this pool exists, otherwise the only pool. An empty string without a
+        pool, or with several pools that have other names.
     """
     if DEFAULT_POOL in pools:
         return DEFAULT_POOL
@@ -704,11 +707,11 @@ def _find_fallback_pool(pools: Collection[str]) -> str:
 
 
 def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
-    """Return the priority of a run among the runs of all work pools. 1 is the highest priority.
+    """Return the priority of a run. 1 is the highest priority.
 
     Args:
-        queue: The queue of a work pool that contains the run. None if no queue contains the run. In
-            that case the function returns the priority of the first queue with the name `default`.
+        queue: The queue that contains the run. None if no queue contains the run: the result is
+            then the priority of the first queue with the name `default`.
         pools: All work pools of type `gang`.
     """
     if queue is not None:

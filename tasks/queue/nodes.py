@@ -32,21 +32,21 @@ _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 def bare_name(name: str) -> str:
     """Return the name of a node without its suffix, for example `gpu-1` for `gpu-1/0a1b2c3d`.
 
-    Nodes with the same host name get different suffixes.
+    Suffixes distinguish nodes with the same host name.
     """
     return _SUFFIX.sub("", name)
 
 
 def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "") -> str:
-    """Return the reason why a cluster is too small for a demand, even if no run uses the cluster.
+    """Return the reason why a run could not start even on an empty cluster.
 
-    A node whose number of CPUs is unknown counts as having enough CPUs. A drained node counts as
+    If the number of CPUs of a node is unknown, it counts as sufficient. Drained nodes count as
     available, because a drain is temporary.
 
     Args:
         demand: GPUs and CPUs that the run needs.
         cluster: Snapshot of the cluster.
-        only_node: Name of the only node that the run may use. Empty if it may use every node.
+        only_node: Name of the only node that the run may use. Empty if the run may use every node.
 
     Returns:
         The reason for the user, or an empty string if the cluster is large enough.
@@ -90,8 +90,9 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     )
 
 
-#: Deadline, in seconds, of a background request for the nodes of a cluster. A cluster that did not
-#: answer in time is asked in the background, so that it does not delay the other clusters.
+#: Deadline, in seconds, of a background request for the nodes of a cluster. After a timeout,
+#: requests to a cluster are sent in the background, so that the cluster does not delay other
+#: clusters.
 _BACKGROUND_TIMEOUT_S = 30.0
 #: Time, in seconds, between two background requests to a cluster that does not answer.
 _BACKGROUND_INTERVAL_S = 1.0
@@ -118,8 +119,8 @@ class Capacity:
     Use an instance in one asyncio loop only, and call `close` at the end.
     """
 
-    #: True if runs without a Ray cluster may use this machine when the settings of the work pool
-    #: `gang` list no nodes.
+    #: True if runs without a Ray cluster may use this machine. This field has an effect only if the
+    #: settings of the work pool `gang` list no nodes.
     includes_this_machine: bool = False
     #: Deadline for reading one cluster, in seconds.
     within_s: float = 5.0
@@ -130,25 +131,25 @@ class Capacity:
     make_reader: Callable[[str, Credentials], ClusterReader] = ClusterReader
     #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: The `ClusterReader` of each cluster, by the address of the cluster.
+    #: Mapping from the address of a cluster to its `ClusterReader`.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
-    #: The clusters that did not answer in time, by the address of the cluster. A value contains the
-    #: error, and the task that requests the nodes in the background until the cluster answers.
+    #: Mapping from the address of a cluster that did not answer in time to the error and a task.
+    #: The task requests the nodes in the background until the cluster answers.
     _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    #: GPU devices of this machine, and the time by `clock` at which they were read. The devices are
-    #: None before the first reading.
+    #: GPU devices of this machine, and the time (a value of `clock`) at which they were read.
+    #: Before the first reading, the devices are None.
     _local_devices: tuple[Devices | None, float] = None, 0.0
 
     async def read_cluster(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
         """Read the current nodes of a cluster.
 
-        The result also contains nodes that are drained according to the settings. To mark these
-        nodes as drained, call `mark_drained` with the result.
+        The result also contains drained nodes, but does not mark them. Call `mark_drained` with the
+        result to mark them.
 
         Args:
-            key: Address of the Ray cluster's dashboard. If it is an empty string, the method reads
-                the nodes without Ray that the settings of the work pools list.
-            settings: Settings of the work pools, by pool name.
+            key: Address of the Ray cluster's dashboard. An empty string stands for the nodes
+                without Ray that work pools list.
+            settings: Mapping from pool name to the settings of the work pool.
 
         Raises:
             NoCapacity: The nodes cannot be read.
@@ -169,12 +170,11 @@ class Capacity:
     async def show_demand(self, address: str, bundles: Sequence[Mapping[str, float]]) -> None:
         """Request nodes from the autoscaler of a Ray cluster.
 
-        The nodes of the cluster must have been read once before this call.
+        Call `read_cluster` for this cluster at least once before this call.
 
         Args:
             address: Address of the cluster.
-            bundles: One item for each requested node: the amount of each resource on the node, by
-                the name of the resource.
+            bundles: One mapping for each requested node, from the name of a resource to its amount.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer, or rejected the request.
@@ -192,12 +192,12 @@ class Capacity:
         try:
             machine = await self.read_this_machine()
         except NoCapacity as error:
-            # If the error were raised, the other nodes in the settings could not be used either. So
-            # all GPUs of this machine are shown as in use.
+            # Show all GPUs of this machine as used, instead of raising the error. The other nodes
+            # in the settings can then still be used.
             _log.warning("Muster grants no GPU of the node %s: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # Without visible GPUs, `machine.devices` is empty. The node then has as many devices as the
-        # settings list GPUs, and the devices are numbered from 0.
+        # Without visible GPUs, `machine.devices` is empty. Then use the number of GPUs in the
+        # settings, with devices numbered from 0.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(
             listed_node,
@@ -311,7 +311,7 @@ def mark_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
 
     Args:
         cluster: The cluster.
-        names: Names of nodes. The name of a host drains every node on that host.
+        names: Names of nodes or hosts. The name of a host stands for all nodes on that host.
     """
     drained_names = set(names)
     nodes = (

@@ -16,8 +16,8 @@ from typing import Literal
 
 from tasks.spec.formatting import format_count
 
-#: Scheduling policy. With `fifo`, runs start strictly in the order of the queue. With `backfill`,
-#: a later run may start earlier if that does not delay the first run of the queue.
+#: Scheduling policy. With `fifo`, runs start strictly in the order of the queue. With `backfill`, a
+#: later run may start before the first run of the queue, if this does not delay the first run.
 Policy = Literal["fifo", "backfill"]
 
 #: Tolerance for comparing numbers of CPUs, because sums of floating-point numbers are not exact:
@@ -66,8 +66,8 @@ class FreeNodes:
         Args:
             gpus: Number of free GPUs of each node. The number is negative if runs hold more GPUs
                 than the node has.
-            cpus: Number of free CPUs of each node, or None if unknown. An unknown number counts as
-                enough for every run.
+            cpus: Number of free CPUs of each node, or None if unknown. None counts as enough for
+                every run.
         """
         self.gpus = list(gpus)
         self.cpus = [math.inf if free is None else free + _CPU_SLACK for free in cpus]
@@ -142,9 +142,9 @@ class FreeNodes:
 class NodesAhead:
     """A forecast of the free resources at a later time, for one waiting run.
 
-    The caller adds the resources of the active runs that will have ended by that time. It subtracts
-    the resources of other waiting runs that start earlier. The property `fits` tells whether the
-    waiting run fits into the resulting resources.
+    The caller adds the resources of active runs that will have ended by that time, and subtracts
+    the resources of other waiting runs that start earlier. The property `fits` is True if the
+    remaining resources are enough for the waiting run.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class NodesAhead:
             demand: GPUs and CPUs that the waiting run needs.
             among: Indexes of the nodes that the waiting run may use, or None for all nodes.
         """
-        # If the run may not use a node, the number of free GPUs of the node is minus infinity here.
-        # So the node never counts as sufficient, even if GPUs become free on it.
+        # For a node that the run may not use, the number of free GPUs is minus infinity. So the
+        # node never counts as sufficient, even after GPUs have become free.
         self._gpus = [
             gpus if among is None or index in among else -math.inf
             for index, gpus in enumerate(nodes.gpus)
@@ -211,11 +211,11 @@ class NodesAhead:
         return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract the GPUs and CPUs of a run that starts earlier from the free resources.
+        """Subtract the GPUs and CPUs of another run, which starts earlier, from the free resources.
 
         Args:
-            nodes: Indexes of the nodes of that run.
-            demand: GPUs and CPUs that the run needs.
+            nodes: Indexes of the nodes of the other run.
+            demand: GPUs and CPUs that the other run needs.
         """
         for node in nodes:
             self.release(node, -demand.gpus_per_node, -demand.cpus_per_node)

@@ -41,14 +41,15 @@ CLASSES_S = (
 
 
 class Quota:
-    """For each tag with a limit of GPUs: the number of GPUs in use, and the limit."""
+    """The number of GPUs in use and the GPU limit of each tag."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """
         Args:
-            limits: Largest number of GPUs for all runs with a tag together, by tag.
-            used: Number of GPUs that runs with a tag already hold, by tag. None if runs hold no
-                GPUs yet.
+            limits: Mapping from a tag to the largest number of GPUs for all runs with the tag
+                together.
+            used: Mapping from a tag to the number of GPUs that runs with the tag already hold. None
+                if runs hold no GPUs yet.
         """
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
@@ -77,7 +78,8 @@ class Quota:
 
         Args:
             tags: The tags of the run.
-            gpus: Number of GPUs that the run takes. Negative if the run releases them.
+            gpus: Number of GPUs that the run takes. A negative number means that the run releases
+                GPUs.
         """
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
@@ -91,8 +93,8 @@ class Waiting:
     id: str
     #: GPUs and CPUs that the run needs.
     demand: Demand
-    #: Sort key of the run in the queue. The run with the smallest key is first. No two runs have
-    #: the same key, and this includes runs that already hold GPUs.
+    #: Sort key of the run in the queue. The run with the smallest key is first. All runs have
+    #: different keys, including runs that already hold GPUs.
     place: tuple[float | int | str, ...]
     #: Expected time, in seconds, from the start of the run to its end. Estimates are
     #: rounded up to a value in CLASSES_S.
@@ -100,9 +102,9 @@ class Waiting:
     #: True if `estimate_s` is the default, because the spec of the run names no duration.
     is_estimate_assumed: bool = False
     #: Earliest start in seconds, by the same clock as the argument `now` of the function `plan`. A
-    #: requeued run has a short delay. During the delay the run keeps its position in the queue.
+    #: requeued run has a short delay, and keeps its position in the queue during the delay.
     not_before: float = 0.0
-    #: Tags of the run. The runs with a tag may have a common limit of GPUs.
+    #: Tags of the run. All runs with the same tag may share a limit of GPUs.
     tags: frozenset[str] = frozenset()
     #: Names of the nodes that the run may use, or None for all nodes.
     among: frozenset[str] | None = None
@@ -125,9 +127,9 @@ class Held:
     place: tuple[float | int | str, ...]
     #: Expected end in seconds, by the same clock as the argument `now` of the function `plan`.
     ends_at: float
-    #: True if `ends_at` follows from a default duration, because the spec names no duration.
+    #: True if `ends_at` is computed with a default duration, because the spec names no duration.
     is_end_assumed: bool = False
-    #: Tags of the run. The runs with a tag may have a common limit of GPUs.
+    #: Tags of the run. All runs with the same tag may share a limit of GPUs.
     tags: frozenset[str] = frozenset()
 
 
@@ -152,14 +154,14 @@ class Reason:
 
     #: Kind of the reason why the run waits.
     why: Why
-    #: Ids of the runs that this run waits for. These are either the first run of the queue, or the
-    #: active runs that must end to free enough GPUs.
+    #: Ids of the runs that this run waits for: either the first run of the queue, or the active
+    #: runs that must end to free enough GPUs.
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
     #: None if unknown.
     starts_at: float | None = None
-    #: True if the expected start is uncertain: a run that must end first states no duration, so
-    #: that a default duration was assumed for this run.
+    #: True if the expected start is uncertain, because it depends on a run whose spec names no
+    #: duration. A default duration was assumed for that run.
     is_start_assumed: bool = False
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
@@ -172,14 +174,12 @@ class Reason:
 class Plan:
     """The decisions of the policy in one scheduling pass."""
 
-    #: For each run that starts, by its id: the names of its nodes. The runs are in the order of
-    #: their starts.
+    #: Mapping from the id of a run that starts to the names of its nodes, in the order of the
+    #: starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: For each run that does not start, by its id: the reason. The runs are in the order of the
-    #: queue.
+    #: Mapping from the id of a run that does not start to the reason, in the order of the queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: Number of GPUs that are free on each node after all starts of this scheduling pass, by node
-    #: name.
+    #: Mapping from node name to the number of free GPUs after all starts of this scheduling pass.
     free: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -195,15 +195,14 @@ def plan(
 ) -> Plan:
     """Decide which runs start now and on which nodes, and why each other run waits.
 
-    Runs are started in the order of the queue until a run does not fit. The run that does not fit
-    is called the head.
+    Runs are started in the order of the queue. The first run that does not fit is called the head.
 
-    - `fifo`: No later run starts before the head. The exception is a head that would not fit even
-      if all nodes were empty: then later runs may start.
-    - `backfill`: The head gets a reservation: the earliest time at which it will fit, according to
-      the estimates. A later run that fits now may start in two cases. Either it ends before the
-      reservation, or the head will still fit while the later run is running. If the head would not
-      fit even on empty nodes, every later run that fits may start.
+    - `fifo`: No later run starts before the head. But if the head would not fit even on empty
+      nodes, later runs may start.
+    - `backfill`: The head gets a reservation for the earliest time at which it will fit, according
+      to the estimates. A later run may start now if it ends before that time, or if the head will
+      fit beside the later run. If the head would not fit even on empty nodes, every later run that
+      fits may start.
 
     A run whose `not_before` is in the future counts as not fitting. A run that would exceed the
     limit of a tag is skipped, and later runs may start.
@@ -216,9 +215,10 @@ def plan(
             chosen. The field `held` of the nodes is ignored.
         now: Current time in seconds. All times of runs must come from the same clock.
         policy: The scheduling policy.
-        limits: Largest number of GPUs for all runs with a tag together, by tag. A tag that is not
-            in the mapping has no limit.
-        used: Number of GPUs that runs with a tag hold on other clusters, by tag.
+        limits: Mapping from a tag to the largest number of GPUs for all runs with the tag together.
+            Other tags have no limit.
+        used: Mapping from a tag to the number of GPUs that runs with the tag hold on other
+            clusters.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
@@ -237,12 +237,12 @@ class _Reservation:
     #: Forecast of the resources that will be free at the time `at`, just before the first run
     #: starts.
     nodes: NodesAhead
-    #: GPUs in use for each tag at the reserved start, including the GPUs of the first run.
+    #: GPUs in use for each tag at the time `at`, including the GPUs of the first run.
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
-    #: True if the spec of at least one run in `waits_for` names no duration. The end of such a run
-    #: is computed with the default duration, so the reserved start is uncertain.
+    #: True if the reserved start is uncertain, because the spec of a run in `waits_for` names no
+    #: duration. The end of that run is computed with a default duration.
     is_assumed: bool = False
 
 
@@ -252,7 +252,7 @@ _RETRY = Reason(why=Why.RETRY)
 class _Pass:
     """Computes the `Plan` of one scheduling pass: which waiting runs start, and on which nodes.
 
-    The object counts the free GPUs and CPUs of the nodes. Each run that starts decreases them.
+    The object counts the free GPUs and CPUs of the nodes. Each started run decreases these numbers.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The first run (`head`) would not fit even on empty nodes. So later runs may start,
-                # because they cannot delay the first run.
+                # The first run (`head`) would not fit even on empty nodes. So later runs cannot
+                # delay the first run, and may start.
                 self._reasons[head.id] = replace(self._reasons[head.id], never_fits_now=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
@@ -311,8 +311,8 @@ class _Pass:
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
         """Yield the runs of the queue whose start would not exceed a tag's limit of GPUs.
 
-        Each run is checked when the iterator reaches the run. So the check counts the GPUs of all
-        runs that have started before. The reason of each skipped run is stored in `_reasons`.
+        A run is checked only when the iterator reaches the run, so that the GPUs of the runs
+        started before are counted. The reasons of the skipped runs are stored in `_reasons`.
         """
         over_limit: dict[str, Reason] = {}
         for run in queue:
@@ -337,16 +337,15 @@ class _Pass:
         return None
 
     def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
-        """Start the remaining runs of the queue that do not delay the run that has the reservation.
+        """Start the remaining runs of the queue that do not delay the run with the reservation.
 
         The reasons why the other runs wait are stored in `_reasons`.
         """
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
-        # Many runs of a long queue need the same resources, so these sets store the results of the
-        # checks. Free resources only decrease during a scheduling pass, so a demand that did not
-        # fit will not fit later. A demand that would delay the first run is checked again only
-        # after another run has started.
+        # Many runs of a long queue have the same demand, so these sets store the results of the
+        # checks. A demand that does not fit will not fit later in the same pass. A demand that
+        # would delay the first run is checked again after another run has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:
@@ -420,9 +419,9 @@ class _Pass:
     def _reserve(self, head: Waiting) -> _Reservation:
         """Compute the earliest time at which a waiting run will fit.
 
-        The computation assumes that the active runs end at their expected ends. The waiting run
-        fits as soon as enough active runs have ended. The result is never earlier than the field
-        `not_before` of the waiting run.
+        The method assumes that the active runs end at their expected ends, and finds the time at
+        which enough active runs have ended. The result is never earlier than the field `not_before`
+        of the waiting run.
 
         Args:
             head: The waiting run.
@@ -433,8 +432,8 @@ class _Pass:
         insufficient = {index for index in self._index.values() if not ahead.is_sufficient(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        # The running runs that end before the waiting run fits, in the order of their ends. Each
-        # entry has the id of a run and the indexes of the nodes on which the run holds GPUs.
+        # Runs that must end before the waiting run fits, in the order of their ends. Each entry is
+        # the id of a run, and the indexes of the nodes on which the run holds GPUs.
         ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:

@@ -34,7 +34,7 @@ class PoolCopy(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    #: Id of the work pool. A pool that was created again has a new id.
+    #: Id of the work pool. A pool that was deleted and created again has a new id.
     pool_id: UUID
     #: Description of the work pool.
     description: str | None = None
@@ -60,7 +60,7 @@ class PoolCopy(BaseModel):
 
 
 def is_empty(pool: WorkPool) -> bool:
-    """Return True if a work pool has only the defaults with which a running worker creates it.
+    """Return True if a work pool has only the settings that a worker gives to a new pool.
 
     Raises:
         pydantic.ValidationError: The settings of the pool are invalid.
@@ -72,9 +72,8 @@ def is_empty(pool: WorkPool) -> bool:
 def variable_name(pool_name: str) -> str:
     """Return the name of the Prefect variable with the copy of a work pool.
 
-    A variable's name may contain only lower-case letters, digits, hyphens and underscores. If other
-    characters are replaced, a digest is added, so that pools such as `a b` and `a/b` get different
-    names.
+    Characters that are not allowed in the name of a variable are replaced. In this case, a digest
+    is added, so that pools such as `a b` and `a/b` get different names.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", pool_name.lower()).strip("-")
     if slug != pool_name:
@@ -83,7 +82,7 @@ def variable_name(pool_name: str) -> str:
 
 
 def parse_copy(variable: Variable | None) -> PoolCopy | None:
-    """Return the copy in a Prefect variable. None without a variable or with an invalid copy."""
+    """Return the copy in a Prefect variable, or None if the variable is missing or invalid."""
     if variable is None:
         return None
     try:
@@ -119,7 +118,8 @@ class PoolCopies:
             client: Client of the Prefect server.
         """
         self._client = client
-        #: The last copy of each work pool that needs no further request, by pool name.
+        #: Mapping from pool name to the last copy of the work pool on the server. An equal copy
+        #: needs no further request.
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:

@@ -17,9 +17,8 @@ from tasks.queue.policy import Reason, Why
 from tasks.queue.settings import CLUSTER_OF_POOL
 from tasks.spec.formatting import format_count, format_minute, format_time, join_commas, join_words
 
-#: Last position in the queue at which the text of a waiting run names the first run of the queue.
-#: If all texts named the first run, every start of a run would rewrite the state of every waiting
-#: run.
+#: Only runs up to this position of the queue get a message that names the first run of the queue.
+#: Otherwise every start of a run would change the messages of all waiting runs.
 MAX_POSITION_WITH_FIRST_RUN = 10
 
 #: Beginning of the text about free GPUs in a message. The text changes often, so `steady_part`
@@ -48,12 +47,11 @@ class Message:
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if the expected start is uncertain: a run that must end first states no duration, so
-    #: that a default duration was assumed for this run.
+    #: True if the expected start is uncertain, because it depends on a run whose spec names no
+    #: duration. A default duration was assumed for that run.
     is_start_assumed: bool = False
-    #: True if the run does not start even when other runs end, for example because no worker serves
-    #: its queue. Such a run does not count as startable. If the scheduler has read too few
-    #: startable runs, it reads further waiting runs from the server.
+    #: True if the end of other runs would not let the run start, for example because no worker
+    #: serves its queue. The scheduler does not count such a run as startable.
     waits_for_no_end: bool = False
 
     @property
@@ -63,7 +61,7 @@ class Message:
 
 
 def steady_part(text: str) -> str:
-    """Return the message of a waiting run without the changing details at the end of the message.
+    """Return the message of a waiting run without the details at its end that change often.
 
     The scheduler rewrites the state of the run only if this part of the message has changed.
     """
@@ -90,15 +88,15 @@ def explain_wait(
     Args:
         demand: GPUs and CPUs that the run needs.
         reason: The policy's reason for not starting the run.
-        names: The names of the runs, by run id. A run that is not in the mapping is named by its
-            id.
-        free: Number of free GPUs on each node of the run's cluster after the scheduling pass, by
-            node name. The number is 0 for a drained node.
+        names: Mapping from run id to the name of the run. A run that is not in the mapping is named
+            by its id.
+        free: Mapping from node name to the number of free GPUs after the scheduling pass, for the
+            nodes of the run's cluster. The number is 0 for a drained node.
         now: Current time in UTC epoch seconds.
-        drained: For each drained node, by node name: the number of GPUs that would be free without
-            the drain.
-        unserved_free: For each node without a worker of the run's work pool, by node name: the
-            number of free GPUs.
+        drained: Mapping from the name of a drained node to the number of GPUs that would be free
+            without the drain.
+        unserved_free: Mapping from the name of a node without a worker of the run's work pool to
+            the number of free GPUs.
         pool: Name of the run's work pool.
         others: Number of GPUs on all nodes together that programs other than Muster's runs use.
         number: Position of the run in the queue. The first position is 1.
@@ -168,16 +166,17 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        Two values: the explanation, and the field `waits_for_no_end` of the message. The field is
-        True if the end of other runs is not enough for the start of this run.
+        Two values: the explanation, and True if the end of other runs would not let this run start
+            (the field `waits_for_no_end` of the message).
     """
     waits_for_no_end = False
     parts = []
     if names_waited_for:
         expected = "expected time unknown"
         if reason.starts_at is not None:
-            # Show no time if the expected start is near or in the past. Such a time changes with
-            # every scheduling pass, and each changed text causes a write to the Prefect server.
+            # Show no time if the expected start is near or in the past. Otherwise the text would
+            # change with every scheduling pass, and each change would cause a write to the Prefect
+            # server.
             is_near = reason.starts_at < now + _MINUTE_S
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
@@ -274,7 +273,7 @@ def deployment_limit_message(demand: Demand | None, limit: int) -> Message:
 
 
 def explain_skip(limit: int, name: str) -> str:
-    """Return the reason why a run is cancelled when its deployment has reached its limit.
+    """Return the reason for the cancellation of a run whose deployment has reached its limit.
 
     Args:
         limit: Concurrency limit of the deployment.
@@ -292,7 +291,7 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
     Args:
         demand: GPUs and CPUs that the run needs.
         address: Address of the run's Ray cluster. CLUSTER_OF_POOL if the spec names no address.
-            Empty if the run uses the nodes that the settings of its work pool list.
+            Empty if the run uses nodes without Ray that its work pool lists.
         error: Cause of the failure.
     """
     cause = one_line(error)
@@ -341,8 +340,8 @@ def describe_free(free: Mapping[str, int]) -> str:
 
 def one_line(error: object) -> str:
     """Return an error as one line of at most 200 characters that the Prefect UI can show."""
-    # Replace `<` and `>` by brackets. The Prefect UI would not show a text such as `<urlopen error
-    # ...>`, because it would take the text for an HTML tag.
+    # Replace `<` and `>` with square brackets. The Prefect UI would take a text such as `<urlopen
+    # error ...>` for an HTML tag and not show the text.
     line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
     if len(line) <= _MAX_ERROR_CHARACTERS:
         return line

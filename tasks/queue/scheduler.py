@@ -41,18 +41,18 @@ from tasks.server.flow_runs import TYPED_NAME_LABEL
 
 _log = logging.getLogger(__name__)
 
-#: Longest time, in seconds, to wait for the scheduling lease, the lock that lets one scheduler
-#: write decisions. Other schedulers normally hold the lease for less time.
+#: Longest time, in seconds, to wait for the scheduling lease, the lock for writing decisions. Other
+#: schedulers normally hold the lease for a shorter time.
 _LEASE_TIMEOUT_S = 5.0
-#: Time, in seconds, between two messages with the same demand to an autoscaler. The demand is sent
-#: again because a Ray head node forgets it when it restarts.
+#: Time, in seconds, after which the same demand is sent to an autoscaler again, because a restarted
+#: Ray head node has forgotten the demand.
 _DEMAND_LIFETIME_S = 30.0
 #: Largest number of state messages that a scheduler writes while it holds the scheduling lease.
-#: Then the scheduler gives the lease back, so that other schedulers can write their decisions, and
+#: Then the scheduler gives the lease back to let other schedulers write their decisions, and later
 #: takes the lease again for the next messages.
 _WRITES_PER_LEASE = 10
-#: Largest number of state messages that are written after one scheduling pass. The limit exists
-#: because the writes take time, and the messages of the pass become outdated during that time.
+#: Largest number of state messages that are written after one scheduling pass. A limit is needed
+#: because the messages become outdated during the writes.
 _WRITES_PER_PASS = 50
 #: Name of the logger that the Prefect UI shows next to the reason of a waiting run.
 _LOGGER_OF_FLOW_RUNS = "muster.queue"
@@ -85,9 +85,10 @@ class Scheduler:
             client: Client of the Prefect server.
             capacity: Object that reads the nodes and their free GPUs.
             home: The MUSTER_HOME directory, or None for the MUSTER_HOME of this process.
-            announce: Function that emits an event about a flow run. It must return at once.
+            announce: Function that emits an event about a flow run. The function must return at
+                once.
             worker: Names of the work pool and of the worker in which this scheduler runs. Empty
-                strings if it does not run in a worker.
+                strings outside of a worker.
         """
         self.process = SchedulerProcess.current()
         self._client = client
@@ -96,13 +97,12 @@ class Scheduler:
         self._reader = QueueReader(client, capacity, self.process, reader)
         self._lease = SchedulingLease(client, home=home or muster_home())
         self._capacity = capacity
-        #: Last requests to the autoscalers of the Ray clusters, by the address of the cluster. A
-        #: value contains the requested nodes, and the time of the request in monotonic seconds.
+        #: Mapping from the address of a Ray cluster to the last request to its autoscaler: the
+        #: requested nodes, and the time of the request in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: Facts about the last scheduling pass, as four values. The first is the pass itself. The
-        #: second is the id of the last decision that the pass has seen on the server. The third is
-        #: the time of the last complete reading of the queue, and the fourth is the time of the
-        #: last complete or partial reading. The times are monotonic seconds.
+        #: Four values about the last scheduling pass: the pass itself, the id of the last decision
+        #: that the pass has seen on the server, the time of the last complete reading of the queue,
+        #: and the time of the last reading of any kind. The times are monotonic seconds.
         self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_PASS
         #: Ids of the waiting runs whose state message this scheduler has written since the last
         #: pass. The next pass must read these runs again.
@@ -118,23 +118,24 @@ class Scheduler:
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Run a scheduling pass, and write its decisions to the server.
 
-        Runs that can start get a grant. Runs that can never start fail. If a deployment has reached
-        its concurrency limit, and its strategy for this case is CANCEL_NEW, its waiting runs are
-        cancelled. If a run was not started after its grant, the grant is deleted, and the run waits
-        again.
+        - Runs that can start get a grant.
+        - Runs that can never start fail.
+        - Waiting runs of a deployment that has reached its concurrency limit are cancelled, if the
+          strategy of the limit is CANCEL_NEW.
+        - Runs that were not started after their grant lose the grant and wait again.
 
         Args:
             may_start: Function that returns True if this process should start a run on given nodes.
             in_flight: Ids of runs that this process is submitting.
             never_refused: Ids of runs that must not fail if their cluster is too small.
-            changed: Ids of flow runs that events have named since the last call. None if events may
-                have been missed.
+            changed: Ids of the flow runs in the events since the last call. None if events may have
+                been missed.
             full_read_interval_s: Longest time, in seconds, between two complete readings of the
                 queue.
 
         Returns:
             The last scheduling pass, and the runs that this process must start. Each of these runs
-            has its grant. The list is in the order in which the runs were admitted.
+            has a grant. The runs are in the order of their admission.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -146,16 +147,15 @@ class Scheduler:
             never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
-        # Forget the last pass until this pass has succeeded. If this pass fails, the next pass then
-        # reads the whole queue again.
+        # Forget the last pass until this pass has succeeded. So after a failure of this pass, the
+        # next pass reads the whole queue again.
         last_pass, decision_id, complete_read_at, read_at = self._last
         self._last = _NO_PASS
         rewritten = self._rewritten
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
-        # A run that waits in its own process changes the label HEARTBEAT of its flow run every 10
-        # seconds. The server emits no event for this change. So the queue must be read every 10
-        # seconds to notice the change.
+        # The process of a waiting run changes the label HEARTBEAT of its flow run every 10 seconds.
+        # The server emits no event for this change, so read the queue every 10 seconds.
         has_beats = last_pass is not None and any(
             entry.waits_in_process for entry in last_pass.queue
         )
@@ -182,8 +182,8 @@ class Scheduler:
         async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
             if held_lease is None:
                 return scheduling_pass, []
-            # The scheduling pass above ran without the lease. If no other scheduler has written a
-            # decision since then, the waiting runs of that pass need not be read again.
+            # The scheduling pass above ran without the lease. Its waiting runs are still valid if
+            # no other scheduler has written a decision since then.
             is_valid = (
                 decision_id is not None and decision_id == await self._lease.read_last_decision()
             )
@@ -196,8 +196,8 @@ class Scheduler:
                 held_lease.check()
                 await self._requeue(entry)
             if scheduling_pass.stuck:
-                # The requeued runs are at their old positions in the queue again. Later runs must
-                # not start before the requeued runs, so repeat the scheduling pass.
+                # The requeued runs have returned to their old positions in the queue. Repeat the
+                # scheduling pass, so that later runs do not start before the requeued runs.
                 scheduling_pass = await run_pass(earlier_pass=scheduling_pass)
             for refused in scheduling_pass.refused:
                 held_lease.check()
@@ -220,8 +220,8 @@ class Scheduler:
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
                     runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
-        # The next scheduling pass must see the grants that this pass has written to the server. So
-        # store -math.inf as the time of the last reading, and the next pass reads the queue again.
+        # Store -math.inf as the time of the last reading, so that the next pass reads the queue
+        # again, with the grants that this pass has written.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
         return scheduling_pass, runs_to_start
 
@@ -246,7 +246,7 @@ class Scheduler:
         may_start: MayStart,
         in_flight: Collection[UUID],
     ) -> list[QueueEntry]:
-        """Return the runs that this process has granted GPUs and has not started yet.
+        """Return the runs to which this process has granted GPUs, but which it has not started yet.
 
         Args:
             scheduling_pass: The last scheduling pass.
@@ -298,9 +298,9 @@ class Scheduler:
         await self._client.update_flow_run_labels(
             entry.id, grants.no_grant_labels() | grant.label() | _label_typed_name(entry)
         )
-        # If the write took too long, another scheduler may have granted the same GPUs. In that case
-        # `check` raises LeaseLost, so that the run does not start. The next scheduling pass deletes
-        # one of the two grants.
+        # If the write took too long, `check` raises LeaseLost, and the run does not start: another
+        # scheduler may have granted the same GPUs. The next scheduling pass deletes one of the two
+        # grants.
         held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())
@@ -317,7 +317,7 @@ class Scheduler:
         """Return True if the run on the server still has the state and the GPU grant of `entry`.
 
         Call this method just before the start of a run, because the run may have been cancelled or
-        requeued since it was granted.
+        requeued after the grant.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -361,7 +361,7 @@ class Scheduler:
             )
 
     async def _skip(self, skipped: Skipped) -> None:
-        """Set the state of a run to Cancelled, because its deployment skips overlapping runs."""
+        """Set the state of a run to Cancelled, because its deployment allows no waiting runs."""
         await self._rename(skipped.entry, skipped.entry.request.name)
         cancelled: State[Any] = Cancelled(message=skipped.message)
         await grants.set_state(self._client, skipped.entry.flow_run, cancelled)
@@ -369,11 +369,11 @@ class Scheduler:
     async def _rename(self, entry: QueueEntry, name: str) -> None:
         """Set the name of a flow run on the server, unless the flow run already has that name.
 
-        A label keeps the old name. So `muster show` also finds the run by the name that a user
+        A label keeps the old name. So `muster show` also finds the run by a name that a user has
         typed into the form *Custom run* of the Prefect UI.
 
-        Call this method before the state of the flow run is set. Prefect's automations react to the
-        state, and their messages show the name.
+        Call this method before setting the state of the flow run, because messages of Prefect's
+        automations about the new state contain the name.
         """
         if entry.flow_run.name != name:
             if label := _label_typed_name(entry):
@@ -396,9 +396,9 @@ class Scheduler:
     async def publish_reasons(self, scheduling_pass: SchedulingPass) -> bool:
         """Write the messages of a scheduling pass into the states of the waiting runs.
 
-        This method also requests the nodes that the waiting runs need from the autoscalers of Ray
-        clusters. The states of runs that wait in their own process are not written, because these
-        processes write the states themselves.
+        The method also asks the autoscalers of Ray clusters for the nodes that the waiting runs
+        need. Runs that wait in their own process are left out, because these processes write their
+        states themselves.
 
         Args:
             scheduling_pass: The last scheduling pass.
@@ -433,8 +433,8 @@ class Scheduler:
     async def _show_demands(self, scheduling_pass: SchedulingPass) -> None:
         """Request from each autoscaler the nodes that its Ray cluster needs.
 
-        An autoscaler cannot find the demand by itself, because a run submits its Ray job only after
-        its GPUs exist.
+        An autoscaler does not know the demand of waiting runs, because a run submits its Ray job
+        only after its GPUs exist.
         """
         now = time.monotonic()
         for address in scheduling_pass.clusters:
@@ -469,9 +469,9 @@ class Scheduler:
     async def _log_messages(self, written: Sequence[tuple[QueueEntry, Message]]) -> None:
         """Write the reasons of waiting runs into the logs of their flow runs.
 
-        A waiting run has no process that could write its log. On the page of a flow run, the
-        Prefect UI shows the log first, so a user looks for the reason there. A failed request is
-        not repeated, because the state of the run has the same message.
+        A waiting run has no process that could write its log, but users look for the reason in the
+        log in the Prefect UI. A failed request is not repeated, because the state of the run has
+        the same message.
         """
         if not written:
             return
@@ -510,13 +510,13 @@ class Scheduler:
 
 
 def _label_typed_name(entry: QueueEntry) -> dict[str, bool | int | float | str]:
-    """Return a Prefect label that keeps the name which a user typed for a flow run.
+    """Return a Prefect label that keeps the name that a user typed for a flow run.
 
     Muster will replace that name with the run id.
 
     Returns:
-        A dictionary with the name and the value of the label. It is empty if the name of the flow
-        run is already its run id, or if a schedule has created the flow run.
+        A dictionary with the name and the value of the label. Empty if the flow run is already
+        named by its run id, or if a schedule has created the flow run.
     """
     flow_run = entry.flow_run
     if flow_run.auto_scheduled or flow_run.name == entry.request.name:

@@ -46,21 +46,20 @@ GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
 #: Longest time, in seconds, between two changes of the label HEARTBEAT by the process of a waiting
-#: run. If the process does not change the label for a longer time, the process counts as ended, and
-#: the run gets no GPUs.
+#: run. After a longer pause, the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
-#: If a user sets a run to Scheduled by hand while its process works, the process sets Running again
-#: within this number of seconds. After that time the process counts as ended, and the run can start
-#: again.
+#: A user may set a run to Scheduled by hand. A working process of the run then sets Running again
+#: within this number of seconds. After that time, the process counts as ended, and the run can
+#: start again.
 _CORRECTED_WITHIN_S = 60.0
-#: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
-#: further waiting runs from the server.
+#: Number of startable waiting runs at which a scheduling pass reads no further waiting runs from
+#: the server.
 _ENOUGH_RUNS = 50
 #: Largest number of windows that a scheduling pass reads from each queue of a work pool. A window
 #: is a group of 200 waiting runs.
 _MAX_WINDOWS = 50
-#: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a
-#: scheduling pass short, because each check takes some milliseconds.
+#: Largest number of waiting runs whose complete spec is checked in one pass. Each check takes some
+#: milliseconds, so the limit keeps a scheduling pass short.
 _CHECKS_PER_PASS = 20
 
 
@@ -76,23 +75,23 @@ class QueueReader:
     process: SchedulerProcess
     #: Object that reads the waiting runs and the runs that hold GPUs from the server.
     reader: LedgerReader
-    #: The last valid settings of each work pool, by pool name.
+    #: Mapping from pool name to the last valid settings of the work pool.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: Heartbeats of the runs that wait in their own process, by flow run id. A value contains the
-    #: last value of the flow run's label HEARTBEAT, and the monotonic time at which that value was
-    #: first read. The process of the run changes the label while the process is alive.
+    #: Mapping from the id of a flow run that waits in its own process to the last value of its
+    #: label HEARTBEAT, and the monotonic time at which this value was first read. A live process
+    #: changes the label regularly.
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs so far.
+    #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
+    #: so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that were checked and have no lost cancellation, a Cancelled state that a scheduler
-    #: has overwritten. The key is the flow run id. The value is the id of the state that the flow
-    #: run had at the check. When the flow run has another state, it is checked again.
+    #: Flow runs without an overwritten Cancelled state, as a mapping from flow run id to the id of
+    #: the state at the check. After a change of its state, a flow run is checked again.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: Results of `grants.was_set_back` for scheduled flow runs that may have a process, by flow run
-    #: id. A value contains the id of the flow run's state at the check, and the result. The result
-    #: is True if a user set this state while the process was running.
+    #: Mapping from flow run id to the last result of `grants.was_set_back`, and the id of the flow
+    #: run's state at that check. The result is True if a user has set this state by hand while the
+    #: flow run was running.
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
@@ -106,13 +105,14 @@ class QueueReader:
         never_refused: frozenset[UUID] = frozenset(),
         is_unchanged: bool = False,
     ) -> SchedulingPass:
-        """Run one scheduling pass. It reads from the server and the clusters, and writes nothing.
+        """Run one scheduling pass, which reads from the server and the clusters, and writes
+        nothing.
 
         Args:
-            earlier_pass: The last pass of this process, or None if another scheduler was active
-                since that pass. With an earlier pass, only some waiting runs are read. These are
-                new runs, the runs in `changed`, and the runs that the earlier pass admitted or
-                found cancelled.
+            earlier_pass: The last pass of this process, or None if another scheduler has been
+                active since then. With an earlier pass, only these waiting runs are read: new runs,
+                the runs in `changed`, and the runs that the earlier pass admitted or found
+                cancelled.
             changed: Ids of waiting runs that must be read again.
             in_flight: Ids of runs that this process is submitting. The time since their GPU grant
                 is not checked.
@@ -137,8 +137,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. Let the next scheduling pass read only as many windows
-                # as the present waiting runs fill. A window is a group of 200 runs.
+                # All waiting runs were read. Let the next scheduling pass read just enough windows
+                # for the present waiting runs. A window is a group of 200 runs.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -228,8 +228,7 @@ class QueueReader:
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if a run waits in its own process, and that process seems to have ended.
 
-        Such a process regularly changes the label HEARTBEAT of its flow run while the process is
-        alive.
+        A live process regularly changes the label HEARTBEAT of its flow run.
         """
         heartbeat = entry.flow_run.labels.get(grants.HEARTBEAT)
         if not entry.waits_in_process or heartbeat is None:
@@ -243,7 +242,7 @@ class QueueReader:
     async def _was_set_back(self, entry: QueueEntry, now: float) -> bool:
         """Return True if a user has set a run to Scheduled, and its process may still work.
 
-        Such a process sets the state Running again within some seconds. Until then no worker may
+        The process then sets the state Running again within some seconds. Until then, no worker may
         start the run, because the run would have two processes.
 
         Args:
@@ -277,9 +276,10 @@ class QueueReader:
     async def _find_cancelled(
         self, queue: Sequence[QueueEntry]
     ) -> list[tuple[QueueEntry, State[Any]]]:
-        """Return the waiting runs whose Cancelled state was overwritten, each with that state.
+        """Return the waiting runs whose Cancelled state was overwritten, each with its Cancelled
+        state.
 
-        This happens if a scheduler overwrites the Cancelled state, and is killed before it restores
+        This happens if a scheduler overwrites the Cancelled state and is killed before restoring
         that state.
         """
         cancelled = []
@@ -308,8 +308,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A run that was cancelled after its start is not stuck, because its own process ends the
-        # run. If that process was killed, the flow `reconcile` ends the run.
+        # A run that was cancelled after its start is not stuck, because its own process or the flow
+        # `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # The run is not stuck: this process granted GPUs to the run, and will still start the
@@ -325,9 +325,8 @@ class QueueReader:
         age_s = now - entry.state_since.timestamp()
         if not has_ended:
             return age_s > GRANT_TIMEOUT_S and not entry.flow_run.infrastructure_pid
-        # Search the processes of this host, because the process id on the server proves nothing. If
-        # the server has no id, the worker may have been killed after it started the process and
-        # before it recorded the id. If the server has an id, the process may have ended.
+        # Search the processes of this host. The process id on the server is not reliable: the
+        # process may have ended, or the worker may have been killed before recording the id.
         pids = find_holders(FLOW_RUN_VARIABLE).pids
         return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 
@@ -341,9 +340,9 @@ class QueueReader:
             settings: Settings of the work pools, by pool name.
 
         Returns:
-            The clusters that could be read, and the errors of the other clusters. The keys of both
-            dictionaries are the addresses of the clusters. The address "" stands for the nodes that
-            the settings of work pools list for runs without Ray.
+            Two mappings from the address of a cluster: to the cluster if it could be read, and to
+                the error otherwise. The address "" stands for the nodes that work pools list for
+                runs without Ray.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         keys -= {CLUSTER_OF_POOL}
@@ -389,8 +388,8 @@ class QueueReader:
     ) -> tuple[FailureKind, str]:
         """Return the failure kind and the reason of a run that can never start.
 
-        The reason is empty if the run may start later, or if this is unknown. In both cases, the
-        failure kind has no meaning.
+        If the run may start later, or if this is unknown, the reason is empty and the failure kind
+        has no meaning.
         """
         request = entry.request
         settings = scheduling_pass.settings
@@ -398,8 +397,8 @@ class QueueReader:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # An earlier scheduling pass let the run wait, so the cluster was large enough for the
-            # run at that time. Do not let the run fail now, because missing nodes may return.
+            # The cluster was large enough for the run in an earlier scheduling pass, and missing
+            # nodes may return. So do not let the run fail now.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings
@@ -412,8 +411,8 @@ class QueueReader:
         demand = request.demand
         max_nodes = rules.max_nodes(request.cluster)
         if max_nodes:
-            # The autoscaler of the cluster may add nodes. The size of a new node is unknown, so it
-            # counts as a copy of the largest present node.
+            # The autoscaler of the cluster may add nodes. Assume that a new node is as large as the
+            # largest present node.
             gpu_nodes = [node for node in cluster.nodes if node.gpus]
             largest = max(gpu_nodes, key=lambda node: (node.gpus, node.cpus or 0))
             new_nodes = [largest] * (max_nodes - len(gpu_nodes))
@@ -435,8 +434,8 @@ class QueueReader:
     ) -> Cluster | None:
         """Return the snapshot of a run's cluster in which the cluster was largest.
 
-        A Ray cluster can be smaller at present, for example because a node reboots. For a run
-        without Ray, the snapshot contains the nodes that the settings of the run's work pool list.
+        At present, a Ray cluster can be smaller, for example because a node reboots. For a run
+        without Ray, the snapshot contains the nodes that the run's work pool lists.
 
         Returns:
             The snapshot. None if the cluster could not be read, or if a Ray cluster has had no GPUs
@@ -454,9 +453,8 @@ class QueueReader:
             table_names = {node.name for node in scheduling_pass.settings[entry.pool].nodes}
             nodes = tuple(node for node in cluster.nodes if node.name in table_names)
             cluster = replace(cluster, nodes=nodes)
-        # A Ray cluster without GPUs may still be starting, so return None: its size is unknown. For
-        # the list of nodes in the settings of a work pool, zero GPUs are a reliable size, because
-        # only a user changes this list.
+        # A Ray cluster without GPUs may still be starting. Its size is unknown, so return None. In
+        # contrast, a list of nodes in the settings of a work pool is reliable, even with zero GPUs.
         is_table = not key and bool(cluster.nodes)
         return cluster if _count_gpus(cluster) or is_table else None
 
@@ -472,7 +470,7 @@ def _merge_addresses(clusters: dict[str, Cluster], listed_keys: Collection[str])
         listed_keys: Addresses that work pools list.
 
     Returns:
-        The kept address of the same cluster for each removed address.
+        Mapping from a removed address to the kept address of the same cluster.
     """
     key_by_id: dict[str, str] = {}
     kept_addresses: dict[str, str] = {}
@@ -497,7 +495,7 @@ def _merge_rules(
     clusters: Iterable[str],
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
-    """Return the settings that apply to each cluster, by the address of the cluster.
+    """Return the settings for each cluster, as a mapping from the address of the cluster.
 
     Several work pools can list a cluster or have runs for it. The settings of all these work pools
     are merged.
@@ -506,8 +504,8 @@ def _merge_rules(
         entries: The waiting runs and the runs that hold GPUs.
         settings: Settings of the work pools, by pool name.
         clusters: Addresses of the clusters that could be read.
-        names: For clusters with several addresses: the kept address of the cluster, by each of its
-            other addresses.
+        names: For clusters with several addresses: a mapping from each other address to the kept
+            address.
     """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
     for pool_name, pool in settings.items():
@@ -541,8 +539,8 @@ class QueuedRun:
     reason: str
     #: Expected start in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if the expected start is uncertain: a run that must end first states no duration, so
-    #: that a default duration was assumed for this run.
+    #: True if the expected start is uncertain, because it depends on a run whose spec names no
+    #: duration. A default duration was assumed for that run.
     is_start_assumed: bool = False
     #: Tags of the run.
     tags: tuple[str, ...] = ()
@@ -565,15 +563,15 @@ class QueueView:
     is_paused: bool
     #: Largest number of runs that may run at once, or None without a limit.
     limit: int | None
-    #: Number of runs of the work pool that are pending or running. If the server has no such pool,
-    #: the number of all such runs without a pool.
+    #: Number of pending and running runs of the work pool. If the server has no such pool, the
+    #: number of pending and running runs without a pool.
     running: int
     #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]
-    #: The nodes of all clusters. At the end, the missing nodes: nodes that no readable cluster or
-    #: pool lists, but on which programs hold GPUs.
+    #: The nodes of all clusters, followed by missing nodes. A missing node is listed by no readable
+    #: cluster or pool, but programs hold GPUs on the node.
     nodes: tuple[ClusterNode, ...]
-    #: For each tag with a limit of GPUs: the number of GPUs in use, and the limit.
+    #: Mapping from a tag with a GPU limit to the number of GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the queues of the work pool that are paused.
     paused_queues: tuple[str, ...] = ()
@@ -600,8 +598,7 @@ def make_queue_view(
     waiting = [
         (number, entry)
         for number, entry in enumerate(scheduling_pass.waiting, start=1)
-        # A run without a work pool of type `gang` belongs to no pool that can be shown. So the run
-        # is shown with every pool.
+        # A run without a work pool of type `gang` is shown with every pool.
         if entry.pool == name or entry.pool not in scheduling_pass.ledger.pools
     ]
     nodes = [node for _key, nodes in sorted(scheduling_pass.nodes.items()) for node in nodes]

@@ -117,14 +117,13 @@ class PoolSettings(BaseModel):
         return (*addresses, "") if self.nodes else addresses
 
     def max_nodes(self, address: str) -> int:
-        """Return the largest number of nodes with GPUs to which an autoscaler may grow a cluster.
+        """Return the largest number of GPU nodes that an autoscaler may give to a cluster.
 
         Args:
             address: Address of the Ray cluster.
 
         Returns:
-            The number, or 0 if the pool does not list the cluster or sets no number for the
-            cluster.
+            The number. 0 if the pool does not list the cluster, or lists it without a number.
         """
         for cluster in self.clusters:
             if cluster.address == address:
@@ -143,8 +142,8 @@ class PoolSettings(BaseModel):
     def explain_missing_cluster(self) -> str:
         """Return the message for a run whose spec omits the address of its Ray cluster.
 
-        Use the message only if the pool does not list exactly one cluster. Otherwise the run uses
-        the listed cluster.
+        Use the message only if the pool lists no cluster or several clusters. A single listed
+        cluster would be used by the run.
         """
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
@@ -154,8 +153,8 @@ class PoolSettings(BaseModel):
         )
 
 
-#: Placeholder for the address of a run's Ray cluster if the spec omits the address. The placeholder
-#: is replaced by the address of the only cluster of the run's work pool.
+#: Placeholder for the address of a run's Ray cluster if the spec omits the address. The address of
+#: the only cluster of the run's work pool replaces the placeholder.
 CLUSTER_OF_POOL = "the pool's cluster"
 #: Name of the work pool whose settings apply to runs without a pool of type `gang`.
 DEFAULT_POOL = "gang"
@@ -209,11 +208,13 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
 
 
 class MissingFromServer(MusterError):
-    """The Prefect server does not have a named object, or the content of the object is invalid."""
+    """An object with the given name is missing on the Prefect server, or its content is invalid."""
 
 
 class BadSetting(MusterError):
-    """A named setting does not exist, or its new value is invalid. No setting was changed."""
+    """A setting with the given name does not exist, or its new value is invalid. Nothing was
+    changed.
+    """
 
     exit_code = 2
 
@@ -325,8 +326,8 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: Kinds of settings with a name and a number, such as `node.NAME=8`. For each kind: the field that
-#: stores the name, the field that stores the number, and the value that is stored for the number 0.
+#: Kinds of settings with a name and a number, such as `node.NAME=8`. Each kind is mapped to the
+#: field for the name, the field for the number, and the value that stands for the number 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 
@@ -338,7 +339,7 @@ def with_values(
     Args:
         settings: The old settings.
         assignments: Assignments such as `policy=backfill`, `limit.TAG=16`, `node.NAME=8` or
-            `cluster.URL=4`. If `unset` is true, only the parts before the equals signs.
+            `cluster.URL=4`. With `unset`, only the keys without values, such as `limit.TAG`.
         unset: True to remove the named limits, nodes and clusters, and to reset the policy to its
             default.
 
@@ -405,8 +406,8 @@ def _parse_key(key: str) -> tuple[str, str]:
 def format_settings(settings: PoolSettings) -> str:
     """Return the settings as one line of JSON.
 
-    Default values are left out. HTTP headers of clusters are left out too, because they can be
-    secret.
+    Default values are left out. HTTP headers of clusters are also left out, because they can
+    contain secrets.
     """
     hidden = {"clusters": {"__all__": {"headers"}}}
     return settings.model_dump_json(exclude=hidden, exclude_defaults=True)
@@ -418,5 +419,5 @@ def _join_names(names: Iterable[str]) -> str:
 
 def _current_user() -> str:
     """Return the user and the host of this process, for example `anna@node-1`."""
-    # Show the user id if it has no user name, as in some containers.
+    # Show the user id if the user has no name, as in some containers.
     return f"{os.environ.get('USER') or f'uid {os.getuid()}'}@{host_name()}"

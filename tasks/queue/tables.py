@@ -45,10 +45,11 @@ ROWS_AT_MOST = 200
 _NAME_WIDTH = 14
 #: Indentation of the second and further lines of a field in the output of `muster why`.
 _FIELD_INDENT = " " * (_NAME_WIDTH + 3)
-#: `muster why` names a scheduled start only if it is more than this number of seconds away.
+#: `muster why` shows a scheduled start only if the start is more than this number of seconds in the
+#: future.
 _SOON_S = 60.0
 
-#: A row of a table: the contents of the cells, by the name of the column.
+#: A row of a table: a mapping from the name of a column to the content of the cell.
 Row = dict[str, object]
 
 #: Names of the columns that are aligned to the right.
@@ -57,8 +58,8 @@ _NUMBERS = ("position", "GPUs", "free", "others", "CPUs")
 _EMPTY = "No run waits."
 #: First word of a line about a problem.
 _PROBLEM = "problem:"
-#: Indentation of the reason below a waiting run, in characters: the width of the first column and
-#: the space after it.
+#: Indentation, in characters, of the reason that is shown below a waiting run. This is the width of
+#: the first column plus a space.
 _REASON_INDENT = 10
 
 
@@ -120,15 +121,14 @@ def as_json(view: QueueView) -> str:
     """Return the queue and the nodes as JSON, for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
     for node in nodes:
-        # Leave out `run_ids`, a field for internal use: it was only needed to find the names in
-        # `other_holders`.
+        # Leave out the internal field `run_ids`, which was only needed to compute `other_holders`.
         del node["run_ids"]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTables:
-    """The output of `muster queue`: the waiting runs and the nodes, for a terminal of any width.
+    """The output of `muster queue`: the waiting runs and the nodes, for any width of the terminal.
 
     The reason for waiting is printed below each run. Columns that do not fit into the width are
     printed below the run, too. Run ids are never cut.
@@ -185,8 +185,8 @@ def _make_queue_row(run: QueuedRun) -> Row:
         "run": run.name,
         "needs": describe_gang(run.demand),
         "cluster": run.cluster or "-",
-        # The Prefect UI cuts off the last columns of a wide table. So the reason comes before the
-        # less important columns.
+        # Put the reason before less important columns, because the Prefect UI cuts off the last
+        # columns of a wide table.
         "reason": run.reason,
         "waiting since": format_date_minute(run.waiting_since),
         "expected start": expected_start,
@@ -289,15 +289,15 @@ class QueueArtifacts:
     _api_url: str
     #: Shortest time, in seconds, between two writes of an artifact.
     every_s: float = 2.0
-    #: Time, in seconds, between two writes of an unchanged artifact. The artifact is written again
-    #: because another scheduler may have overwritten it.
+    #: Time, in seconds, between two writes of an unchanged artifact. An unchanged artifact is
+    #: written again because another scheduler may have overwritten the artifact.
     renewed_every_s: float = 60.0
     #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: The two artifacts of each work pool, by pool name.
+    #: Mapping from pool name to the two artifacts of the work pool.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
-    #: For each artifact key: the content that was written last, without the time in its headline,
-    #: and the time of the write, measured with `clock`.
+    #: Mapping from an artifact key to the content of the last write, without the time in its
+    #: headline, and the time of the write (a value of `clock`).
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:
@@ -317,8 +317,8 @@ class QueueArtifacts:
     def _is_outdated(self, key: str, table: Shown) -> bool:
         """Return True if an artifact must be written now.
 
-        An artifact is written at most every `every_s` seconds if its content changes, and every
-        `renewed_every_s` seconds otherwise.
+        A changed artifact is written at most every `every_s` seconds. An unchanged artifact is
+        written every `renewed_every_s` seconds.
 
         Args:
             key: Key of the artifact.
@@ -349,8 +349,8 @@ def artifact_keys(pool: str) -> tuple[str, str]:
     slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
     prefix = "" if pool in ("", "gang") else f"{slug}-"
     if prefix and slug != pool:
-        # A key may contain only lower-case letters, digits and hyphens. The digest gives different
-        # keys to pools such as `a b` and `a/b`.
+        # Only lower-case letters, digits and hyphens are allowed in a key. Because of the digest,
+        # pools such as `a b` and `a/b` get different keys.
         prefix = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
     return f"{prefix}gang-queue", f"{prefix}gang-nodes"
 
@@ -486,8 +486,8 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
-    # The keys of a node's field `held` are run ids. The name of a flow run is its run id, but a new
-    # flow run may still have a random name from Prefect. So search for its name and its run id.
+    # The keys of a node's field `held` are run ids. A new flow run may still have a random name
+    # from Prefect instead of its run id. So search for the name and for the run id.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({format_count(node.held[name], 'GPU')})"

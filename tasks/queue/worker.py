@@ -77,10 +77,10 @@ _log = logging.getLogger(__name__)
 #: Names of the states in which a flow run has ended.
 _END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 #: Names of the states in which a flow run waits for its start. The server also emits an event with
-#: such a name if only the message of the state is rewritten, which is rare.
+#: such a name after a change of the state's message.
 _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
-#: Name of the event that notifies a worker that it can start a run now. The leader sends it. The
-#: leader is the worker that decides for all workers of the server which runs start.
+#: Name of the event that tells a worker to start a run now. The leader emits the event. The leader
+#: is the worker that decides for all workers which runs start.
 _OFFERED = "muster.run.offered"
 #: Last parts of the names of Prefect events about changes of a work pool or of a queue. An example
 #: of a whole name is `prefect.work-pool.paused`.
@@ -92,8 +92,8 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of the events that the worker receives, but that cause no scheduling pass. If such an event
-#: is about a flow run, the next pass must read that flow run again.
+#: Names of events that do not cause a scheduling pass. If such an event is about a flow run, the
+#: next pass reads that flow run again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -111,33 +111,33 @@ _RECONNECT_S = 1.0
 #: Longest delay, in seconds, from a loss of the event stream to the next connection.
 _RECONNECT_AT_MOST_S = 30.0
 
-#: Time, in seconds, between two scheduling passes while runs wait. Passes must be repeated, because
-#: some changes cause no event. Examples are the loss of a worker, and the end of a Ray job that
-#: Muster did not start.
+#: Time, in seconds, between two scheduling passes while runs wait. Passes are repeated because some
+#: changes cause no event, such as the loss of a worker or the end of another program's Ray job.
 _PASS_AGAIN_S = 2.0
 #: Longest time, in seconds, that the worker waits until a submitted run leaves the state Scheduled.
 #: After that time the worker submits the next run.
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
-#: Time, in seconds, between two requests of the worker for the flow runs of its queues. After each
-#: request, the server shows the queues as ready for 60 seconds, so the time must be shorter than 60
-#: seconds. A very short time would cost too much, because each request causes a write to the
-#: server's database.
+#: Time, in seconds, between two requests of the worker for the flow runs of its queues. The time
+#: must be shorter than 60 seconds, because the server shows the queues as ready for 60 seconds
+#: after a request. Each request writes to the server's database, so the time should not be very
+#: short.
 _SERVED_EVERY_S = 25.0
 #: A time that is earlier than the scheduled start of every run. A request for the flow runs that
 #: are scheduled before this time returns no flow run.
 _NEVER = datetime.fromtimestamp(0, UTC)
 #: Time, in seconds, between two scheduling passes of a worker that is not the leader. Such a worker
-#: normally waits for offers of the leader. Its own passes find out whether the leader still runs.
+#: normally waits for offers of the leader. Its own passes are needed to detect the end of the
+#: leader.
 _PASS_ANYWAY_S = 30.0
 #: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
 #: changes without an event, for example deleted flow runs.
 _READ_EVERY_S = 60.0
 #: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
 _READ_ANYWAY_S = 300.0
-#: Longest time, in seconds, that the process of a flow run may run after the end of the grace
-#: periods of the run's components. A process that needs more time is killed.
+#: Longest time, in seconds, that the process of a flow run may continue after the grace periods of
+#: the run's components. After that time, the process is killed.
 _ENDS_WITHIN_S = 60.0
 #: Time, in seconds, between two checks whether the process of a flow run has ended.
 _CHECK_EVERY_S = 0.2
@@ -219,11 +219,11 @@ class Waker:
             try:
                 await self._wake()
             except Exception as error:
-                # Log the error only as DEBUG, because it may be temporary. Prefect's worker also
-                # runs a scheduling pass in its regular poll, and logs an error that persists.
+                # Log the error only at level DEBUG, because it may be temporary. A persistent error
+                # also occurs in the regular poll of Prefect's worker, which logs the error.
                 _log.debug("Muster's check of the queue after an event has failed: %r", error)
-            # Pause for the duration of the call, but for at most 2 seconds, so that the worker has
-            # time for its other tasks. With a long queue, a call is slow.
+            # Pause as long as the call took, but at most 2 seconds. So the worker has time for its
+            # other tasks if calls are slow because of a long queue.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
     async def _listen(self) -> None:
@@ -239,8 +239,8 @@ class Waker:
                 async with get_events_subscriber(filter=event_filter) as subscriber:
                     reconnect_s = _RECONNECT_S
                     self._is_listening = True
-                    # The server does not send earlier events over this connection. So start a
-                    # scheduling pass, which reads the waiting runs from the server.
+                    # The new connection does not deliver earlier events. So start a scheduling
+                    # pass, which reads the waiting runs from the server.
                     self._woken.set()
                     async for event in subscriber:
                         flows = {
@@ -302,8 +302,8 @@ class GangJobConfiguration(ProcessJobConfiguration):
 class _NoHooks:
     """Replaces Prefect's runner of flow hooks, and runs no hooks.
 
-    Muster's flows have no hooks. Prefect's own runner would import the flow into the worker process
-    to search for hooks.
+    Muster's flows have no hooks. To search for hooks, Prefect's own runner would import the flow
+    into the worker process.
     """
 
     async def run_cancellation_hooks(self, *_: object) -> None: ...
@@ -318,8 +318,8 @@ async def _end_process(process: ProcessHandle) -> None:
     the run's components.
     """
     assert process.pid is not None
-    # The grace periods must be read before the signal is sent. The registry of components forgets
-    # the grace period of a component as soon as the component has ended.
+    # Read the grace periods before sending the signal, because the registry forgets the grace
+    # period of a component that has ended.
     within_s = _ENDS_WITHIN_S + await asyncio.to_thread(teardown_s, process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.graceful_kill()
@@ -341,7 +341,7 @@ def _keep_grace_periods(processes: ProcessManager) -> None:
     """Make Prefect wait for the grace periods of a cancelled run before it kills the run's process.
 
     This function replaces the method `kill` of Prefect's process manager. The original method kills
-    the process 30 seconds after SIGTERM, and no setting of Prefect can change that time.
+    the process 30 seconds after SIGTERM. Prefect has no setting for this time.
 
     Args:
         processes: Prefect's manager of the processes of flow runs.
@@ -362,12 +362,12 @@ def _keep_grace_periods(processes: ProcessManager) -> None:
 async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) -> None:
     """End the process of a flow run when the worker stops.
 
-    This coroutine waits until its task is cancelled, which happens when the worker stops.
+    The coroutine waits until the stopping worker cancels its task.
 
     Args:
         process: The process of the flow run.
-        done: Future that is done when the process has ended. In that case this function sends no
-            signal.
+        done: Future that is done when the process has ended. The function sends no signal to an
+            ended process.
     """
     try:
         await anyio.sleep_forever()
@@ -421,7 +421,7 @@ class GangWorker(ProcessWorker):
     #: Object that starts scheduling passes after events. None before the first poll.
     _waker: Waker | None = None
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
-    #: event loop. Such a request shows the server that a worker serves the queues.
+    #: event loop. The request shows the server that a worker serves the queues.
     _served_at = -math.inf
     #: True if this worker is the leader, which decides for all workers of the server which runs
     #: start.
@@ -433,8 +433,8 @@ class GangWorker(ProcessWorker):
     _was_offered = False
 
     def __init__(self, work_pool_name: str, name: str | None = None, **options: Any) -> None:
-        # By default, a worker is named after its host. Other programs read from this name which
-        # hosts have a worker, and on which host a run is running.
+        # By default, a worker is named after its host. From this name, other programs learn which
+        # hosts have a worker and on which host a run is running.
         super().__init__(work_pool_name, name=name or host_name(), **options)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         process = f"process {os.getpid()} on {socket.gethostname()}, started at {started_at}"
@@ -445,16 +445,14 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """Run the process of a flow run, and return its exit code.
 
-        The process is forked from the worker's fork server if possible. Otherwise it is started as
-        a new program. If the flow is one of Muster's flows, the process imports it directly. For
-        any other flow, the process first runs the pull steps of the deployment.
+        If possible, the process is forked from the worker's fork server. Muster's own flows are
+        imported directly. For other flows, the process first runs the pull steps of the deployment.
 
-        Prefect's own worker would run the pull steps in a separate process. It would also add the
-        working directory to the import path. A file `tasks.py` in the user's project would then
-        replace Muster's package `tasks`.
+        Unlike Prefect's worker, this method does not add the working directory to the import path.
+        Otherwise a file `tasks.py` in the user's project would replace Muster's package `tasks`.
 
         When the worker stops, Prefect cancels this method. The process then gets SIGTERM and may
-        use the grace periods of its run. Prefect's own worker would kill the process.
+        use the grace periods of its run.
         """
         began_at = time.time()
         assert isinstance(configuration, GangJobConfiguration)
@@ -495,10 +493,9 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, this method is cancelled. Because of the shield, the task
-                # that watches the process continues until the process has ended. Only the task of
-                # `_end_with_worker` is cancelled. It reacts to the cancellation by ending the
-                # process.
+                # When the worker stops, this method is cancelled. The shield lets the task that
+                # watches the process continue. Only the task of `_end_with_worker` is cancelled,
+                # and then ends the process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -515,11 +512,11 @@ class GangWorker(ProcessWorker):
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def _complete_end(self, flow_run_id: UUID, began_at: float) -> None:
-        """Set the state of a flow run whose process has ended, if its state does not show the end.
+        """Set a final state for a flow run whose process has ended without setting one.
 
-        A flow run that is being cancelled becomes Cancelled. If the run had completed or failed
-        before the cancel, the flow run gets this result instead. A flow run that has lost its
-        concurrency lease before it started returns to the queue.
+        - A run that had completed or failed gets the state of this result.
+        - Another flow run that is being cancelled becomes Cancelled.
+        - A flow run that lost its concurrency lease before its start returns to the queue.
 
         Args:
             flow_run_id: Id of the flow run.
@@ -533,14 +530,14 @@ class GangWorker(ProcessWorker):
         state = state_of(flow_run)
         result = None
         if state.is_cancelling() or state.is_cancelled() or state.is_crashed():
-            # If a user cancels the run after its result was recorded, the server rejects the
+            # If a user cancels a run that has already recorded its result, the server rejects the
             # result, and Prefect's engine exits with an error.
             result = await asyncio.to_thread(_read_result, flow_run, began_at)
         if result is not None:
             await set_state_and_release_lease_async(self.client, flow_run_id, result, force=True)
         elif state.is_cancelling():
-            # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end
-            # the process. The flow run would stay in the state Cancelling, so set Cancelled now.
+            # Prefect's worker cannot end a flow run that was cancelled before its process had a
+            # pid. The flow run would stay in the state Cancelling, so set Cancelled now.
             final_state: State[Any] = Cancelled(
                 message="the run was cancelled, and its process has ended"
             )
@@ -567,8 +564,7 @@ class GangWorker(ProcessWorker):
         """Send a heartbeat to the server, and read the work pool.
 
         If the server does not answer, a warning is logged, and the next heartbeat is sent as usual.
-        Prefect's own worker would exit after about ten minutes without a server, and would end the
-        flow runs that it has started.
+        In contrast, Prefect's own worker would exit after about ten minutes and end its flow runs.
         """
         try:
             await super().sync_with_backend()
@@ -617,8 +613,8 @@ class GangWorker(ProcessWorker):
         """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # Let the server show the work queues as ready: it does so if a worker requests the
-            # scheduled flow runs of the queues. This request matches no flow run.
+            # Request the scheduled flow runs of the work queues, so that the server shows the
+            # queues as ready. The request matches no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
@@ -640,14 +636,14 @@ class GangWorker(ProcessWorker):
 
         They are closed when the worker stops.
         """
-        #: Lock that is held during a scheduling pass. It keeps the regular poll and an event from
-        #: running two passes at the same time.
+        #: Lock that is held during a scheduling pass, so that the regular poll and an event do not
+        #: start two passes at the same time.
         self._pass_lock = asyncio.Lock()
-        #: Runs that got their GPU grants from this worker and that it must start. The worker
-        #: submits these runs one after the other, so that they start in the order of the queue.
+        #: Runs with GPU grants from this worker that the worker must start. The worker submits
+        #: these runs one after the other, in the order of the queue.
         self._granted: deque[QueueEntry] = deque()
-        #: Id of the flow run that was submitted last. None if `_wait_for_submission` has waited for
-        #: it already.
+        #: Id of the flow run that was submitted last. None if `_wait_for_submission` has already
+        #: waited for this flow run.
         self._submitted_last: UUID | None = None
         #: Task that writes the state messages and the artifacts of the queue to the server. None
         #: before the first scheduling pass.
@@ -658,8 +654,8 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.announce_run
-        #: Runs that this worker, as the leader, has offered to other workers. The keys are flow run
-        #: ids. The values are the times of the last offers, by the clock of the event loop.
+        #: Mapping from the id of a flow run that this worker, as the leader, has offered to other
+        #: workers, to the time of the last offer, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._scheduler = Scheduler(
             self.client,
@@ -682,7 +678,7 @@ class GangWorker(ProcessWorker):
     def _should_wake(self, event: str) -> bool:
         """Return True if an event with the given name must start a scheduling pass.
 
-        If the event offers a run, `_was_offered` is set, too.
+        If the event offers a run, the method also sets `_was_offered`.
         """
         if event == _OFFERED:
             self._was_offered = True
@@ -691,8 +687,8 @@ class GangWorker(ProcessWorker):
     async def _next_flow_run(self) -> list[WorkerFlowRunResponse]:
         """Return a list with the next flow run that this worker must start, or an empty list.
 
-        Prefect starts all flow runs of a list at the same time, in any order. So each list has at
-        most one flow run. The next call waits until this flow run is no longer Scheduled.
+        Each list has at most one flow run, because Prefect starts all flow runs of a list at the
+        same time. The next call waits until this flow run is no longer Scheduled.
         """
         await self._wait_for_submission()
         if not self._granted:
@@ -723,9 +719,9 @@ class GangWorker(ProcessWorker):
     async def _run_pass(self) -> None:
         """Run a scheduling pass if a pass is due, and add the runs that must start to `_granted`.
 
-        One worker of a server is the leader and decides for all workers which runs start. The
-        leader emits an event that offers a run to the worker that must start it. That worker knows
-        the free GPU devices of its host, and grants the devices in its own scheduling pass.
+        One worker, the leader, decides for all workers which runs start. The leader offers a run to
+        a worker by an event. The other worker then grants free GPU devices of its host to the run,
+        in its own scheduling pass.
         """
         now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_leader:
@@ -754,7 +750,7 @@ class GangWorker(ProcessWorker):
             self._wake_within(_PASS_ANYWAY_S)
 
     def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
-        """Offer the admitted runs that this worker cannot start to the other workers.
+        """Offer admitted runs to the other workers, if this worker cannot start them.
 
         If no worker starts such a run, the run is offered again after 10 seconds. The message of
         the run then says which worker must start the run.
@@ -804,8 +800,8 @@ class GangWorker(ProcessWorker):
             nodes: Number of GPUs that the run gets on each node, by node name.
         """
         if entry.has_gang_without_ray and {*nodes} - {host_name()}:
-            # Without Ray, the processes of a run start on the host of its worker. So only a worker
-            # on the host with the GPUs may start the run.
+            # A run without Ray starts its processes on the host of its worker. So only a worker on
+            # the host with the GPUs may start the run.
             return False
         if entry.pool != self._work_pool_name or not entry.is_scheduled or self._is_full():
             return False
@@ -823,8 +819,8 @@ class GangWorker(ProcessWorker):
     def _publish_queue(self, scheduling_pass: SchedulingPass) -> None:
         """Write the results of a scheduling pass to the server, in a background task.
 
-        If the task of an earlier pass is still writing, the results of this pass are not written. A
-        later pass writes newer results.
+        If the task of an earlier pass is still writing, the results of this pass are skipped,
+        because a later pass will write newer results.
         """
         if scheduling_pass.queue or scheduling_pass.stuck:
             self._wake_within(_PASS_AGAIN_S)
@@ -835,7 +831,8 @@ class GangWorker(ProcessWorker):
         """Write the results of a scheduling pass to the Prefect server.
 
         The results are the state messages of the waiting runs and the artifacts of the work pools.
-        The stored copies of the work pools' settings are updated, too. An error is only logged.
+        The method also updates the stored copies of the work pools' settings. Errors are only
+        logged.
         """
         pools = scheduling_pass.ledger.pools
         try:

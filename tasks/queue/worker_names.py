@@ -18,8 +18,8 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Number of consecutive synchronisations of this worker with the Prefect server. If another worker
-#: of the same name does not write to the Prefect variable during that time, it counts as ended.
+#: Number of synchronisations of this worker with the Prefect server after which a silent worker of
+#: the same name counts as ended. A live worker regularly writes to the Prefect variable.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = (
@@ -58,22 +58,23 @@ class WorkerName:
         Args:
             pool: Name of the work pool.
             worker: Name of the worker.
-            process: Text with host and process id of this worker. It differs for each worker.
+            process: Text with host and process id of this worker. The text is different for each
+                worker.
         """
         self._variable = name_variable(pool, worker)
         self._fixed = {"note": _NOTE, "pool": pool, "worker": worker, "process": process}
         self._process = process
         self._other = ""
         self._has_written = False
-        #: Number of calls of `find_other` since a call last found another worker with the same
-        #: name. After several such calls, the other worker counts as ended.
+        #: Number of calls of `find_other` since another worker with the same name was last found.
+        #: After several calls, the other worker counts as ended.
         self._quiet_syncs = 0
 
     async def find_other(self, client: PrefectClient) -> str:
         """Return another live worker with the same name, if there is one.
 
-        The process id of this worker is written into the Prefect variable that all workers of this
-        name share. Another live worker finds it there.
+        The method writes the process id of this worker into a Prefect variable that all workers
+        with this name share. So another live worker can find this worker, too.
 
         Returns:
             Host and process id of the other worker, or an empty string.
@@ -85,10 +86,10 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # All workers with the same name write their process into the same Prefect variable. So if
-        # another process has replaced the value that this process wrote, that process is a second
-        # live worker. Before the first write of this process, the variable may still name an
-        # earlier process of this worker, which has ended. So that value is ignored.
+        # All workers with the same name write their process into the same Prefect variable. A
+        # process that replaces the value of this process is a second live worker. A value from
+        # before the first write of this process is ignored, because it may belong to an ended
+        # process.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0
