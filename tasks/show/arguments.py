@@ -69,9 +69,8 @@ AsJson = Annotated[
     bool, Parameter(name="--json", help="Print JSON. Times in the JSON are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
-#: Default settings of all command-line parameters. Without `negative`, cyclopts would add an option
-#: `--no-x` for each option `--x`. Without `show_default`, the help of a parameter whose default is
-#: an empty string would contain `[default: ""]`.
+#: Settings of all command-line parameters. `negative` prevents that cyclopts adds an option
+#: `--no-x` for each option `--x`. `show_default` hides `[default: ""]` in the help text.
 DEFAULT = Parameter(negative=(), show_default=lambda value: value if value != "" else None)
 
 
@@ -96,8 +95,8 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
         arguments: The command-line arguments. None means those of this process.
 
     Returns:
-        The exit code of the verb or of the error that it raised. It is 2 if the arguments are
-        wrong, and 130 if the user pressed Ctrl-C.
+        The exit code of the subcommand, or of the error that it raised. 2 after wrong arguments,
+        130 after Ctrl-C.
     """
     with guard_output():
         return _run_guarded(app, arguments)
@@ -106,16 +105,16 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
     """Run a subcommand and return its exit code, with errors turned into messages and exit codes.
 
-    `run` calls this function after it has replaced standard output and standard error by streams
-    that remove control characters.
+    Before this call, `run` has replaced standard output and standard error with streams that remove
+    control characters.
     """
     words = sys.argv[1:] if arguments is None else arguments
     try:
         require_valid_settings(lambda warning: print(warning, file=sys.stderr))
         keep_private()
         code = app(
-            # The word `-` stands for standard input. Cyclopts would take this word for an unknown
-            # option, so pass the path of standard input instead.
+            # The word `-` stands for standard input. Pass the path of standard input instead of
+            # this word, because cyclopts would report the word as an unknown option.
             [str(STANDARD_INPUT) if word == "-" else word for word in words],
             result_action="return_value",
             error_formatter=_format_usage_error,
@@ -132,11 +131,12 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except BrokenPipeError:
         # The program that reads standard output has ended early, as in `muster ls | head`. This is
-        # not an error. Replace the descriptor, because the interpreter writes to it at its exit.
+        # not an error. Replace the file descriptor, because the interpreter still writes to it at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (MusterError, OSError) as error:
-        # An OSError is, for example, a full disk or a missing permission.
+        # Examples of an OSError are a full disk and a missing permission.
         return print_error(error)
     return code if isinstance(code, int) else EXIT_DONE
 

@@ -29,7 +29,7 @@ Load = Callable[[Path, Sequence[str]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecArguments:
-    """The arguments of a command that name a spec and change it."""
+    """The path of a spec and the changes to the spec, from the arguments of a command."""
 
     #: Path of the spec.
     path: Path
@@ -38,28 +38,28 @@ class SpecArguments:
 
 
 def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
-    """Return the spec that the arguments of a command name, and the changes to the spec.
+    """Return the path of the spec, and the changes to it, from the arguments of a command.
 
     Args:
         words: Arguments of the command, without the name of the command.
 
     Returns:
-        The path of the spec and its changes. None if `words` ask for the help, name no file, or may
-        name several specs.
+        The path of the spec and the changes. None if `words` contain a help option, no path, or
+        possibly several paths.
     """
     if any(word in _HELP_OPTIONS for word in words):
         return None
     overrides: list[str] = []
     paths: list[str] = []
-    # Words that directly follow an option. Such a word is the value of the option, or the path of
-    # the spec. This function cannot tell, because it does not know which options have a value.
+    # Words that directly follow an option. Each is either the value of the option or the path of
+    # the spec. This function does not know which options have a value.
     uncertain_words: list[str] = []
     previous = ""
     for word in words:
         if previous == _SET_OPTION:
             overrides.append(word)
-            # The word before this word was `--set`, so this word is the value of `--set`. The next
-            # word is a new argument.
+            # This word follows `--set`, so it is the value of `--set`. The next word is a new
+            # argument.
             previous = ""
             continue
         if word.startswith(f"{_SET_OPTION}="):
@@ -80,7 +80,7 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
 
 
 def report_spec_faults(load: Load, words: Sequence[str]) -> int:
-    """Load the spec that the arguments of a command name, and print the faults of the spec.
+    """Load the spec in the arguments of a command, and print the faults of the spec.
 
     Args:
         load: Function that loads the spec.

@@ -24,8 +24,9 @@ _MAX_FIGURES = 10
 def show_evaluations(place: RunPlace, keep_best: KeepBest | None, at: float) -> Shown | None:
     """Return the artifact with the evaluations of a run, or None before the first evaluation.
 
-    The artifact has a table, newest evaluation first, and a curve of one number by training step.
-    This is the number that `keep_best` names, or else the first number in the first result.
+    The artifact has a table, newest evaluation first, and a curve of one number over the training
+    steps. The curve shows the number that `keep_best` names. Without `keep_best`, it shows the
+    first number in the first result.
 
     Args:
         place: Directory of the run.

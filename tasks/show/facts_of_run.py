@@ -45,7 +45,7 @@ def facts_of_run(
         place: Paths of the run's files.
         spec: The run spec, or None if no attempt has begun.
         now: Current time in UTC epoch seconds.
-        step: Training step that the current attempt reported last. None means the step in the
+        step: Last training step that the current attempt reported. None to use the step in the
             record.
         time_use: Sentences about the time of the training steps.
     """
@@ -90,7 +90,7 @@ def facts_of_run(
 
 
 def count_attempts_by_state(attempts: Iterable[AttemptRecord]) -> str:
-    """Return the number of attempts by state: `2 failed attempts and 1 cancelled attempt`.
+    """Return how many attempts ended in each state: `2 failed attempts and 1 cancelled attempt`.
 
     An attempt without a final state counts as unfinished.
     """
@@ -122,7 +122,8 @@ def describe_duration(record: RunJson, now: float | None = None) -> str:
 
     Args:
         record: Content of the run's `run.json`.
-        now: Current time in UTC epoch seconds. If None, a run that has not ended has no duration.
+        now: Current time in UTC epoch seconds. If None, the text contains no duration for a run
+            that has not ended.
     """
     if record.ended_at is not None:
         duration = format_duration(record.ended_at - record.started_at)
@@ -154,7 +155,7 @@ def read_spec_of_run(record: RunJson, place: RunPlace) -> RunSpec | None:
 def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> str:
     """Return the path of the checkpoint from which the run would be resumed.
 
-    The result is empty if there is no complete checkpoint, or if the file system of the checkpoints
+    Return an empty string without a complete checkpoint, or if the file system of the checkpoints
     does not answer within five seconds.
     """
     paths: list[str] = []

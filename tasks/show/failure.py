@@ -14,7 +14,7 @@ from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
-#: Advice that replaces the advice to read a hang report, if there is no hang report.
+#: Advice for the user if there is no hang report to read.
 _NO_HANG_REPORT = (
     "Read the end of the component's log. There is no hang report, so the code at which the "
     "component hung is unknown."
@@ -22,7 +22,7 @@ _NO_HANG_REPORT = (
 
 
 class Fact(NamedTuple):
-    """A line of a text about a failure or a run. It consists of a label and a text."""
+    """One line of a text about a failure or a run: a label and its text."""
 
     #: Label, such as `first failure`.
     label: str
@@ -47,8 +47,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     if failure.line and failure.line not in failure.message:
         yield Fact("log line", failure.line, is_code=True)
 
-    # Give the general advice for the kind of failure, such as "start the run again", only after the
-    # last attempt. Otherwise the advice would be wrong, because Muster starts the next attempt.
+    # Give the general advice, such as "start the run again", only after the last attempt. Before
+    # that, Muster itself starts the next attempt.
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if not failure.component:
@@ -119,7 +119,7 @@ def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
 
 
 def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str:
-    """Return how a component ended and how long it ran, for example `exit code 1 after 7.5 s`.
+    """Return a text about the end of a component, for example `exit code 1 after 7.5 s`.
 
     Args:
         name: Name of the component that failed first.
@@ -146,7 +146,8 @@ def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | No
     """Return a message that also names the log of the failed component and the next step.
 
     Args:
-        message: Message of the failed run. It is returned unchanged if no component failed.
+        message: Message of the failed run. If no component failed, the message is returned
+            unchanged.
         place: Paths of the run's files.
         attempt: The last attempt of the run, or None if the run has no attempt.
     """
@@ -176,8 +177,8 @@ def find_remedy(message: str) -> str:
     """Return the advice to the user for a run that failed before its first attempt.
 
     Args:
-        message: Message of the failed run. It begins with the kind of failure, as in
-            `STORAGE: disk full`.
+        message: Message of the failed run, which begins with the kind of failure, as in `STORAGE:
+            disk full`.
 
     Returns:
         The advice, or an empty string if the message does not begin with a kind of failure.

@@ -23,7 +23,7 @@ _MAX_FIGURES = 5
 
 
 def show_lineage(lineage: Lineage) -> Shown:
-    """Return the artifact with the data that a run reads, and the data that it makes."""
+    """Return the artifact with the inputs and the outputs of a run."""
     headline = ", ".join(
         [
             format_count(len(lineage.inputs), "input"),
@@ -54,7 +54,7 @@ def show_lineage(lineage: Lineage) -> Shown:
 
 
 def parse_lineage(data: str) -> Lineage | None:
-    """Return the lineage in an artifact that `show_lineage` built, or None if it is invalid.
+    """Return the lineage in an artifact from `show_lineage`, or None if the artifact is invalid.
 
     Args:
         data: Markdown of the artifact.

@@ -36,8 +36,8 @@ from tasks.spec.formatting import (
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: Line of text for each event that is shown, by the name of the event. The values are a format
-#: string, in which `{0}` is the event, and a Rich style.
+#: Mapping from the name of an event to its line of text and a Rich style. In the line, `{0}` stands
+#: for the event. Other events are not shown.
 _TEXTS: Mapping[str, tuple[str, str]] = {
     "containment": ("process containment: {0.text}", "dim"),
     "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
@@ -148,12 +148,12 @@ def _failure_fields(
 
 #: Rich style of the line that says how a run ended. The keys are final states of the run.
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
-#: Width of the labels in the lines that are printed at the end of a run, in characters.
+#: Width, in characters, of the labels in the lines that are printed at the end of a run.
 _LABEL_COLUMNS = 19
 
 
-#: States after which `run.json` should contain the end of the run. `crashed` is missing, because
-#: the processes of a run may still work when its flow run has crashed.
+#: States of a flow run in which `run.json` should contain the end of the run. `crashed` is not in
+#: the set, because the processes of a run may still work after its flow run has crashed.
 _FINAL_STATES = ("completed", "failed", "cancelled")
 
 
@@ -167,8 +167,8 @@ def end_block(
             `crashed`.
         message: Message of the flow run's state.
         record_path: Path of `run.json`, or None if the run never began.
-        page: Address of the flow run's page in the Prefect UI. It is empty if the Prefect server
-            ends together with this process, because the page then disappears.
+        page: Address of the flow run's page in the Prefect UI. Empty if the Prefect server, and so
+            the page, disappears at the end of this process.
     """
     record = None
     # If `run.json` cannot be read, the user still gets the state and the message.
@@ -181,8 +181,8 @@ def end_block(
     yield line_of("")
     is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
     suffix = "; all its processes have ended" if state == "cancelled" and is_checked else ""
-    # Show the failure's own text if there is one. The message of the flow run's state would repeat
-    # the path of the log, which follows on its own line.
+    # Show the text of the failure if possible, instead of the message of the flow run. That message
+    # contains the path of the log, which is printed on a separate line below.
     cause = str(failure) if failure else message
     yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
 
@@ -220,8 +220,8 @@ _STORY_ITEMS = 8
 _STORY_LOG_LINES = 10
 #: Keys in a line of a metrics file that are no metrics.
 _NO_METRICS = frozenset({"step", "attempt", "at", "epoch", "global_step", "data", "metrics"})
-#: Length in characters after which log lines, and other text from programs, are cut in a summary of
-#: a run.
+#: Largest length, in characters, of log lines and other text from programs in a summary of a run.
+#: Longer text is cut.
 _STORY_COLUMNS = 160
 
 
@@ -289,7 +289,7 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
-    """Yield the first eight lines. If there are more, add a line such as `and 3 more alarms`.
+    """Yield the first eight lines, and a line such as `and 3 more alarms` if there are more.
 
     Each line is cut after 160 characters.
 
@@ -305,7 +305,8 @@ def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
 def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each of the most useful metrics: first, last, smallest and largest value.
 
-    If the training wrote further metrics, the last line has their number and their names.
+    If the training wrote further metrics, a last line shows the number and the names of these
+    metrics.
 
     Args:
         rows: Metrics of the run in order, one mapping per step.

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: Smallest number of terminal columns for the message of a run on the line of its other cells. If
-#: fewer columns remain, the message is printed on the next line.
+#: Smallest width, in terminal columns, for the message of a run. If fewer columns remain beside the
+#: other cells, the message is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
 _HEAD = ("run", "state", "age", "host", "step", "metric", "message")
@@ -59,9 +59,8 @@ class ListedRun:
 def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
     """Yield the lines of the list of runs.
 
-    A run takes one line if the message fits next to the other columns. Otherwise it takes two
-    lines, and on a narrow terminal three. A line is wider than the terminal only if a single cell
-    is wider than the terminal.
+    If the message fits next to the other columns, a run takes one line. Otherwise the run takes two
+    lines, or three lines on a narrow terminal.
 
     Args:
         width: Width of the terminal in columns.

@@ -22,8 +22,8 @@ _ADDRESS = re.compile(
 _HEADING = re.compile(r"^#")
 #: Matches the characters that are escaped in the cell of a table artifact: Markdown's markup, the
 #: start of HTML tags and entities, and an underscore at the edge of a word. In a URL or e-mail
-#: address, only one character is escaped, which is enough to prevent a link. It is the first slash,
-#: the dot of `www.`, or the `@`.
+#: address, one escaped character (the first slash, the dot of `www.`, or the `@`) is enough to
+#: prevent a link.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,
@@ -42,8 +42,8 @@ _BAR = re.compile(r"(?<!\\)\|")
 def escape_markdown(content: object) -> str:
     """Return any text as one line of Markdown that shows exactly that text.
 
-    No character acts as markup, HTML, a link or an image. The Prefect UI would turn a URL or e-mail
-    address into a link, so it is shown as inline code.
+    No character acts as markup, HTML, a link or an image. URLs and e-mail addresses become inline
+    code, because the Prefect UI would turn them into links.
     """
     words = " ".join(str(content).split())
     parts: list[str] = []
@@ -64,9 +64,9 @@ def _escape_markup(words: str) -> str:
 def escape_cell(content: object) -> object:
     """Return the content of a cell of a Prefect table artifact, escaped if it is text.
 
-    The older version of the Prefect UI renders a cell as Markdown; the newer version shows it
-    unchanged. So a backslash is added only before a character that could create a link, an image,
-    HTML or formatting.
+    The older version of the Prefect UI renders a cell as Markdown, but the newer version shows its
+    text unchanged. So a backslash is added only before a character that could create a link, an
+    image, HTML or formatting.
     """
     if not isinstance(content, str):
         return content
@@ -87,8 +87,8 @@ def inline_code(content: object) -> str:
 
 def code_block(content: str) -> str:
     """Return several lines as a code block in Markdown."""
-    # For Markdown, a carriage return also ends a line. Backquotes after a carriage return would
-    # close the code block.
+    # Replace carriage returns. Markdown treats a carriage return as the end of a line, so
+    # backquotes after it would close the code block.
     content = content.replace("\r\n", "\n").replace("\r", "\n")
     longest = max((len(fence) for fence in _FENCE.findall(content)), default=2)
     fence = "`" * (longest + 1)
@@ -105,10 +105,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     Args:
         head: Titles of the columns.
-        rows: Cells of each row, as Markdown. They may contain vertical bars and line breaks.
+        rows: Cells of each row, as Markdown. Cells may contain vertical bars and line breaks.
     """
-    # A vertical bar must be escaped even within inline code, because Markdown splits a row into
-    # cells first.
+    # Escape vertical bars even within inline code, because Markdown first splits a row into cells.
     lines = (
         [_BAR.sub(r"\\|", " ".join(cell.split())) for cell in line]
         for line in (head, ["---"] * len(head), *rows)
@@ -119,8 +118,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def markdown_image(svg: str, description: str) -> str:
     """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
-    A Prefect artifact of type `image` cannot be used instead, because the Prefect UI prints the URL
-    below the image. The URL of an embedded image contains the whole SVG document.
+    A Prefect artifact of type `image` is not suitable: the Prefect UI prints the URL below the
+    image, and the URL of an embedded image contains the whole SVG document.
     """
     data = base64.b64encode(svg.encode()).decode()
     words = " ".join(description.split()).replace("[", "(").replace("]", ")")

@@ -10,8 +10,8 @@ from rich.markdown import Markdown
 
 from tasks.show.output import SafeConsole, console_of, is_on_terminal
 
-#: Width in columns of the text for a pipe or a file. The value is large enough that no line is
-#: wrapped, so programs such as grep find a message or a path in one line.
+#: Width in columns of the text for a pipe or a file. With this large value, no line is wrapped, so
+#: programs such as grep find a whole message or path in one line.
 _PIPE_WIDTH = 10_000
 
 
@@ -43,6 +43,6 @@ def render_plain(text: str) -> str:
 def _parse_markdown(text: str) -> Markdown:
     """Return a Markdown text for a Rich console, which prints the addresses of links.
 
-    A person can then check and copy an address.
+    Users can then check and copy the addresses.
     """
     return Markdown(text, hyperlinks=False)

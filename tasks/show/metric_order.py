@@ -16,15 +16,15 @@ _MEANINGS = (
     re.compile(r"length|tokens"),
     re.compile(r"(?<![a-z])lr(?![a-z])|learning_rate"),
 )
-#: Matches the name of a statistic that says less than the mean of the same metric.
+#: Matches the name of a statistic that is less useful than the mean of the same metric.
 _LESS_USEFUL = re.compile(r"std|min|max|clip|frac|ratio")
 
 
 def sort_by_meaning(names: Iterable[str]) -> list[str]:
     """Return the names of metrics, the most useful first.
 
-    The list begins with the best name of each meaning: a reward, a loss, an entropy and so on. Then
-    the second name of each meaning follows. So the first few names have different meanings.
+    The list begins with the best name of each meaning: a reward, a loss, an entropy and so on. The
+    second-best name of each meaning follows. So the first few names have different meanings.
     """
     names_by_meaning: dict[int, list[str]] = defaultdict(list)
     for name in names:

@@ -20,13 +20,13 @@ _DIRECTORY = "WANDB_DIR"
 
 
 def make_sync_command(run_id: str, spec: RunSpec) -> str:
-    """Return the command that uploads the offline W&B runs of a run.
+    """Return the command that uploads the offline W&B data of a run.
 
-    A folder that `wandb sync` has uploaded already is omitted. If no folder is left, the result is
-    an empty string.
+    Folders that are already uploaded are omitted. If no folder is left, the result is an empty
+    string.
 
     Args:
-        run_id: Id of the run. It is the W&B group, or a part of the W&B name.
+        run_id: Id of the run, which is also the W&B group or a part of the W&B name.
         spec: The spec of an attempt, in which placeholders are replaced.
     """
     folders = sorted({folder for parent in _list_parents(spec) for folder in _find(parent, run_id)})

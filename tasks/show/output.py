@@ -28,9 +28,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. Some
-#: escape sequences contain text, such as a title. If such a sequence is not terminated, only its
-#: first two characters match, because the following text may be part of the message.
+#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. Some of
+#: these sequences contain text, such as a title. Without a terminator, only the first two
+#: characters match, because the following text may be part of the message.
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_](?:[^\x07\x1b\n]*(?:\x07|\x1b\\))?|[ -/]*[0-~])"
 )
@@ -39,7 +39,7 @@ _SEQUENCES = re.compile(
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-#: Matches lone surrogates. Python puts them into a path for bytes that are not valid UTF-8.
+#: Matches lone surrogates, with which Python represents bytes of a path that are not valid UTF-8.
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 #: Matches an escape sequence that only changes the colour or the weight of text.
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
@@ -48,8 +48,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 def strip_controls(text: str) -> str:
     """Return the text without escape sequences and control characters. Newlines and tabs stay.
 
-    A progress bar overwrites its line with the help of carriage returns. Of such a line, only the
-    text after the last carriage return is returned.
+    A carriage return lets a progress bar overwrite its line. So only the text after the last
+    carriage return of a line is kept.
     """
     text = _SEQUENCES.sub("", text).replace("\r\n", "\n")
     if "\r" in text:
@@ -60,7 +60,7 @@ def strip_controls(text: str) -> str:
 def make_encodable(text: str, encoding: str) -> str:
     """Return the text with a question mark for each character that an encoding lacks.
 
-    Without this, a command would fail on a terminal whose encoding lacks a character.
+    Otherwise printing the text would fail on a terminal with this encoding.
     """
     return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
 
@@ -108,9 +108,8 @@ def _last_state(line: str) -> str:
 class SafeConsole(Console):
     """A Rich console for untrusted text, which interprets no markup, no emoji codes and no links.
 
-    Everything that the console draws passes through `render`, which removes control characters.
-    This also protects tables and panels of Rich and cyclopts that contain untrusted text. `render`
-    also replaces characters that the encoding of the stream lacks.
+    The method `render` removes control characters from all output, including tables and panels of
+    Rich and cyclopts. `render` also replaces characters that the encoding of the stream lacks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -160,14 +159,15 @@ def guard_output() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
-            # `sys.stdout` is None if the parent process closed it before it started this process.
+            # `sys.stdout` is None if the parent process started this process with a closed standard
+            # output.
             if stream is not None:
                 replace_stream(name, GuardedStream(unguarded(stream)), stack)
         yield
 
 
 def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
-    """Replace `sys.stdout` or `sys.stderr`, also in all log handlers that write to it.
+    """Replace `sys.stdout` or `sys.stderr`, including in log handlers that write to this stream.
 
     Args:
         name: `stdout` or `stderr`.
@@ -177,8 +177,8 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
     stream: TextIO = getattr(sys, name)
     _set_until_closed(sys, name, replacement, stack)
     for handler in _log_handlers():
-        # A log handler keeps the stream with which it was created. So replace the stream of the
-        # handler, too.
+        # Replace the stream of the log handler, too, because a handler keeps the stream with which
+        # it was created.
         if handler.stream in (stream, unguarded(stream)):
             _set_until_closed(handler, "stream", replacement, stack)
             if (console := getattr(handler, "console", None)) is not None:
@@ -225,11 +225,10 @@ def is_on_terminal() -> bool:
 def console_of(stream: TextIO | None) -> SafeConsole:
     """Return a safe Rich console that writes to standard output or standard error.
 
-    A `GuardedStream` would remove the colours that Rich adds. So if the stream is a
-    `GuardedStream`, the console writes directly to the stream inside it. The console itself removes
-    control characters from its text.
+    If the stream is a `GuardedStream`, the console writes directly to the stream inside, because a
+    `GuardedStream` would remove Rich's colours. The console itself removes control characters.
 
     Args:
-        stream: `sys.stdout` or `sys.stderr`, or None if it is closed.
+        stream: `sys.stdout` or `sys.stderr`. None for a closed stream.
     """
     return SafeConsole(file=unguarded(stream) if stream is not None else None)

@@ -214,7 +214,8 @@ def show_time(view: RunView) -> Shown | None:
 def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
     """Yield the rows of the table about the time of the training steps.
 
-    Each row has a label, the recent and the earlier value, and the function that formats a value.
+    Each row has a label, the recent and the earlier value, and a function that formats these
+    values.
     """
     if slow.step is not None:
         yield "one step", slow.step, format_duration
@@ -231,7 +232,7 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
 
     Args:
         view: The run.
-        figures: Values of the metric by step.
+        figures: The values of the metric at each step.
     """
     points = figures.points
     name = figures.name
@@ -281,7 +282,7 @@ def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
 
 
 def _ray_pages(view: RunView) -> Iterator[tuple[str, str]]:
-    """Yield a link to the Ray dashboard for each Ray job, or one link if the run has no Ray job."""
+    """Yield a link to the Ray dashboard for each Ray job, or a single link without a Ray job."""
     if view.spec.ray is None or view.spec.ray.address is None:
         return
     parts = urlsplit(view.spec.ray.address.rstrip("/"))
@@ -317,10 +318,10 @@ def show_summary(view: RunView) -> Shown:
 
     parts = [f"### {state.capitalize()}"]
     if message and view.seen.doing == f"{state}: {message}" == view.seen.running:
-        # The message consists only of the names of the running components, so put a label before
-        # the names.
+        # Put a label before the message, which consists only of the names of the running
+        # components.
         message = f"Components: {message}"
-    # Show the message only if no attempt has failed. Otherwise the section about the failure
+    # Show the message only if no attempt has failed. After a failure, the section about the failure
     # contains the message.
     if message and failed is None:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
@@ -386,9 +387,9 @@ _STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MUL
 
 
 def find_step(headline: str) -> tuple[float, float | None] | None:
-    """Return the current step and the number of steps of a run, or None if there is no step.
+    """Return the current step and the number of steps of a run, or None without a step.
 
-    The number of steps is None if it is unknown.
+    If the number of steps is unknown, the second value is None.
 
     Args:
         headline: Description of the run's artifact `summary`, as `show_summary` builds it.
@@ -434,8 +435,8 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
         yield code_block("\n".join(last_log_lines(failure)))
 
 
-#: Number of last attempts for which the artifact `record` contains log lines. With the log lines of
-#: hundreds of attempts, the artifact would be too large for the Prefect server.
+#: Number of last attempts for which the artifact `record` contains log lines. Without this limit,
+#: the artifact would be too large for the Prefect server after hundreds of attempts.
 _ATTEMPTS_WITH_LOG_LINES = 10
 
 
@@ -451,11 +452,11 @@ def show_record(view: RunView) -> Shown:
 
 
 def parse_record(data: str) -> RunJson | None:
-    """Return the run record in an artifact that `show_record` built, or None if it is invalid.
+    """Return the run record in an artifact from `show_record`, or None if the record is invalid.
 
-    The record can be invalid for two reasons. Every user of the Prefect server can change an
-    artifact. Muster also masks secrets in the artifact. If a secret equals an ordinary word of the
-    record, such as a state, that word is masked, too.
+    The record can be invalid for two reasons. A user of the Prefect server may have changed the
+    artifact. Or a secret equals an ordinary word of the record, such as a state, and Muster has
+    masked this word.
 
     Args:
         data: Markdown of the artifact: a code block with the JSON of the record.

@@ -25,8 +25,8 @@ from tasks.spec.formatting import format_count, format_duration, format_time
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
 
-#: Width of a picture in pixels. An artifact's card in the Prefect UI scales it to about 380 pixels,
-#: and the text must still be legible there.
+#: Width of a picture in pixels. The text must still be legible on an artifact's card in the Prefect
+#: UI, which scales pictures to about 380 pixels.
 WIDTH = 520
 #: Colour of the background of a picture.
 GROUND = "#ffffff"
@@ -46,8 +46,8 @@ _LETTER_WIDTH = 0.54
 def svg(parts: Iterable[str], height: float) -> str:
     """Return an SVG document with a background and a border.
 
-    The Prefect UI shows the document as an image, so screen readers cannot read the text in it.
-    The artifact with the picture therefore repeats the content as text.
+    The Prefect UI shows the document as an image, whose text screen readers cannot read. So the
+    artifact with the picture repeats the content as text.
 
     Args:
         parts: SVG elements of the picture, in drawing order.
@@ -109,7 +109,7 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> s
 
 
 def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    """Return an SVG rectangle. It is at least 2 pixels wide, so that a short phase is visible."""
+    """Return an SVG rectangle, at least 2 pixels wide, so that a short phase is visible."""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(2.0, width):.1f}" height="{height:g}"'
         f' rx="2" fill="{color}"/>'
@@ -158,7 +158,7 @@ def thin_out(points: Sequence[Point], at_most: int) -> Sequence[Point]:
 def draw_curve(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
     """Return the curve through the points as an SVG document.
 
-    If there is only one point, it is drawn as a dot.
+    A single point is drawn as a dot.
 
     Args:
         points: At least one point. The points are finite and sorted by x.
@@ -195,7 +195,7 @@ class _Scale:
         """
         low = min(values)
         high = max(values)
-        # If all values are equal, their range is 0. The axis then extends by a tenth of the value,
+        # If all values are equal, their range is 0. Then extend the axis by a tenth of the value,
         # or by 1 if the value is 0.
         padding = (high - low) * margin if high > low else abs(high) * 0.1 or 1.0
         #: Value at the low end of the axis.
@@ -255,8 +255,8 @@ class MatrixCurve:
 
     #: Number of the run or step in the matrix, from 1.
     number: int
-    #: The curve as pairs of x and y, at least one. All values are finite, and the pairs are sorted
-    #: by x.
+    #: At least one point of the curve, as a pair of x and y. All values are finite, and the points
+    #: are sorted by x.
     points: Sequence[Point]
     #: True if this run or step is the best of the matrix so far.
     is_best: bool = False
@@ -266,19 +266,20 @@ class MatrixCurve:
 
 #: Colours of the curves of a matrix. The legend shows them in this order.
 _MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#afb8c1"}
-#: Largest number of data points that the curves of one matrix may have together. More data points
-#: are thinned out, so that the picture stays small.
+#: Largest total number of data points in all curves of one matrix. If there are more, some data
+#: points are left out, so that the picture stays small.
 _MAX_MATRIX_CORNERS = 4000
-#: A curve of a matrix keeps at least this number of data points when it is thinned out.
+#: Smallest number of data points of each curve of a matrix after data points were left out.
 _MIN_CORNERS = 8
-#: The curves of a matrix with more curves than this number have no labels, except the best curve.
+#: Largest number of curves of a matrix that are all labelled. With more curves, only the best curve
+#: has a label.
 _MAX_LABELLED_CURVES = 12
 
 
 def draw_matrix(
     curves: Sequence[MatrixCurve], *, x: str, y: str, title: str, caption: str = ""
 ) -> str:
-    """Return the curves of the points of a matrix as an SVG document.
+    """Return the curves of the runs or steps of a matrix as an SVG document.
 
     The best curve is drawn last, so that no other curve covers it. A curve with a single point is
     drawn as a dot.
@@ -316,7 +317,7 @@ def draw_matrix(
     return svg(parts, _CURVE_HEIGHT)
 
 
-#: The timeline of a run shows at most this many of the last attempts.
+#: Largest number of attempts in the timeline of a run. Earlier attempts are left out.
 ATTEMPTS_AT_MOST = 5
 #: Left and right edge of the bars of the timeline, in pixels.
 _BARS_LEFT = 104.0
@@ -343,8 +344,8 @@ _PHASE_COLORS = {
     "ready": "#2da44e",
     "failed": _FAILED_COLOR,
 }
-#: The timeline mentions the wait before an attempt only if it was at least this long, in seconds.
-#: Starting a flow process takes some seconds, which are no wait for resources.
+#: Shortest wait before an attempt, in seconds, that the timeline mentions. Shorter times are
+#: usually the start of a flow process, not a wait for resources.
 _MIN_SHOWN_WAIT_S = 5.0
 #: Units of the time axis with their length in seconds, longest first.
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
@@ -487,7 +488,7 @@ def _title(view: RunView) -> str:
 
 
 def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
-    """Return the start time of an attempt, and the wait before it if it was at least 5 seconds.
+    """Return the start time of an attempt, and a wait of at least 5 seconds before the start.
 
     Example: `12:00:03 UTC, waited 1 min 05 s`.
     """
@@ -499,7 +500,9 @@ def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
 
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:
-    """Return the end of an attempt, or the current time if it runs, in UTC epoch seconds."""
+    """Return the end of an attempt in UTC epoch seconds. For a running attempt, return the current
+    time.
+    """
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
@@ -517,8 +520,8 @@ NAMES = (
     "train/reward",
     *_LOSSES,
 )
-#: Metrics that are preferred to those in `NAMES`, by the workload of the run. For a reward model
-#: (`rm`), a loss is preferred, because the rewards that it gives do not measure its quality.
+#: Mapping from the workload of a run to metrics that are preferred to those in `NAMES`. For a
+#: reward model (`rm`), a loss is preferred, because its rewards do not measure its quality.
 _FIRST_NAMES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("rewards/margins", "train/rewards/margins", *_LOSSES),
     "rm": _LOSSES,
@@ -538,9 +541,9 @@ def list_curve_metrics(workload: object) -> tuple[str, ...]:
 def collect_points(
     place: RunPlace, attempts: Sequence[AttemptRecord], names: Sequence[str] = NAMES
 ) -> dict[str, dict[float, float]]:
-    """Return the finite values of some metrics that attempts wrote, by metric and step.
+    """Return the finite values of some metrics of a run, as `points[metric][step]`.
 
-    If several attempts reached a step, the value is from the last of them.
+    If several attempts reached a step, the value of the last attempt is used.
 
     Args:
         place: Directory of the run.
@@ -571,14 +574,14 @@ class Figures:
         Args:
             path: The metrics file, with one JSON object per line. It need not exist yet.
             step: Key of the step in a line. Dots separate nested keys.
-            names: Names of metrics, best first. The first line with such a metric decides which
-                metric is collected.
+            names: Names of metrics, best first. The first line that contains one of them decides
+                which metric is collected.
             take: Function that is called with the step and the content of each line that has a
                 step.
-            earlier: Values that earlier attempts of the run wrote, by metric and step.
+            earlier: Values from earlier attempts of the run, as `earlier[metric][step]`.
         """
         self.path = path
-        #: Name of the collected metric, or an empty string if no line had one of the metrics yet.
+        #: Name of the collected metric. Empty if no line has contained one of the metrics yet.
         self.name = ""
         self._step_key = step
         self._names = names
@@ -589,13 +592,13 @@ class Figures:
         #: was replaced.
         self._restarts = 0
         self._points: dict[float, float] = {}
-        #: Training step since which the metric is NaN or infinite, and that value. None if the last
-        #: value of the metric is finite.
+        #: Training step from which on the metric has been NaN or infinite, and this value. None if
+        #: the last value of the metric is finite.
         self.not_finite_since: Point | None = None
 
     @property
     def points(self) -> list[Point]:
-        """Pairs of step and value, sorted by step. A step with several values has the last one."""
+        """Pairs of step and value, sorted by step. For each step, only the last value is kept."""
         if not self.name:
             return []
         return sorted({**self._earlier.get(self.name, {}), **self._points}.items())

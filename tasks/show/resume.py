@@ -13,8 +13,8 @@ _REFUSED_SHOWN = 5
 def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     """Yield sentences about the checkpoint from which an attempt starts.
 
-    The sentences name the chosen checkpoint, the refused checkpoints and further remarks. There are
-    no sentences for the first attempt, unless it has a checkpoint or checkpoints were refused.
+    The sentences are about the chosen checkpoint, the refused checkpoints and further remarks. A
+    first attempt without chosen or refused checkpoints has no sentences.
 
     Args:
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.
@@ -48,7 +48,7 @@ def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def describe_parent(record: RunJson) -> str:
-    """Return the run and the checkpoint from which a person started a run.
+    """Return the run and the checkpoint that a user chose as the start of a run.
 
     Returns:
         A text such as `step 20 of RUN, PATH`. Empty if the run started without a checkpoint.

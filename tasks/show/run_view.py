@@ -37,7 +37,7 @@ class Shown:
     #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
     #: SVG picture that the artifact's card in the Prefect UI shows, or an empty string. With a
-    #: picture, the headline is not shown as text. It is the alternative text of the picture.
+    #: picture, the headline is only used as the alternative text of the picture.
     picture: str = ""
 
 
@@ -94,11 +94,10 @@ class ServerSeen:
     cause: str = ""
 
 
-#: The speed of the training is computed from the training steps of the last period of this length,
-#: in seconds.
+#: Length, in seconds, of the last period of the training from which its speed is computed.
 _WINDOW_S = 120.0
-#: The speed of the training is computed from at least this number of training steps, even if some
-#: are older than `_WINDOW_S`.
+#: Smallest number of training steps from which the speed is computed, even if some steps are older
+#: than `_WINDOW_S`.
 _MIN_KEPT_STEPS = 6
 
 
@@ -134,7 +133,7 @@ class Pace:
         """
         if self._steps and step < self._steps[-1][1]:
             # The step is lower than before, because the training has resumed from a checkpoint.
-            # Forget the earlier steps, which would make the speed negative.
+            # Forget the earlier steps. Otherwise the speed would be negative.
             self._steps.clear()
         self._steps.append((at, step))
         while len(self._steps) > _MIN_KEPT_STEPS and self._steps[0][0] < at - _WINDOW_S:
@@ -143,8 +142,8 @@ class Pace:
     def per_second(self, now: float) -> float | None:
         """Return the speed in steps per second, or None if fewer than two steps are known.
 
-        If the current step takes longer than the steps before, the speed is computed as if the
-        current step ended now. The returned speed therefore falls while the training hangs.
+        If the current step takes longer than the earlier steps, it is counted as if it ended now.
+        So the speed falls while the training hangs.
 
         Args:
             now: Current time in UTC epoch seconds.
@@ -202,7 +201,7 @@ class ObservedRun:
     def snapshot(self) -> ObservedRun:
         """Return a copy of this object that later events do not change.
 
-        Other threads wait until the copy is complete. So the copy is shallow, which is fast.
+        The copy is shallow, and therefore fast, because other threads wait during the copy.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}
@@ -211,7 +210,7 @@ class ObservedRun:
         return seen
 
     def _reset(self, attempt: int, directory: Path | None) -> None:
-        """Replace the state of the last attempt by the state of a new attempt.
+        """Discard the state of the last attempt, and begin with the state of a new attempt.
 
         Args:
             attempt: Number of the new attempt, or 0 before the first attempt.
@@ -221,13 +220,13 @@ class ObservedRun:
         self.attempt = attempt
         #: Directory with the files of this attempt, or None before the first attempt.
         self.directory = directory
-        #: Table row of each component, by the name of the component.
+        #: Mapping from the name of a component to its table row.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        #: State of each inference engine, by the engine's number. All servers of an engine have the
-        #: same state, because they are started and stopped together.
+        #: Mapping from the number of an inference engine to its state. All servers of an engine
+        #: have the same state, because they are started and stopped together.
         self.groups: dict[int, GroupState] = {}
-        #: Servers of the inference fleet, by rank.
+        #: Mapping from rank to server, for the servers of the inference fleet.
         self._servers: dict[int, ServerSeen] = {}
         #: Reason why the run waits or is being stopped, or an empty string.
         self.why = ""
@@ -276,8 +275,8 @@ class ObservedRun:
                 self._is_running = True
                 self.doing = self.running
             case "contact.lost":
-                # The flow run stays in the state Running. Only this text shows the user that the
-                # Ray cluster does not answer.
+                # Show in this text that the Ray cluster does not answer, because the flow run stays
+                # in the state Running.
                 self.doing = f"lost contact: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
@@ -290,7 +289,8 @@ class ObservedRun:
                     if row.stage in (Standing.STARTING, Standing.READY):
                         self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
-                # The fleet has failed. Its process now stops all inference servers and exits.
+                # The inference fleet has failed. The process of the fleet now stops all inference
+                # servers and exits.
                 self.is_stopping = True
             case "attempt.ended":
                 self.failure = event.failure
@@ -303,7 +303,8 @@ class ObservedRun:
                 for rank in event.ranks:
                     server = self._server(rank)
                     self._servers[rank] = replace(server, state=event.after.value, cause=cause)
-                # A new dict is assigned, because another thread may be reading the old dict.
+                # Assign a new dict instead of changing the old dict, which another thread may be
+                # reading.
                 self.groups = {**self.groups, event.group: event.after}
                 self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve requests")
                 if self._is_running:
@@ -326,12 +327,12 @@ class ObservedRun:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # The text `note` may be the reason why an earlier probe failed, which is outdated
+                # Remove `note` if it is the reason of an earlier failed probe, which is outdated
                 # now. Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
-                # A component that only prepares the run becomes ready when it ends. Show such a
-                # component as ended, not as ready.
+                # A component that only prepares the run counts as ready after its end. Show it as
+                # ended, not as ready.
                 has_ended = row.stage is Standing.ENDED
                 stage = Standing.ENDED if has_ended else Standing.READY
                 self._change(name, stage=stage, note=note if has_ended else new_note)
@@ -370,8 +371,8 @@ class ObservedRun:
     def running(self) -> str:
         """Text with the components of the run, such as `running: trainer, rollout`.
 
-        If some engines of the fleet do not serve, the text also has the number of serving engines.
-        After the last step, the text says that the training is finishing.
+        If some engines of the fleet do not serve requests, the text also contains the number of
+        serving engines. After the last step, the text says that the training is finishing.
         """
         if self.is_at_last_step:
             total = f" of {self.total:g}" if self.total else ""
@@ -392,7 +393,7 @@ class ObservedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """Snapshot of a run: its spec, its record, and its state according to its events."""
+    """Snapshot of a run: the spec, the record, and the state of the run according to its events."""
 
     #: Time of this snapshot, in UTC epoch seconds.
     at: float
@@ -446,8 +447,8 @@ def describe_job(event: Event) -> str:
 def describe_component_state(attempt: AttemptRecord, name: str) -> str:
     """Return the state of a component in an attempt: `starting`, `ready`, or how it ended.
 
-    If SIGTERM or a similar signal ended the component, Muster probably sent the signal to stop it.
-    The text is then `stopped by SIGTERM`. For the component that failed first, it is `killed by
+    If a signal such as SIGTERM ended the component, the text is `stopped by SIGTERM`, because
+    Muster probably sent the signal. For the component that failed first, the text is `killed by
     SIGTERM`.
 
     Args:

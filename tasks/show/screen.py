@@ -28,8 +28,8 @@ from tasks.show.output import SafeConsole, replace_stream
 
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
-#: Smallest number of lines of a terminal on which the status area is shown. The status area is the
-#: last lines of the terminal, which are redrawn at each change.
+#: Smallest height, in lines, of a terminal with a status area. The status area consists of the last
+#: lines of the terminal, which are redrawn at each change.
 _MIN_LINES = 5
 #: If a terminal accepts no more output, the next write is tried after at most this number of
 #: seconds.
@@ -49,9 +49,9 @@ def can_draw(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool
 def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
     """Return a function that writes text directly to a file descriptor, without a buffer.
 
-    If the user stops the terminal, for example with Ctrl-S, each write blocks. If the write went
-    through the buffer of `sys.stdout`, the blocked thread would hold the lock of this buffer.
-    Python needs the lock at its exit, and would abort.
+    If the user stops the terminal, for example with Ctrl-S, each write blocks. A blocked write
+    through `sys.stdout` would hold the lock of its buffer, and Python would abort at its exit,
+    where it needs this lock.
     """
 
     def write(text: str) -> None:
@@ -114,8 +114,8 @@ class Screen:
         """Return a screen for standard output. It shows nothing if standard output is closed."""
         try:
             fd = sys.stdout.fileno()
-            # Write the buffered text of standard output now. The screen writes past this buffer, so
-            # the older text would otherwise appear after the first line of the screen.
+            # Write the buffered text of standard output now. The screen does not use this buffer,
+            # so this text would otherwise appear after the first line of the screen.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
             # Standard output is closed, or has no file descriptor because a test has replaced it.
@@ -150,8 +150,8 @@ class Screen:
     def _rows(self, region: RenderableType) -> list[list[Segment]]:
         """Return the status area as lines for the terminal.
 
-        If the terminal has too few lines, the result is a line `...` and the last lines of the
-        status area.
+        If the terminal has too few lines, the result is a line `...` followed by the last lines of
+        the status area.
         """
         columns, height = self.size()
         if not self.is_live or height < _MIN_LINES:
@@ -164,8 +164,8 @@ class Screen:
     def _erase_sequence(self) -> str:
         """Return the escape sequence that erases the status area.
 
-        The number of rows to erase depends on the current width of the terminal. If the user has
-        made the terminal narrower, the lines of the status area were wrapped into more rows.
+        The number of rows depends on the current width of the terminal: on a narrower terminal, the
+        lines of the status area are wrapped into more rows.
         """
         if not self._widths:
             return ""
@@ -183,12 +183,12 @@ def _terminal_size(fd: int) -> os.terminal_size:
         size = os.get_terminal_size(fd)
     except OSError:
         return _UNKNOWN_SIZE
-    # A new pseudo-terminal has the size 0 until a program sets its size.
+    # The size is 0 on a new pseudo-terminal until a program sets it.
     return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 
 class ForeignLines(io.TextIOBase):
-    """A stream that collects the lines which other code prints while the status area is shown.
+    """A stream that collects the lines that other code prints while the status area is shown.
 
     The stream replaces standard output and standard error if these are a terminal. Any thread may
     write to the stream.
@@ -197,8 +197,8 @@ class ForeignLines(io.TextIOBase):
     def __init__(self, say: Callable[[str], None]) -> None:
         """
         Args:
-            say: Function that is called with each printed line that is not blank. It must not
-                block.
+            say: Function that is called with each printed line that is not blank. The function must
+                not block.
         """
         self._say = say
         self._lock = threading.RLock()

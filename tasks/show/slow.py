@@ -22,20 +22,19 @@ from tasks.spec.formatting import format_duration, join_commas, join_words
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: Number of last training steps whose durations count as recent. The same number applies to the
-#: samples of the GPU utilisation and of the response times.
+#: Number of the latest values that count as recent: durations of training steps, GPU utilisation
+#: and response times.
 _RECENT_COUNT = 10
-#: Largest number of training steps whose durations are kept in memory. The same limit applies to
-#: the samples of the GPU utilisation and of the response times.
+#: Largest number of values that are kept in memory, of each kind: durations of training steps, GPU
+#: utilisation and response times.
 _KEPT_COUNT = 2000
-#: Recent values are compared with earlier values only if at least this number of earlier values
-#: exist.
+#: Smallest number of earlier values with which recent values are compared.
 _MIN_EARLIER_COUNT = 3
-#: Recent steps count as slower than earlier steps if their duration is at least this multiple of
-#: the earlier duration.
+#: Smallest ratio of the recent to the earlier duration of a step at which recent steps count as
+#: slower.
 _SLOWER_RATIO = 1.2
-#: Recent steps count as slower only if the increase is larger than this multiple of its standard
-#: error. Otherwise, steps of varying duration would often count as slower by chance.
+#: Recent steps count as slower only if the increase of their duration is larger than this multiple
+#: of its standard error. Smaller increases may be random.
 _SURE_ERRORS = 2.0
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -51,19 +50,20 @@ _MAX_NODES_NAMED = 4
 
 @cache
 def _parts_by_metric() -> Mapping[str, str]:
-    """Return for each known metric which part of a training step it measures."""
+    """Return a mapping from each known metric to the part of a training step that it measures."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {name: part for part, names in content.items() for name in names}
 
 
 def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the durations in a line of a metrics file: of a training step and of its parts.
+    """Return the durations of a training step and of its parts, from a line of a metrics file.
 
     Args:
         entry: The JSON object of the line.
 
     Returns:
-        Seconds by part of the step, such as `rollout`. The key `step` is the whole step.
+        Mapping from a part of the step, such as `rollout`, to its seconds. The key `step` stands
+        for the whole step.
     """
     durations: dict[str, float] = {}
     parts_by_metric = _parts_by_metric()
@@ -83,8 +83,7 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 class Measured:
     """Recent value and earlier value of a quantity that the run measures repeatedly."""
 
-    #: Mean of the last 10 values. If the quantity is the longest response time, the maximum of the
-    #: last 10 values.
+    #: Mean of the last 10 values. For the longest response time, the maximum of the last 10 values.
     now: float
     #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None
@@ -104,16 +103,16 @@ class Measured:
         return Measured(now=average(values[-_RECENT_COUNT:]), before=before)
 
 
-#: A measurement: the duration in seconds of some consecutive training steps, and their number.
+#: A measurement: the total duration of some consecutive training steps in seconds, and the number
+#: of these steps.
 _Pace = tuple[float, float]
 
 
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
     """Return the recent and the earlier duration of a training step, and a standard error.
 
-    For the earlier duration, the earlier steps are divided into windows of ten steps. The result is
-    the median of the windows' means. A median of single steps would be too low for a training in
-    which, for example, each tenth step also evaluates the model.
+    The earlier duration is a median of means, each over ten consecutive steps. A median of single
+    steps would be too low if, for example, each tenth step also evaluates the model.
 
     Args:
         paces: The measurements, oldest first. There must be at least one.
@@ -161,7 +160,9 @@ class Slow:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each part in the duration of a step, from 0 to 1, largest share first."""
+        """Mapping from each part of a step to its share of the duration, from 0 to 1, largest share
+        first.
+        """
         total = sum(part.now for part in self.parts.values())
         shares = {name: part.now / total for name, part in self.parts.items() if total}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
@@ -210,18 +211,20 @@ class TimeSpent:
     """Collects durations and GPU utilisation from a run's metrics and events, and analyses them."""
 
     def __init__(self) -> None:
-        #: For each training step, the durations that `measure_parts` returned; oldest step first.
+        #: Mapping from a training step to the durations that `measure_parts` returned, oldest step
+        #: first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Durations of training steps between two progress events. They are used if the metrics
-        #: contain no durations. Muster reads the step at intervals, so a single duration is
-        #: inexact.
+        #: Durations of the training steps between two progress events, for runs whose metrics
+        #: contain no durations. A single duration is inexact, because Muster reads the step only at
+        #: intervals.
         self._paces: deque[_Pace] = deque(maxlen=_KEPT_COUNT)
         #: Time in UTC epoch seconds and training step of the current attempt's last progress event.
         #: None before the first progress event.
         self._last_progress: tuple[float, float] | None = None
-        #: GPU utilisation by node, from 0 to 1.
+        #: Mapping from a node to its GPU utilisation values, from 0 to 1.
         self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
-        #: Response times of the fleet in seconds, by the statistic `p50`, `p99` or `max`.
+        #: Mapping from the statistic (`p50`, `p99` or `max`) to response times of the fleet in
+        #: seconds.
         self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
@@ -284,13 +287,13 @@ def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
     """Return the durations of a step, adjusted so that the parts add up to the whole step.
 
     - If the metrics do not contain the duration of the whole step, the sum of the parts is used.
-    - The part `rollout` is removed if it ran in parallel to the training. This is the case if the
-      trainer reports waiting time, and the other parts together take longer than the step.
+    - If the part `rollout` ran in parallel to the training, this part is removed. Signs of this are
+      a reported waiting time, and other parts that together take longer than the step.
     - Waiting time that overlaps with other parts is not counted twice.
     - Time that belongs to no part becomes the part `other`.
 
     Args:
-        durations: Seconds by part of the step, as `measure_parts` returns them.
+        durations: Mapping from a part of the step to its seconds, as `measure_parts` returns it.
     """
     parts = {name: duration for name, duration in durations.items() if name != _WHOLE}
     waiting_s = parts.pop(_WAITING, None)

@@ -43,23 +43,23 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds until the status area at the bottom of the terminal is redrawn. The area
-#: shows the ages of components, which change even if no event arrives.
+#: Longest time in seconds between two updates of the status area at the bottom of the terminal. The
+#: ages of components in the status area change even without an event.
 _REDRAW_AFTER_S = 1.0
 #: Shortest time in seconds between two updates of the status area at the bottom of the terminal.
 _FRAME_S = 0.05
-#: Largest number of lines that wait to be written to the terminal. If there are more, the oldest
+#: Largest number of lines that wait to be written to the terminal. If more lines wait, the oldest
 #: lines are dropped.
 _MAX_BUFFERED_LINES = 10_000
-#: Longest wait at the end of the run, in seconds, until the last lines are on the terminal.
+#: Longest time, in seconds, that is spent on writing the last lines at the end of the run.
 _CLOSE_WITHIN_S = 30.0
 #: Largest and smallest width of the metric curve, in columns. A narrower terminal shows no curve.
 _CURVE_COLUMNS = 72
 _MIN_CURVE_COLUMNS = 30
 #: Height of the metric curve, in lines.
 _CURVE_LINES = 14
-#: If the output is not a terminal, about this number of lines with the training step are printed
-#: during a run.
+#: Approximate number of lines with the training step that are printed during a run, if the output
+#: is not a terminal.
 _PROGRESS_LINES = 20
 
 
@@ -110,7 +110,8 @@ class Terminal:
         self._thread.join(_CLOSE_WITHIN_S)
 
     def say(self, text: str, style: str = "") -> None:
-        """Show a line. The number of seconds since this object was created precedes the text.
+        """Show a line. The line begins with the number of seconds since the creation of this
+        object.
 
         The method does not wait until the line is written.
         """
@@ -202,8 +203,8 @@ class Terminal:
         while not is_last:
             self._has_changes.wait(_REDRAW_AFTER_S if self._screen.is_live else None)
             self._has_changes.clear()
-            # `_is_closing` is read before the lines are drawn. Otherwise a line that was added
-            # after the drawing would be lost.
+            # Read `_is_closing` before drawing the lines. Otherwise a line that is added after the
+            # drawing would be lost.
             is_last = self._is_closing
             try:
                 self._draw_frame(is_last)
@@ -277,8 +278,8 @@ _MAX_ROWS = 50
 def build_region(seen: ObservedRun, now: float) -> Group:
     """Return the content of the status area at the bottom of the terminal.
 
-    The content is the table of components, the progress, and the reason why the run waits. It is
-    empty if the run has not begun.
+    The content is the table of components, the progress, and the reason why the run waits. Before
+    the begin of the run, the content is empty.
 
     Args:
         seen: State of the run.
@@ -327,7 +328,7 @@ def _build_component_table(seen: ObservedRun, now: float) -> Table:
 
 
 def _cut_text(content: str, style: str = "") -> Text:
-    """Return the text of a table cell that is cut, and not wrapped, if the table is too wide."""
+    """Return a text for a table cell. If the table is too wide, the text is cut and not wrapped."""
     return Text(one_line(content), style, no_wrap=True, overflow="ellipsis")
 
 
@@ -361,9 +362,8 @@ def _build_progress_line(seen: ObservedRun, now: float) -> Table:
 def outlive_readers() -> None:
     """Let this process continue if the process that reads its standard output has ended.
 
-    By default, Rich raises SystemExit if its output is a broken pipe. The standard output of a flow
-    process is a pipe to its worker. If the worker is killed, the next log line of Prefect would
-    therefore end the run as Crashed.
+    The standard output of a flow process is a pipe to its worker. If the worker is killed, the next
+    log line would make Rich raise SystemExit, and the run would end as Crashed.
     """
 
     def on_broken_pipe(console: Console) -> None:
