@@ -7,13 +7,13 @@ from tasks.spec.service_links import drop_service_variables
 from tasks.train.spec_check import load_checked_spec
 
 # Kubernetes may set variables such as PREFECT_SERVER_API_PORT, which Prefect would read as settings
-# when it is imported. So these variables must be removed before the import.
-# `python -m flows.train` imports this package first, and then the flow's module with Prefect.
+# during its import. Remove these variables here, because `python -m flows.train` imports this
+# package before Prefect.
 drop_service_variables()
 
 # Report the faults of a spec before the import of Prefect, which takes about two seconds. Do this
-# only if this package is imported for `python -m flows.train`. During this import, Python sets
-# sys.argv[0] to `-m`.
+# only for `python -m flows.train`: Python then sets sys.argv[0] to `-m` during the import of this
+# package.
 if sys.argv[:1] == ["-m"] and "flows.train" in sys.orig_argv:
     exit_code = report_spec_faults(load_checked_spec, sys.argv[1:])
     if exit_code != 0:

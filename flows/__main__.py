@@ -32,8 +32,8 @@ if __name__ == "__main__":
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     retry_while_server_starts()
     expect_one_run()
-    # `prefect.engine` is already imported, so `run_module` below would print a warning. The second
-    # execution is harmless, so hide the warning.
+    # Hide a harmless warning: `run_module` below would warn that `prefect.engine` is already
+    # imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     flow_run_id = read_flow_run_id()
     exit_if_lease_was_lost(flow_run_id)

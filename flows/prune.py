@@ -1,8 +1,8 @@
 """The flow `prune`: delete old files of ended runs on this host."""
 
 # Do not add `from __future__ import annotations` to this file. The upkeep process pickles the flow
-# function by value for the process of the flow run. The pickle contains only names that the body of
-# the function uses. Names in annotations are missing, so annotations must be evaluated here.
+# function by value. The pickle contains only names that the body of the function uses, and no names
+# in annotations. So annotations must be evaluated at the import of this file.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
@@ -12,10 +12,11 @@ from tasks.upkeep.prune import Retention, prune_host, publish
 
 @flow(name="prune", persist_result=False)
 def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
-    """Delete old files of ended runs on this host. Several flow runs may do so at the same time.
+    """Delete old files of ended runs on this host. Several flow runs may run at the same time.
 
     Args:
-        keep: How long the files of ended runs are kept. Default: the host's environment variables.
+        keep: Time for which the files of ended runs are kept. Default: the value in the host's
+            environment variables.
         dry_run: Delete no files, only report which files would be deleted.
     """
     pruned = prune_host(keep, dry_run=dry_run)

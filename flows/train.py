@@ -49,7 +49,7 @@ def train(spec: RunSpec) -> State[None]:
 
 
 def attempt(run: RunSession) -> None:
-    """Run one attempt. Stop all started components in reverse order, also after an error."""
+    """Run one attempt. At the end or after an error, stop the components in reverse order."""
     run.begin_attempt()
     try:
         if all(start(run, component) for component in run.spec.components):
@@ -61,10 +61,10 @@ def attempt(run: RunSession) -> None:
 def command(spec: SpecFile, /, *, set: Overrides = (), start: FromRun = None) -> int:
     """Run one training to its end in this process.
 
-    It uses the Prefect server of PREFECT_API_URL, or a temporary one.
+    The run uses the Prefect server of PREFECT_API_URL, or a temporary Prefect server.
 
-    Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never fit the
-    cluster, 130 interrupted (after teardown).
+    Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 the run can never
+    fit the cluster, 130 interrupted (after teardown).
     """
     return run_here(train, spec, set, start)
 
@@ -79,16 +79,16 @@ def retry(
 ) -> int:
     """Start another attempt of a run that has ended, with the same spec and code.
 
-    The attempt starts from the newest complete checkpoint of the run. A run of `muster train`
-    continues in this terminal, with the present files of its project. Every other run is queued
-    again.
+    The attempt starts from the newest complete checkpoint of the run. A run that was started by
+    `muster train` continues in this terminal, with the present files of its project. Every other
+    run is queued again.
 
     Exit: 0 queued, or completed; 1 failed; 2 the run cannot be retried, and nothing was changed; 3
-    it can never fit; 130 interrupted.
+    the run can never fit the cluster; 130 interrupted.
 
     Args:
-        from_step: Start from the checkpoint of this step. Later checkpoints of the run are not
-            used any more, and are not removed.
+        from_step: Start from the checkpoint of this step. Later checkpoints of the run are kept,
+            but not used any more.
         watch: Show the states of a queued run until it has ended. Ctrl-C ends only the display.
         json: Print run_id, flow_run_id and page of a queued run as JSON.
     """

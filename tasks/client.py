@@ -33,8 +33,8 @@ from tasks.train.run_story import tell_story  # noqa: E402
 from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
 from tasks.train.server_imports import import_server_runs  # noqa: E402
 
-# Import all modules that the functions of this module need. A later import of `tasks` could find a
-# package of that name in the user's project.
+# Import all modules that this module needs now. A later import could find a package with the name
+# `tasks` in the user's project.
 import_run_json()
 import_server_runs()
 
@@ -53,7 +53,9 @@ class RunHandle:
 
     @property
     def state(self) -> str:
-        """The current state, as in `muster ls --json`: `queue_run`, `running`, `completed`, ..."""
+        """The current state, as in `muster ls --json`, such as `queue_run`, `running` or
+        `completed`.
+        """
         return self.seen.state
 
     def wait(self, within_s: float | None = None) -> str:
@@ -130,8 +132,8 @@ def find(name: str = "latest") -> RunHandle:
     """Find a run by its name, and return a handle on the run.
 
     Args:
-        name: Id of the run or of its flow run, any part of the run id that no other run has, or
-            `latest`. Other names work, too; see `tasks.train.finding_runs.find_run`.
+        name: Id of the run or of its flow run, a part of the run id that is unique among all runs,
+            or `latest`. For other names, see `tasks.train.finding_runs.find_run`.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.

@@ -44,16 +44,17 @@ class Verb:
     #: Name of the document in the folder `docs` that explains how to use the verb.
     guide: str
     #: Functions that check the spec in the verb's arguments, as `module:function`. They are called
-    #: in this order before the verb's function is imported. That import is slow, so faults of the
-    #: spec are reported sooner. For the same reason, the function with the fastest import is first.
+    #: in this order before the slow import of the verb's function, so that faults of the spec are
+    #: reported early. The function with the fastest import comes first.
     checks: tuple[str, ...] = ()
-    #: True if the command needs the Prefect server of the stack. It then first waits for a `muster
-    #: up` that is still starting the stack.
+    #: True if the command needs the Prefect server of the stack. If `muster up` is still starting
+    #: the stack, the command then waits for it.
     waits_for_stack: bool = False
-    #: True if the verb may run in a process that is forked from the fork server of a worker. Such a
-    #: process need not import Prefect, but has no controlling terminal, so it cannot ask for input.
+    #: True if the verb may run in a process that is forked from the fork server of a worker. A
+    #: forked process need not import Prefect. But the process has no controlling terminal, so it
+    #: cannot ask for input.
     may_be_forked: bool = False
-    #: Former names of the verb. They work, but the help does not list them.
+    #: Former names of the verb, which still work, but are not in the help.
     former_names: tuple[str, ...] = ()
 
     @property
@@ -62,7 +63,7 @@ class Verb:
         return f"Example: `{self.example}`\n\nGuide: docs/{self.guide}"
 
 
-#: The verbs (subcommands of `muster`), by the name of their group in the help.
+#: Mapping from the name of a group in the help to its verbs (subcommands of `muster`).
 VERBS = {
     "Runs": (
         Verb(
@@ -306,7 +307,7 @@ VERBS = {
 NAMES = tuple(verb.name for verbs in VERBS.values() for verb in verbs)
 #: Names of the verbs that may run in a process that is forked from the fork server of a worker.
 _FORKED_VERBS = {verb.name for verbs in VERBS.values() for verb in verbs if verb.may_be_forked}
-#: Present name of each verb by its former name.
+#: Mapping from the former name of a verb to its present name.
 FORMER_NAMES = {
     former: verb.name for verbs in VERBS.values() for verb in verbs for former in verb.former_names
 }
@@ -318,8 +319,8 @@ def _build_app(called: str = "") -> App:
     """Return the Cyclopts app with all verbs, which are the subcommands of `muster`.
 
     Args:
-        called: The first argument of `muster`. If it is a verb, the function of the verb is
-            imported, because the function's docstring is the help of the verb.
+        called: The first argument of `muster`. If this argument is a verb, the function of the verb
+            is imported, because its docstring is the help of the verb.
     """
     epilogue = (
         "`muster VERB --help` explains a verb, with an example. `muster` without a verb shows "
@@ -339,8 +340,8 @@ def _build_app(called: str = "") -> App:
             if verb.name != called:
                 app.command(verb.function, name=verb.name, help=verb.summary, group=group)
                 continue
-            # The user calls this verb and may request its help. So import the verb's function,
-            # whose docstring is the help.
+            # Import the function of this verb, because its docstring is the help that the user may
+            # request.
             command = _import_function(verb.function)
             if isinstance(command, App):
                 command.help_epilogue = verb.epilogue
@@ -349,7 +350,8 @@ def _build_app(called: str = "") -> App:
                 app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
     if called not in NAMES:
-        # This call imports modules of cyclopts that a verb does not need.
+        # Do not make this call for a verb, because the call imports modules of cyclopts that a verb
+        # does not need.
         app.register_install_completion_command(
             help="Install command-line completion of `muster` for your shell."
         )
@@ -393,19 +395,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suggestion = suggest_name(words[0], NAMES) or f"choose from {', '.join(NAMES)}"
         print(f"muster has no command {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
-    # Turn off the telemetry of Prefect. Set the variable before the import of Prefect, which reads
-    # the variable.
+    # Turn off the telemetry of Prefect. Prefect reads this variable during its import, so set the
+    # variable before that.
     os.environ.setdefault("DO_NOT_TRACK", "1")
     drop_service_variables()
-    # Keep the working directory out of `sys.path` of child processes: a project may contain folders
-    # with the names of Muster's packages.
+    # Keep the working directory out of `sys.path` of child processes, because a project may contain
+    # folders with the names of Muster's packages.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         # First check that no other user can write to the Muster home directory, because its files
         # contain addresses of servers, passwords and process ids.
         muster_home()
-        # Prefect reads settings from the working directory when it is imported. So first check that
-        # no other user has written these settings. A working directory that was removed contains no
+        # During its import, Prefect reads settings from the working directory. So first check that
+        # no other user has written these settings. A deleted working directory contains no
         # settings.
         with suppress(FileNotFoundError):
             refuse_foreign_settings(Path.cwd())
@@ -421,12 +423,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return do(words)
     except ValueError as error:
-        # Import this module only here, because its import takes long. In a process with an error of
-        # pydantic, the module has been imported already.
+        # Import this module only here, because its import takes long. If the error is from
+        # pydantic, the module has already been imported.
         from pydantic import ValidationError
 
-        # Prefect reads its settings when it is imported. Its error for an invalid setting does not
-        # name the environment variable or the file, so print a better message.
+        # This is Prefect's error for an invalid setting. The error does not name the environment
+        # variable or the file, so print a better message.
         if not isinstance(error, ValidationError) or not error.title.endswith("Settings"):
             raise
         message = describe_invalid_setting(error.errors(include_url=False))
@@ -452,8 +454,8 @@ def warn_about_missing_init() -> None:
 def _is_no_invalid_setting(record: logging.LogRecord) -> bool:
     """Logging filter that returns False for Prefect's own report on an invalid setting.
 
-    Prefect logs the error in several lines when it starts its plugins, and raises the same error
-    later. The log entry is not needed, because `main` prints the raised error in one line.
+    Prefect logs the error in several lines, and raises the same error later. The log entry is not
+    needed, because `main` prints the raised error in one line.
     """
     # Import this module only here, because its import takes long.
     from pydantic import ValidationError
@@ -485,7 +487,9 @@ def do(words: Sequence[str]) -> int:
 
 
 def wait_for_stack() -> None:
-    """Wait while `muster up` starts the stack of this MUSTER_HOME, and then use its server."""
+    """If `muster up` is starting the stack of this MUSTER_HOME, wait for the stack. Use its
+    server.
+    """
     with suppress(OSError):
         if (muster_home() / "stack" / "starting.json").exists():
             from deployments.stack.state import wait_while_starting

@@ -37,8 +37,8 @@ def run_pipeline(
 
     Args:
         pipeline: The Prefect flow that runs pipelines.
-        path: The pipeline file. If None, the flow run `resume` is resumed with its present spec.
-        overrides: Values of the option `--set`. They replace values of the pipeline's spec.
+        path: The pipeline file. None to resume the flow run `resume` with its present spec.
+        overrides: Values of the option `--set`, which replace values of the pipeline's spec.
         resume: Id or name of the flow run to resume. If empty, a new flow run is started.
 
     Returns:
@@ -77,8 +77,8 @@ def run_pipeline(
             with connect_to_server(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
-                # Check the specs of all stages, so that an invalid pipeline does not start. Call
-                # `add_deployment_specs` only because it raises an error if a spec is invalid.
+                # Check the specs of all stages, so that an invalid pipeline does not start. The
+                # call is only needed for its error, which is raised if a spec is invalid.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:

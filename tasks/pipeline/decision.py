@@ -33,7 +33,7 @@ class StageRun:
     state: str
     #: Message of the flow run's state, or an empty string.
     message: str
-    #: Final state of the run. A run whose process was lost is FAILED. None if the run has not
+    #: Final state of the run. FAILED if the process of the run was lost. None if the run has not
     #: ended.
     ending: RunState | None
     #: Time with time zone at which the run ended. None if the run has not ended.
@@ -43,7 +43,7 @@ class StageRun:
     #: Reason why the pipeline has stopped the run early, or an empty string.
     stop_reason: str = ""
     #: True if the run has completed, but evaluations of its checkpoints have not ended. The stage
-    #: needs the results of these evaluations to choose the best point.
+    #: needs their results to choose the best point.
     awaits_evaluations: bool = False
 
     @property
@@ -74,8 +74,8 @@ class StagePlan:
     name: str
     #: Names of the stages that must have ended before this stage begins.
     needs: tuple[str, ...]
-    #: Names of the stage's units, each of which has its own runs. A stage without a matrix has one
-    #: unit with the name of the stage. A stage with a matrix has one unit `NAME.N` for each point.
+    #: Names of the stage's units. Each unit has its own runs. A stage without a matrix has one unit
+    #: with the name of the stage. A stage with a matrix has one unit `NAME.N` for each point.
     units: tuple[str, ...]
     #: Largest number of active runs of the stage, or None if there is no limit.
     at_most: int | None = None
@@ -88,8 +88,8 @@ class StageState(Enum):
 
     #: A stage that this stage needs has not ended, or the pipeline stops before this stage.
     WAITING = "waiting"
-    #: The stage has begun and has not ended. A stage whose runs have ended is also active while the
-    #: pipeline awaits the evaluations of a run.
+    #: The stage has begun and has not ended. The stage is also active after the end of its runs,
+    #: while the pipeline waits for evaluations of a run.
     ACTIVE = "active"
     #: All runs of the stage have completed or were stopped early. A stage with a matrix has one run
     #: for each point of the matrix.
@@ -112,18 +112,19 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
-    #: Completed runs whose evaluations the pipeline awaits, in the order of the stages.
+    #: Completed runs with unfinished evaluations for which the pipeline waits, in the order of the
+    #: stages.
     evaluated: tuple[StageRun, ...]
-    #: State of each stage, by name, before the runs in `begins` are created.
+    #: Mapping from stage name to state, before the runs in `begins` are created.
     states: Mapping[str, StageState]
-    #: The skipped stages. The key is the name of a stage, and the value is the reason.
+    #: Mapping from the name of a skipped stage to the reason.
     skipped: Mapping[str, str]
     #: Failed or cancelled run after which no further run begins, or None.
     ended_by: StageRun | None
 
     @property
     def is_over(self) -> bool:
-        """True if the pipeline has ended: it awaits no run, and must create no further run."""
+        """True if the pipeline has ended: no run is active, and no further run must be created."""
         return not self.begins and not self.active and not self.evaluated
 
 
@@ -136,20 +137,21 @@ def decide(
     """Return the next actions of a pipeline.
 
     A unit is a stage without a matrix, or one point of a stage's matrix. A unit never has two
-    active runs. If the last run of a unit failed or was cancelled, there are two cases. If a user
-    has started the pipeline again after the end of that run, the unit is run again. Otherwise, the
-    failure is final: the pipeline creates no further run, unless the stage says that the pipeline
-    continues. A run that the pipeline has stopped early is no failure, and its unit is never run
-    again.
+    active runs.
+
+    - After a failed or cancelled run, the unit is run again only if a user has restarted the
+      pipeline since then. Otherwise the pipeline creates no further runs, unless the stage allows
+      it to continue.
+    - A run that the pipeline has stopped early is no failure, and its unit is never run again.
 
     Args:
         stages: All stages, in the order of the pipeline file.
         runs: All runs that the stages have had, in any order.
         requested_at: Time with time zone at which a user last started or retried the pipeline. See
             `find_last_request`.
-        find_skip_reason: Function that is called for a stage without runs, when all stages that it
-            needs have ended. Its arguments are the name of the stage and the states of all stages
-            before it. It returns the reason for skipping the stage, or an empty string.
+        find_skip_reason: Function that returns the reason for skipping a stage, or an empty string.
+            Its arguments are the name of the stage and the states of all earlier stages. The
+            function is called for a stage without runs after all stages that it needs have ended.
     """
     tries_of_unit: dict[str, list[StageRun]] = {}
     for run in sorted(runs, key=lambda run: run.number):
@@ -205,9 +207,9 @@ def decide(
 
 
 def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
-    """Return the stages in an order in which each stage comes after the stages that it needs.
+    """Return the stages, sorted so that each stage comes after the stages that it needs.
 
-    Stages that do not need each other keep their order in `stages`.
+    Otherwise, the order of `stages` is kept.
 
     Raises:
         ValueError: The needs contain a cycle or an unknown stage.
@@ -250,9 +252,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
         requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
-        The last run, if it is a failure. None if a run of the stage or point is active, has
-        completed or was stopped early. Also None if there are no runs, or if a user has started the
-        pipeline again after the end of the last run.
+        The last run, if it has failed or was cancelled and is not followed by a restart of the
+            pipeline. None in all other cases: without runs, or if a run is active, has completed or
+            was stopped early.
     """
     if not tries or _needs_no_run(tries):
         return None
@@ -264,9 +266,9 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A first run is always needed. A further run is needed only if all earlier runs have failed or
-    were cancelled. In addition, the user must have started or retried the pipeline after the end of
-    the last run. A run that was stopped early does not count as cancelled.
+    The result is True without any run. It is also True if all runs have failed or were cancelled,
+    and a user has started or retried the pipeline after that. A run that was stopped early does not
+    count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 
@@ -280,11 +282,11 @@ def _needs_no_run(tries: Sequence[StageRun]) -> bool:
 
 
 def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
-    """Return the last run of each stage or matrix point that has a run.
+    """Return the last run of each stage or matrix point, if it has a run.
 
     Args:
-        units: Names of stages, and names `STAGE.N` of matrix points. They are the keys of the
-            result, and give its order.
+        units: Names of stages, and names `STAGE.N` of matrix points. The keys of the result are in
+            this order.
         runs: All runs of the stages, in any order.
     """
     last_runs = {run.stage: run for run in sorted(runs, key=lambda run: run.number)}
@@ -306,14 +308,13 @@ def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
 def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
     """Return the time at which a user last started or retried a flow run.
 
-    The result is the time of the first state after the last final state. If the flow run never had
-    a final state, the result is the time of its first state. If a process was lost and Muster
-    starts a new process, the result does not change, because Muster then sets no final state.
+    This is the time of the first state after the last final state. Without a final state, it is the
+    time of the first state. A new process after a lost process does not change the result, because
+    Muster then sets no final state.
 
     Args:
-        states: One pair for each state that the flow run has had, in any order. A pair is the time
-            of the state (with time zone), and True if the state is final. At least one pair is
-            required.
+        states: A pair for each state that the flow run has had, in any order: the time of the state
+            (with time zone), and True if the state is final. At least one pair is required.
     """
     ordered = sorted(states)
     final_indexes = [index for index, (_, is_final) in enumerate(ordered) if is_final]

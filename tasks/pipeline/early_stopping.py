@@ -23,8 +23,8 @@ from tasks.spec.pipeline import PipelineSpec
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
-#: The rule `halving` compares points at training steps that grow by this factor. The value also
-#: determines how many points continue after a comparison: with 2, the better half.
+#: Factor of the rule `halving`. The training steps at which points are compared grow by this
+#: factor. With 2, the better half of the points continues after a comparison.
 _REDUCTION_FACTOR = 2
 
 
@@ -32,22 +32,25 @@ _REDUCTION_FACTOR = 2
 class PointHistory:
     """The values of one metric that the run of a matrix point has reported so far."""
 
-    #: Finite values of the metric by training step, sorted by step.
+    #: Mapping from training step to the finite value of the metric, sorted by step.
     figures: Mapping[float, float] = field(default_factory=dict)
-    #: Last training step that the point has reached, even if the metric has no value there. 0 if
+    #: Last training step that the point has reached, with or without a value of the metric. 0 if
     #: unknown.
     last_step: float = 0.0
-    #: True if the point has completed or was stopped early. Such a point reports no further values.
+    #: True if the point has completed or was stopped early. The point then reports no further
+    #: values.
     has_ended: bool = False
 
     def figure_at(self, step: float) -> float | None:
-        """Return the metric's last value at or before a training step, or None if there is none."""
+        """Return the metric's last value at or before a training step, or None without such a
+        value.
+        """
         earlier = [figure for reported, figure in self.figures.items() if reported <= step]
         return earlier[-1] if earlier else None
 
 
 def require_optuna(spec: PipelineSpec) -> None:
-    """Check that the package optuna can be imported if a stage of a pipeline stops points early.
+    """If a stage of a pipeline stops points early, check that the package optuna can be imported.
 
     Raises:
         InvalidSpec: The package cannot be imported in this Python environment.
@@ -76,12 +79,12 @@ def find_reason_to_stop(
 ) -> str:
     """Return the reason for stopping a running matrix point early, or an empty string.
 
-    The best metric value of the point so far is compared with the values of the other points at one
-    step. This is the last step that the point and at least three others have reached.
+    The best metric value of the point is compared with the values of the other points, at the last
+    step that the point and at least three others have reached.
 
-    For the rule `median`, points that have ended count with their last value at all later steps.
-    Otherwise, each stopped point would raise the median of the remaining points, and the rule would
-    stop nearly all points.
+    For the rule `median`, points that have ended keep their last value at all later steps.
+    Otherwise, the median of the remaining points would rise with each stop, and nearly all points
+    would be stopped.
 
     Args:
         rule: The key `stop_early` of the stage.
@@ -146,7 +149,7 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         best: Best metric value of the point.
         others: Metric value of each other point.
     """
-    # Import optuna only now: it is an optional package, and most pipelines do not need it.
+    # Import optuna only here, because most pipelines do not need this optional package.
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -154,8 +157,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # The pruner compares trials for the first time at the step `min_resource`. Here, the trials
-        # have a value only at the step `step`, so use this step.
+        # `min_resource` is the first step at which the pruner compares trials. Use the step `step`,
+        # because the trials have a value only there.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )
@@ -165,7 +168,7 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         sampler=optuna.samplers.RandomSampler(),
     )
     if rule.rule == "median":
-        # Include the point itself in the median of all points. If its value is the median, both are
+        # Include the point itself in the median. If the value of the point is the median, both are
         # then exactly equal, so that no rounding error can stop the point.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
@@ -175,8 +178,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         for figure in others:
             trial = study.ask()
             trial.report(figure, step)
-            # Ignore the result of this call. The call is necessary, because Optuna stores the value
-            # of a trial in it if the scheduler is successive halving.
+            # Ignore the result of this call. For successive halving, the call is necessary because
+            # Optuna uses it to store the value of the trial.
             trial.should_prune()
     trial = study.ask()
     trial.report(best, step)

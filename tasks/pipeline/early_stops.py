@@ -36,8 +36,8 @@ class EarlyStops:
     ) -> Iterator[tuple[StageRun, str]]:
         """Cancel the run of each matrix point that must be stopped early.
 
-        Yields each run that was cancelled, with the reason. If the Prefect server rejects the
-        request for a run, the run is not yielded, and the next call repeats the request.
+        The method yields each cancelled run with the reason. If the Prefect server rejects a
+        cancellation, the next call repeats the request.
 
         Args:
             spec: The pipeline.
@@ -61,8 +61,8 @@ class EarlyStops:
 def _stop(client: SyncPrefectClient, run: StageRun, reason: str) -> None:
     """Record the reason for stopping a run early, and cancel the run.
 
-    The reason is recorded first. The process of the pipeline may be killed between the two
-    requests. In that case, the pipeline's next process cancels the run for the same reason.
+    The reason is recorded first. If the process of the pipeline is killed between the two requests,
+    the pipeline's next process cancels the run for the same reason.
     """
     client.update_flow_run_labels(UUID(run.flow_run_id), {STOP_REASON_LABEL: reason})
     cancel_stage_run(client, run, f"stopped early: {reason}")

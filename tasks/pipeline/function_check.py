@@ -29,8 +29,8 @@ def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory
     Args:
         client: Client of the Prefect server, which may have the stored code of the steps.
         pipeline: The pipeline.
-        directory: Working directory of the pipeline's process. Steps without stored code use its
-            files.
+        directory: Working directory of the pipeline's process, whose files are the code of steps
+            without stored code.
 
     Raises:
         InvalidSpec: A function is missing or rejects its arguments. The error has all faults.
@@ -78,8 +78,8 @@ def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
 def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
     """Yield the faults of a function in the working directory of the pipeline's process.
 
-    If this directory is no project, a missing function is reported with another remedy. The user
-    cannot write the function into that directory, which Prefect may have created for this process.
+    If the directory is no project, the fault contains another remedy, because Prefect may have
+    created the directory only for this process.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

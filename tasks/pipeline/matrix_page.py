@@ -24,8 +24,8 @@ from tasks.spec.pipeline import Stage
 
 _log = logging.getLogger(__name__)
 
-#: Shortest time in seconds between two updates of a matrix's artifact, if only numbers change. If
-#: the state of a run has changed, the artifact is updated at once.
+#: Shortest time in seconds between two updates of a matrix's artifact if only numbers have changed.
+#: After a change of a run's state, the artifact is updated at once.
 _FIGURES_EVERY_S = 10.0
 
 
@@ -54,21 +54,22 @@ class MatrixPage:
         self._requests = requests
         self._histories = histories
         self._clock = clock
-        #: Content of each matrix's artifact at its last update, by the name of the stage.
+        #: Mapping from the name of a stage with a matrix to the content of its artifact at the last
+        #: update.
         self._contents: dict[str, Shown] = {}
-        #: States of the points of each matrix at the last update of its artifact. The key is the
-        #: name of the stage with the matrix.
+        #: Mapping from the name of a stage with a matrix to the states of the points at the last
+        #: update of the artifact.
         self._states: dict[str, list[str]] = {}
-        #: Time at which the artifact of a matrix was last updated, in seconds of `clock`. The key
-        #: is the name of the stage with the matrix.
+        #: Mapping from the name of a stage with a matrix to the time of the last update of the
+        #: artifact, in seconds of `clock`.
         self._updated_s: dict[str, float] = {}
-        #: Client that updates the artifact of a matrix. The dictionary's key is the artifact's key.
+        #: Mapping from the key of an artifact to the client that updates the artifact.
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:
         """Update the artifact of each matrix that has a run, if the content has changed.
 
-        If no run has changed its state, an artifact is updated at most every ten seconds.
+        Without a change of a run's state, an artifact is updated at most every ten seconds.
 
         Args:
             values: The runs of the pipeline's stages, and the values that they have produced.
@@ -106,7 +107,8 @@ class MatrixPage:
         Args:
             stage: The stage with the matrix.
             values: The runs of the pipeline's stages, and the values that they have produced.
-            runs: Last run of each point that has a run, by the point's name `STAGE.N`.
+            runs: Mapping from the name `STAGE.N` of a point to its last run. Points without runs
+                are missing.
             states: State of each point's last run, in the order of the points. `waits` if the point
                 has no run.
         """
@@ -155,16 +157,16 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         best: str | None,
     ) -> dict[str, MatrixCurve]:
-        """Return the curve of each matrix point that has a value, by the point's name `STAGE.N`.
+        """Return the curves of the matrix points, as a mapping from the point's name `STAGE.N`.
 
-        If the stage is a training, a curve shows the metric, or the figure of an evaluation, by
-        training step. If the stage is a function or a command, a curve is a single dot. Its x value
-        is the number of the point, and its y value is the number in the result.
+        For a training, the curve shows a metric, or a number of the evaluations, over the training
+        steps. For a function or a command, the curve is a single dot: x is the number of the point,
+        and y is a number in its result. Points without a value are missing.
 
         Args:
             stage: The stage with the matrix.
             values: The runs of the pipeline's stages, and the values that they have produced.
-            runs: Last run of each point that has a run, by the point's name.
+            runs: Mapping from the name of a point to its last run. Points without runs are missing.
             best: Name of the best point, or None if no point is the best yet.
         """
         key = _find_figure_key(stage)
@@ -191,7 +193,9 @@ class MatrixPage:
 
 
 def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
-    """Return a figure of a run's evaluations by training step. Empty if it cannot be read."""
+    """Return a mapping from training step to a number of the run's evaluations; empty if
+    unreadable.
+    """
     try:
         return read_evaluation_curve(RunPlace.of(run.name), key)
     except (OSError, ValueError) as error:

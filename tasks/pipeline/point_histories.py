@@ -24,12 +24,12 @@ class PointHistories:
     """
 
     def __init__(self) -> None:
-        #: Reader of each metric, by the name of the run and the key of the metric.
+        #: Mapping from the name of a run and the key of a metric to the reader of the metric.
         self._readers: dict[tuple[str, str], MetricReader] = {}
-        #: Values of each metric at the last read, by the name of the run and the key of the metric.
+        #: Mapping from the name of a run and the key of a metric to the values at the last read.
         self._histories: dict[tuple[str, str], PointHistory] = {}
         #: Metrics that were read after the end of their run, as pairs of the run's name and the
-        #: metric's key. These metrics cannot change, so they are not read again.
+        #: metric's key. These metrics are not read again, because they cannot change.
         self._complete: set[tuple[str, str]] = set()
         #: Names of the runs whose metrics could not be read at the last call.
         self._unreadable: set[str] = set()
@@ -57,7 +57,7 @@ class PointHistories:
         return self._histories.get(metric, PointHistory())
 
     def _read_new(self, run: StageRun, key: str) -> bool:
-        """Read the new lines of the metrics of a run. Return False if they cannot be read."""
+        """Read the new lines of the metrics of a run. Return False if the lines cannot be read."""
         place = RunPlace.of(run.name)
         reader = self._readers.setdefault((run.name, key), MetricReader(place, key))
         if self._files.is_idle:
@@ -65,8 +65,8 @@ class PointHistories:
         try:
             self._files.ask_blocking(reader.read_new, _ANSWERS_WITHIN_S)
         except FileNotFoundError:
-            # There are no metrics to read: the run has not begun, or its directory is on another
-            # host.
+            # There are no metrics to read, because the run has not begun or its directory is on
+            # another host.
             return False
         except (OSError, ValueError) as error:
             if run.name not in self._unreadable:

@@ -39,7 +39,7 @@ class ProgressReport:
         self._flow_run_id = flow_run_id
         self._requests = requests
         self._stage_names = stage_names
-        #: Last reported state of each run, by the id of the flow run.
+        #: Mapping from the id of a flow run to the last reported state of the run.
         self._reported: dict[str, StageRun] = {}
         #: Names of the skipped stages that the pipeline's page in the Prefect UI shows.
         self._shown_skips: set[str] = set()
@@ -60,7 +60,8 @@ class ProgressReport:
     def report(self, decision: PipelineDecision, runs: Sequence[StageRun]) -> None:
         """Report new, ended and skipped stage runs since the last call.
 
-        The state message of the pipeline's flow run is set to the states of the active runs.
+        The state message of the pipeline's flow run is set to a text with the states of the active
+        runs.
 
         Args:
             decision: The present decision of the pipeline.

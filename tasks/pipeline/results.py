@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 def locate_result(place: RunPlace) -> Path | None:
-    """Return the path of a step's result, which is in the directory of the last attempt.
+    """Return the path of a step's result in the directory of the last attempt.
 
     A step is a stage of a pipeline that runs a function or a command.
 
@@ -42,11 +42,11 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
     """Return the result of a completed step as JSON data, with its secrets masked.
 
     A step is a stage of a pipeline that runs a function or a command. If the file of the result
-    contains secrets, it is replaced by a file in which they are masked.
+    contains secrets, a file with masked secrets replaces it.
 
     Args:
         place: Directory of the step's run.
-        is_required: True if a missing result is an error. If False, None is returned for a missing
+        is_required: True if a missing result is an error. False to return None for a missing
             result.
         mask: Function that returns a text with its secrets masked.
 
@@ -101,7 +101,8 @@ def keep_large_value(flow_run_id: UUID, name: str, value: Any) -> Any:
     """Return a value, or the path of a new file with the value if the value is large.
 
     Args:
-        flow_run_id: Id of the pipeline's flow run. Its directory receives the file.
+        flow_run_id: Id of the pipeline's flow run. The file is written to the directory of this
+            flow run.
         name: Name of the value, such as `prepare.result.rows`, for the name of the file.
         value: JSON data.
 
@@ -129,13 +130,13 @@ def read_last_metric(place: RunPlace, key: str) -> float | None:
 
 
 def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
-    """Return the name of the best point of a matrix, or None if no point has a number to compare.
+    """Return the name of the best point of a matrix, or None if no point has a number.
 
     If several points have the best number, the first of them is returned.
 
     Args:
-        figures: The compared number of each completed point. The keys are the names of the
-            points, in the order of the matrix.
+        figures: Mapping from the name of a completed point to the number that is compared, in the
+            order of the matrix.
         mode: `max` if a larger number is better, or `min`.
     """
     known = {unit: figure for unit, figure in figures.items() if figure is not None}
@@ -149,8 +150,8 @@ def format_points(
     """Return the rows of a table with the points of a matrix.
 
     Args:
-        rows: A tuple for each point. It has the point's name `STAGE.N`, the point's values in the
-            matrix, the state of its run, and the number by which the best point is chosen.
+        rows: A tuple for each point: the name `STAGE.N`, the point's values in the matrix, the
+            state of its run, and the number by which the best point is chosen.
         best: Name of the best point, or None.
     """
     return [

@@ -25,8 +25,8 @@ def cancel_and_wait(
 ) -> str:
     """Cancel runs and wait until they have ended.
 
-    The wait is limited to the longest grace periods of a run plus three minutes. After a call of
-    `requests.hurry`, the runs are cancelled without grace periods, and the wait is limited to 30 s.
+    The wait takes at most the longest grace periods of a run plus three minutes. After a call of
+    `requests.hurry`, the runs get no grace periods, and the wait takes at most 30 s.
 
     Args:
         runs: The active runs.

@@ -25,8 +25,8 @@ _FLOW_RUN = "prefect.flow-run."
 _END_EVENTS = [
     f"{_FLOW_RUN}{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 ]
-#: Seconds to wait before a new connection, after the event stream was lost for the first time. Each
-#: further loss doubles this time.
+#: Delay in seconds from the first loss of the event stream to the next connection. Each further
+#: loss doubles this delay.
 _RECONNECT_S = 1.0
 #: Longest delay in seconds from a loss of the event stream to the next connection.
 _RECONNECT_AT_MOST_S = 30.0
@@ -38,12 +38,12 @@ _JOIN_TIMEOUT_S = 5.0
 def listen_for_run_ends(
     is_own_run: Callable[[str], bool], wake: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `wake` when a run of the pipeline has ended, while the context is open.
+    """While the context is open, call `wake` after the end of each run of the pipeline.
 
     Args:
         is_own_run: Function that returns True if a flow run with this id belongs to the pipeline.
-            Another thread calls it.
-        wake: Function that wakes the pipeline. Another thread calls it.
+            The function is called in another thread.
+        wake: Function that wakes the pipeline. The function is called in another thread.
     """
     loop = asyncio.new_event_loop()
     reading = loop.create_task(_read_events(is_own_run, wake))
@@ -61,8 +61,8 @@ def listen_for_run_ends(
     try:
         yield
     finally:
-        # If the thread has ended because of an error, its event loop is closed, and the next call
-        # raises RuntimeError.
+        # The next call raises RuntimeError if an error has already ended the thread and closed its
+        # event loop.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(reading.cancel)
         thread.join(_JOIN_TIMEOUT_S)
@@ -83,8 +83,8 @@ async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], Non
                     if is_own_run(event.resource.id.removeprefix(_FLOW_RUN)):
                         wake()
         except Exception as error:
-            # The events only make the pipeline faster. Without events, it reads the states of its
-            # runs every few seconds.
+            # Without events, the pipeline is only slower: it reads the states of its runs every few
+            # seconds.
             _log.debug(
                 "Muster lost the connection for the events of Prefect, and connects again in %.0f "
                 "s: %r",

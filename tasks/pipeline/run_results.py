@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 class RunResults:
     """Reads the results and checkpoints of a pipeline's completed runs.
 
-    It also reads the numbers by which the key `best` of a stage chooses the best point of a matrix.
+    The class also reads the numbers by which the best point of a matrix is chosen (key `best` of a
+    stage).
     """
 
     def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
@@ -54,15 +55,15 @@ class RunResults:
         """
         self._requests = requests
         self._secrets = frozenset(secrets)
-        #: Result of each completed step by the id of its flow run. A step is a stage that runs a
-        #: function or a command. If a result is missing or not valid, the value is an exception
-        #: with the reason.
+        #: Mapping from the id of a flow run to the result of its completed step. A step is a stage
+        #: that runs a function or a command. If the result is missing or invalid, the value is an
+        #: exception with the reason.
         self._results: dict[str, Any] = {}
-        #: Number by which the best point of a matrix is chosen, see the key `best`. The keys are
-        #: the flow run ids of the completed points. The value is None if a point has no number.
+        #: Mapping from the flow run id of a completed point to the number by which the best point
+        #: is chosen (key `best`). None if the point has no number.
         self._figures: dict[str, float | None] = {}
-        #: Flow run ids of the completed runs whose evaluations have ended. The evaluations of these
-        #: runs do not change any more.
+        #: Flow run ids of the completed runs whose evaluations have ended. These evaluations do not
+        #: change any more.
         self._evaluated: set[str] = set()
 
     def add_secrets(self, secrets: Collection[str]) -> None:
@@ -70,11 +71,11 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Return a run, changed if the run has completed but the pipeline cannot use it yet.
+        """Return a run with a changed state if the pipeline cannot use the completed run yet.
 
-        - If a step (a function or a command) has no usable result, its state becomes Failed.
-        - If `best` of the stage compares evaluations, the field `awaits_evaluations` is set. It is
-          True until all evaluations of the run have ended.
+        - A step (a function or a command) without a usable result becomes Failed.
+        - A run whose evaluations are compared by `best` gets `awaits_evaluations=True` until all
+          its evaluations have ended.
 
         Any other run is returned unchanged.
 
@@ -106,10 +107,10 @@ class RunResults:
         return self._results[run.flow_run_id]
 
     def _awaits_evaluations(self, stage: Stage, run: StageRun) -> bool:
-        """Return True if evaluations that the key `best` of a stage compares have not ended.
+        """Return True if `best` of a stage compares evaluations, and some have not ended.
 
-        The record of a run's evaluations may be out of date after the end of the run, so the
-        Prefect server is asked, too.
+        The method also asks the Prefect server, because the record of the evaluations may be
+        outdated after the end of the run.
 
         Args:
             stage: The stage of the run.
@@ -137,15 +138,15 @@ class RunResults:
         return False
 
     def figure(self, stage: Stage, run: StageRun, best: Best) -> float | None:
-        """Return the number of a run that the key `best` compares, or None if it is unknown.
+        """Return the number of a run for the comparison by `best`, or None if unknown.
 
-        For a step (a function or a command), the number is in the step's result. For a training, it
-        is the last value of a metric, or the best value of an evaluation's figure.
+        For a step (a function or a command), this is a number in the result. For a training, this
+        is the last value of a metric, or the best value of a number in the evaluations.
 
         Args:
             stage: The stage of the run.
             run: A run that has completed or was stopped early.
-            best: The key `best` of the stage. It must be the same at each call for the run.
+            best: The key `best` of the stage. All calls for the same run must use the same value.
         """
         if run.awaits_evaluations:
             return self._read_figure(stage, run, best)
@@ -217,8 +218,8 @@ def _find_checkpoint(
     client: SyncPrefectClient, stage: Stage, run: StageRun
 ) -> CheckpointPath | None:
     """Return the path of a completed run's checkpoint, or None if the run has no checkpoint."""
-    # The pipeline's spec may have changed after the start of the run. So read the spec with which
-    # the run was started.
+    # Read the spec with which the run was started, because the pipeline's spec may have changed
+    # since then.
     spec = RunSpec.model_validate(
         client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
     )

@@ -14,9 +14,10 @@ from tasks.server.flow_runs import ServerAway, connect_to_server
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two requests for the state of a stage's run, and between two tries of a request.
+#: Seconds between two requests for the state of a stage's run, and between two tries of the same
+#: request.
 POLL_INTERVAL_S = 2.0
-#: Seconds to wait for a Prefect server that does not answer, once the pipeline must end.
+#: Seconds to wait for a silent Prefect server when the pipeline must end.
 _SERVER_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
@@ -25,8 +26,8 @@ T = TypeVar("T")
 class ServerRequests:
     """Sends requests to the Prefect server, and repeats them while the server does not answer.
 
-    Once the pipeline must end, the waits become short, and a request is repeated for at most 30
-    seconds. `end_soon`, `hurry` and `wake` may be called by any thread.
+    After a call of `end_soon`, the waits become short, and a request is repeated for at most 30
+    seconds. `end_soon`, `hurry` and `wake` may be called in any thread.
     """
 
     def __init__(self, api_url: str) -> None:
@@ -35,11 +36,11 @@ class ServerRequests:
             api_url: Address of the Prefect server's API.
         """
         self._api_url = api_url
-        #: Event that is set when the pipeline must end, or when the next flow process of the
-        #: pipeline must continue it.
+        #: Event that is set when this process must leave the pipeline: because the pipeline must
+        #: end, or because the next flow process will continue the pipeline.
         self.ending = threading.Event()
-        #: Event that is set to end the current wait. If the event is set while nothing waits, the
-        #: next wait ends at once.
+        #: Event that is set to end the current wait. If no wait is running, the event ends the next
+        #: wait at once.
         self._woken = threading.Event()
         #: True if the active runs must be cancelled without their grace periods.
         self.is_hurried = False
@@ -52,7 +53,7 @@ class ServerRequests:
     def wake(self) -> None:
         """End the current wait, because a run has ended.
 
-        If nothing waits now, the next wait ends at once.
+        If no wait is running, the next wait ends at once.
         """
         self._woken.set()
 
@@ -101,10 +102,10 @@ class ServerRequests:
         return True
 
     def wait(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds, or less if a run ends or the pipeline must end.
+        """Wait `delay_s` seconds. The wait is shorter if a run ends or the pipeline must end.
 
-        If the pipeline must already end when this method is called, the method only waits a quarter
-        of `delay_s`.
+        If the pipeline already had to end before this call, the wait takes only a quarter of
+        `delay_s`.
 
         Returns:
             True if a call of `wake` has ended the wait.

@@ -71,8 +71,8 @@ from tasks.spec.secrets import drop_common_values, find_env_secrets
 
 _log = logging.getLogger(__name__)
 
-#: Seconds from a handover of the pipeline until the next flow process may start. This is long
-#: enough for the old flow process to exit first.
+#: Seconds from a handover of the pipeline until the next flow process may start. The old flow
+#: process exits within this time.
 _DUE_AFTER_S = 5.0
 
 #: Function that returns a fault for each stage that can never fit on its cluster.
@@ -91,19 +91,19 @@ class PipelineSession:
         self._requests = ServerRequests(api_url)
         #: Reason for ending the pipeline as cancelled, or an empty string.
         self.cancel_reason = ""
-        #: Reason why this process stops and the pipeline's next flow process continues the
-        #: pipeline. An empty string if this process keeps the pipeline.
+        #: Reason why this process stops and another flow process will continue the pipeline. Empty
+        #: if this process keeps the pipeline.
         self.hand_over_reason = ""
-        #: Reason why a stage cannot begin, so that the pipeline fails, or an empty string.
+        #: Reason why a stage cannot begin. The pipeline then fails. Empty without such a reason.
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
         #: All runs of the pipeline's stages, as the Prefect server last returned them. The order is
         #: arbitrary.
         self._runs: list[StageRun] = []
-        #: State of each stage at the last decision, by name.
+        #: Mapping from the name of a stage to its state at the last decision.
         self._states: Mapping[str, StageState] = {}
-        #: The skipped stages. The key is the name of a stage, and the value is the reason.
+        #: Mapping from the name of a skipped stage to the reason.
         self._skipped: Mapping[str, str] = {}
         #: Results of the completed runs. Secrets of the environment are masked in them.
         self._results = RunResults(self._requests, find_env_secrets(os.environ))
@@ -111,19 +111,19 @@ class PipelineSession:
         self._histories = PointHistories()
         self._early_stops = EarlyStops(self._requests, self._histories)
         self._matrix_page = MatrixPage(flow_run_id, self._requests, self._histories)
-        #: Earlier runs whose results are used instead of new runs. The keys are the names of the
-        #: stages, or `STAGE.N` for the point N of a matrix.
+        #: Mapping from the name of a stage, or `STAGE.N` for a matrix point, to an earlier run
+        #: whose result is used instead of a new run.
         self._reused: dict[str, StageRun] = {}
         #: Duration of the last call of `advance`, in seconds.
         self._advance_s = 0.0
-        #: True after this process has begun to leave the pipeline to the next flow process.
+        #: True after this process has begun to hand the pipeline over to the next flow process.
         self.is_handing_over = False
 
     def interrupt(self, why: str) -> None:
         """Request that the pipeline ends as cancelled, and return at once.
 
-        All active runs are cancelled with their grace periods. A second call changes nothing,
-        because one cancellation may arrive both as a signal and from the Prefect server.
+        All active runs are cancelled with their grace periods. A second call changes nothing: the
+        same cancellation may arrive as a signal and from the Prefect server.
         """
         self.cancel_reason = self.cancel_reason or why
         self._requests.end_soon()
@@ -140,8 +140,8 @@ class PipelineSession:
     def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
         """Check all stages before the first begins, and store a fault in `failure`.
 
-        The specs, the deployments and the secrets of the stages are checked. The functions and the
-        resources are checked only if no stage has begun.
+        The method always checks the specs, deployments and secrets of the stages. It checks the
+        functions and resources only if no stage has begun.
 
         Args:
             find_unfit_stages: Function that returns a fault for each stage that can never fit on
@@ -187,7 +187,7 @@ class PipelineSession:
             True if the pipeline must wait for a run. False if the pipeline ends.
 
         Raises:
-            Pause: This process must exit, because the next flow process continues the pipeline.
+            Pause: This process must exit, because another flow process will continue the pipeline.
         """
         if self.cancel_reason:
             return False
@@ -198,8 +198,8 @@ class PipelineSession:
         if decision.is_over or self.cancel_reason:
             return False
         # Do not hand the pipeline over while a run is being cancelled, for example by `muster
-        # down`. The cancellation of a run ends the pipeline, so only wait for the end of that run.
-        # Runs that the pipeline itself stops early do not end the pipeline.
+        # down`. The cancellation of that run will end the pipeline. Runs that the pipeline itself
+        # stops early do not matter here.
         is_cancelling = any(run.is_cancelling and not run.stop_reason for run in decision.active)
         if self.hand_over_reason and not is_cancelling:
             self._hand_over(_describe_handover(decision))
@@ -216,28 +216,28 @@ class PipelineSession:
     def wait(self) -> None:
         """Wait until a run ends, the next read of the runs' states is due, or the pipeline ends.
 
-        When a run ends, the wait still continues for twice the duration of the last call of
-        `advance`. If many runs of a large matrix end shortly after each other, a single call of
-        `advance` then handles several ends.
+        After the end of a run, the wait continues for twice the duration of the last call of
+        `advance`. So a single call of `advance` can handle several runs of a large matrix that end
+        shortly after each other.
         """
         if self._requests.wait(POLL_INTERVAL_S):
             self._requests.ending.wait(min(POLL_INTERVAL_S, 2 * self._advance_s))
 
     def owns_run(self, flow_run_id: str) -> bool:
-        """Return True if a flow run belongs to a stage. Any thread may call it."""
+        """Return True if a flow run belongs to a stage. May be called in any thread."""
         return any(run.flow_run_id == flow_run_id for run in self._runs)
 
     def wake(self) -> None:
-        """End the pause between two checks of the pipeline's runs. Any thread may call it."""
+        """End the pause between two checks of the pipeline's runs. May be called in any thread."""
         self._requests.wake()
 
     def cancel_runs(self) -> None:
         """Cancel all runs of a cancelled pipeline that have not ended, and wait for their ends.
 
-        Does nothing if the pipeline is not cancelled. The wait is limited to the longest grace
-        periods of a run plus three minutes. After a call of `hurry`, the runs are cancelled without
-        grace periods, and the wait is limited to 30 s. A phrase about the end of each run is added
-        to `cancel_reason`.
+        If the pipeline is not cancelled, nothing happens. The wait takes at most the longest grace
+        periods of a run plus three minutes. After a call of `hurry`, the runs get no grace periods,
+        and the wait takes at most 30 s. A phrase about the end of each run is added to
+        `cancel_reason`.
         """
         if not self.cancel_reason:
             return
@@ -267,8 +267,8 @@ class PipelineSession:
     def _plain_run_spec(self, unit: str) -> object:
         """Return the run spec of a stage, or of one point of its matrix, before the run starts.
 
-        Results of other stages may be unknown at this time. So a fixed text replaces each
-        placeholder for such a result, `${stage.NAME.KEY}`.
+        A fixed text replaces each placeholder for a result of another stage, `${stage.NAME.KEY}`,
+        because the result may still be unknown.
         """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
@@ -347,7 +347,9 @@ class PipelineSession:
         return decision
 
     def _begin(self, step: Begin) -> None:
-        """Create a new run of a stage. If that is not possible, store the reason in `failure`."""
+        """Create a new run of a stage. If the run cannot be created, store the reason in
+        `failure`.
+        """
         stage = self.spec.unit_stage(step.stage)
         try:
             spec = self.spec.fill_run_spec(step.stage, self._values(self._states).placeholder_value)
@@ -369,7 +371,7 @@ class PipelineSession:
         self._report.report_new_run(run)
 
     def _use_cache(self, step: Begin, tag: str) -> bool:
-        """Use the result of an earlier run of a stage, if an earlier run had the same inputs.
+        """Use the result of an earlier run of a stage with the same inputs, if possible.
 
         Args:
             step: The planned run of the stage. An earlier run with a usable result replaces it.
@@ -400,9 +402,9 @@ class PipelineSession:
         return False
 
     def _check_result(self, run: StageRun) -> StageRun:
-        """Return a run as `RunResults.check_result` describes it.
+        """Return a run with its result checked by `RunResults.check_result`.
 
-        A run whose stage is no longer in the pipeline is returned unchanged.
+        If the stage of the run is no longer in the pipeline, the run is returned unchanged.
         """
         if run.stage_name not in self.spec.stage_names:
             return run
@@ -412,7 +414,7 @@ class PipelineSession:
         """Return the values of the stages that placeholders and conditions of later stages can use.
 
         Args:
-            states: State of each stage, by name.
+            states: Mapping from the name of a stage to its state.
         """
         return StageValues(
             spec=self.spec,
@@ -425,9 +427,8 @@ class PipelineSession:
     def _update_tags(self, client: SyncPrefectClient) -> None:
         """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
 
-        If a user started an earlier process of the pipeline on the command line, the flow run has a
-        tag that names that process. If a worker has started the current process, that tag is
-        outdated and is removed.
+        If a worker has started this process, the tag of an earlier process that a user started on
+        the command line is removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
@@ -449,17 +450,17 @@ class PipelineSession:
         return runs, find_last_request(times)
 
     def _hand_over(self, progress: str) -> NoReturn:
-        """Set a waiting state for the flow run. Its next flow process then continues the pipeline.
+        """Set a waiting state for the flow run, whose next process then continues the pipeline.
 
-        If the server does not answer, the state is not set. A later `muster reconcile` finds that
-        the flow run has no process, and schedules its next process.
+        If the server does not answer, the state is not set. A later `muster reconcile` then finds
+        the flow run without a process, and schedules its next process.
 
         Args:
             progress: Progress of the pipeline, for the message of the state.
 
         Raises:
-            Pause: Always. The exception makes Prefect leave the flow run's state unchanged when
-                this process ends.
+            Pause: Always. Because of this exception, Prefect does not change the flow run's state
+                at the end of this process.
         """
         state = flow_runs.make_handover_state(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
         self._report.say(str(state.message))
@@ -502,9 +503,9 @@ def open_pipeline(
 ) -> Iterator[PipelineSession]:
     """Open the pipeline of the active flow run, as a context manager.
 
-    While the context is open, a signal or a cancellation ends the pipeline and all active runs.
-    There is one exception: if a worker sends SIGTERM without a cancellation, the pipeline is handed
-    over to a process of the next worker.
+    While the context is open, a signal or a cancellation ends the pipeline and all active runs. The
+    only exception is a SIGTERM of a worker without a cancellation: the next worker then continues
+    the pipeline.
 
     Args:
         spec: Spec of the pipeline.

@@ -39,7 +39,7 @@ from tasks.server.flow_runs import read_flow_runs, read_refusal
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
-#: Final states of a run, by the state type of the run's Prefect flow run.
+#: Mapping from a Prefect state type of a flow run to the final state of its run.
 _ENDINGS = {
     StateType.COMPLETED: RunState.COMPLETED,
     StateType.CANCELLED: RunState.CANCELLED,
@@ -47,8 +47,8 @@ _ENDINGS = {
     StateType.CRASHED: RunState.FAILED,
 }
 
-#: Prefix of the Prefect tag with which the cached result of a step is found. A hash of the step's
-#: inputs follows the prefix, so that runs with the same inputs have the same tag.
+#: Prefix of the Prefect tag for finding the cached result of a step. A hash of the step's inputs
+#: follows the prefix, so runs with the same inputs have the same tag.
 _CACHE_TAG = "cache:"
 #: Prefix of the Prefect tag of a task run that reuses the result of an earlier flow run. The id of
 #: that flow run follows the prefix.
@@ -64,7 +64,7 @@ _PAGE = 200
 def idempotency_key(pipeline: str, stage: str, number: int) -> str:
     """Return the Prefect idempotency key for one run of a pipeline's stage.
 
-    The Prefect server creates only one flow run for each key, even if the request is repeated.
+    For each key, the Prefect server creates only one flow run, even after a repeated request.
 
     Args:
         pipeline: Id of the pipeline's flow run.
@@ -145,7 +145,7 @@ def create_stage_run(
     spec: Mapping[str, Any],
     tags: Iterable[str],
 ) -> StageRun:
-    """Create the flow run for one run of a stage. If it already exists, only return it.
+    """Create the flow run for one run of a stage, or return an existing flow run.
 
     Args:
         client: Client of the Prefect server.
@@ -181,14 +181,14 @@ def create_child_run(
     spec: Mapping[str, Any],
     tags: Iterable[str],
 ) -> FlowRun:
-    """Create a flow run as a subflow of another flow run. If it already exists, only return it.
+    """Create a flow run as a subflow of another flow run, or return an existing subflow.
 
     Args:
         client: Client of the Prefect server.
         parent: Id of the parent's flow run.
         unit: Name of the task run that shows the subflow in the parent's flow run.
         number: Number of the subflow among the subflows of the unit, from 1.
-        deployment_name: Deployment that creates the flow run. If None, Muster's own deployment.
+        deployment_name: Deployment that creates the flow run. None for Muster's own deployment.
         spec: The run spec, in which the placeholders of the parent are replaced.
         tags: Tags of the new flow run.
 
@@ -200,9 +200,9 @@ def create_child_run(
     deployment = require_deployment(client, deployment_name)
     task_run = _create_task_run(client, parent, unit, number, Pending())
 
-    # Let the run use the working directory of this process, with two exceptions. A deployment that
-    # the stage names has its own working directory. A run with stored code needs no directory of
-    # the project.
+    # Let the run use the working directory of this process, with two exceptions. If the stage names
+    # a deployment, the deployment has its own working directory. If the run has stored code, it
+    # needs no project directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if has_own_deployment and not has_stored_code:
@@ -236,7 +236,7 @@ def _create_task_run(
     state: State[Any],
     tags: Iterable[str] = (),
 ) -> TaskRun:
-    """Create the task run that shows a run of a stage. If it already exists, only return it.
+    """Create the task run that shows a run of a stage, or return an existing task run.
 
     Args:
         client: Client of the Prefect server.
@@ -274,14 +274,14 @@ def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
     """Return a tag for the flow run of a step, made from a hash of the step's inputs.
 
     A step is a stage that runs a function or a command. Runs of steps with the same inputs have the
-    same tag, so cached results are found by the tag.
+    same tag, so that a cached result can be found.
 
     Args:
         spec: The run spec of the step, in which the values of earlier stages are filled in.
         with_code: True if the files of the project are an input, too.
     """
     inputs = {key: spec.get(key) for key in ("components", "env", "cwd")}
-    # Leave out `launcher`, because the machine on which a step runs does not change its result.
+    # Leave out `launcher`, because a step has the same result on every machine.
     inputs["components"] = {
         name: {key: value for key, value in component.items() if key != "launcher"}
         for name, component in spec["components"].items()
@@ -339,8 +339,8 @@ def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun
         try:
             flow_run = client.read_flow_run(UUID(used[0].removeprefix(_REUSED_TAG)))
         except ObjectNotFound:
-            # The flow run whose result was reused has been deleted, and its result with it. So
-            # leave out this reuse: the pipeline runs the stage again.
+            # The flow run whose result was reused has been deleted, together with the result. So
+            # leave out this entry. The pipeline then runs the stage again.
             continue
         unit = task_run.task_key.removeprefix("stage-")
         run = describe_stage_run(unit, int(task_run.dynamic_key), flow_run)
@@ -349,7 +349,7 @@ def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun
 
 
 def _read_task_runs(client: SyncPrefectClient, pipeline: UUID) -> Iterator[TaskRun]:
-    """Yield the task runs of a pipeline's flow run. The server returns them page by page."""
+    """Yield the task runs of a pipeline's flow run, which are read page by page."""
     flow_run_filter = FlowRunFilter.model_validate({"id": {"any_": [pipeline]}})
     for offset in count(step=_PAGE):
         page = client.read_task_runs(flow_run_filter=flow_run_filter, limit=_PAGE, offset=offset)
@@ -371,8 +371,7 @@ def cancel_stage_run(
         client: Client of the Prefect server.
         run: The run.
         message: Message of the run's new state.
-        is_now: If True, the run is cancelled without its grace periods, as by `muster cancel
-            --now`.
+        is_now: True to cancel the run without its grace periods, like `muster cancel --now`.
     """
     flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
 
@@ -390,6 +389,6 @@ def format_link(run: StageRun) -> str:
 def _placeholder_task() -> None:
     """Do nothing. This function is never called.
 
-    A stage's run is shown as a task run in the pipeline's flow run. Prefect can create a task run
-    only for a function.
+    Muster shows a stage's run as a task run in the pipeline's flow run. Prefect can create a task
+    run only for a function.
     """

@@ -18,7 +18,7 @@ from tasks.spec.step import is_step
 
 
 class CannotBegin(MusterError):
-    """A stage of a pipeline cannot begin, and would fail again if the pipeline tried once more.
+    """A stage of a pipeline cannot begin, and another try would fail, too.
 
     The user must change the pipeline's spec or the Prefect server.
     """
@@ -48,7 +48,7 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
     """Read the run specs of the stages that name a deployment instead of a spec.
 
     Returns:
-        The run specs by the name of the stage.
+        Mapping from the name of a stage to the run spec.
 
     Raises:
         CannotBegin: A deployment does not exist or has no run spec.
@@ -68,10 +68,10 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
     """Return the pipeline with a code version in the run spec of each of its stages.
 
-    The project's code is stored. Its version is written into each step and each run spec that has
-    no key `code`. If a step or run spec has the key `code`, the named code must be available. If a
-    run needs the Python environment that is activated in this shell, its spec also gets the
-    environment's variable VIRTUAL_ENV or CONDA_PREFIX.
+    The function stores the project's code, and writes the version into each step and run spec
+    without a key `code`. An existing key `code` must name available code. If a run needs the
+    activated Python environment of this shell, its spec also gets the variable VIRTUAL_ENV or
+    CONDA_PREFIX.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.

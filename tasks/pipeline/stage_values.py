@@ -24,8 +24,8 @@ from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_I
 class StageValues:
     """The values that stages have produced for placeholders and conditions of later stages.
 
-    An instance is a snapshot of the runs and states. The pipeline takes it each time that it
-    decides which runs begin next.
+    An instance is a snapshot of the runs and states. The pipeline takes a snapshot before each
+    decision about the next runs.
     """
 
     spec: PipelineSpec
@@ -34,7 +34,8 @@ class StageValues:
     flow_run_id: UUID
     #: All runs of the stages, in any order.
     runs: Sequence[StageRun]
-    #: State of each stage, by name. Stages whose state is not decided yet may be missing.
+    #: Mapping from the name of a stage to its state. Stages whose state is not decided yet may be
+    #: missing.
     states: Mapping[str, StageState]
     results: RunResults
 
@@ -86,7 +87,8 @@ class StageValues:
         yield from used
 
     def completed_points(self, name: str) -> dict[str, StageRun]:
-        """Return the completed runs of a stage's matrix points, by their names `STAGE.N`.
+        """Return the completed runs of a stage's matrix points, as a mapping from the name
+        `STAGE.N`.
 
         Args:
             name: Name of the stage.
@@ -95,9 +97,9 @@ class StageValues:
         return {unit: run for unit, run in runs.items() if run is not None}
 
     def _usable_points(self, name: str) -> dict[str, StageRun]:
-        """Return a run of each matrix point that has completed or was stopped early.
+        """Return the runs of the matrix points that have completed or were stopped early.
 
-        The keys are the names of the points, `STAGE.N`. The points can be compared by `best`.
+        These points can be compared by `best`. The keys are the names `STAGE.N` of the points.
         """
         stopped = {
             unit: run
@@ -107,14 +109,14 @@ class StageValues:
         return stopped | self.completed_points(name)
 
     def read_figures(self, name: str) -> dict[str, float | None]:
-        """Return the number of each matrix point that the key `best` of a stage compares.
+        """Return the numbers of matrix points that the key `best` of a stage compares.
 
         Args:
             name: Name of the stage.
 
         Returns:
-            The numbers of the points that completed or were stopped early. The keys are the names
-            `STAGE.N` of the points. A number is None if it is unknown.
+            Mapping from the name `STAGE.N` of a point to its number, or to None if the number is
+            unknown. Only points that completed or were stopped early are included.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None
@@ -124,11 +126,11 @@ class StageValues:
         }
 
     def find_best(self, name: str) -> str | None:
-        """Return the name `STAGE.N` of the best point of a matrix, or None if there is none yet.
+        """Return the name `STAGE.N` of the best point of a matrix, or None if unknown.
 
-        Only points with a number in `read_figures` are compared. A completed point is better than
-        each point that was stopped early. While a point is active or has no run yet, only completed
-        points are compared.
+        - Only points with a number in `read_figures` are compared.
+        - A completed point is better than every point that was stopped early.
+        - While a point is active or has no run yet, only completed points are compared.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None
@@ -148,8 +150,8 @@ class StageValues:
     def placeholder_value(self, stage: str, key: str) -> object:
         """Return the value of a spec placeholder that refers to an earlier stage.
 
-        For a large value, the path of a file in the pipeline's directory is returned. The file
-        contains the value.
+        A large value is written to a file in the pipeline's directory, and the path of the file is
+        returned.
 
         Raises:
             CannotBegin, InvalidResult: The earlier stage has no such value.
@@ -210,8 +212,8 @@ class StageValues:
             key: Part of the placeholder, such as `checkpoint` or `result.score`.
 
         Raises:
-            CannotBegin: The key stands for a checkpoint. No checkpoint was found on this host, or
-                the folder of the checkpoints cannot be read.
+            CannotBegin: The key is `checkpoint`, but this host has no checkpoint of the run, or the
+                folder of the checkpoints cannot be read.
             InvalidResult: The result has no such key.
         """
         if key == RESULT or key.startswith(f"{RESULT}."):

@@ -58,8 +58,8 @@ def find_run_logger(own: logging.Logger) -> Log:
 def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """Create a new artifact for a report, and link it to the current flow run if there is one.
 
-    If the server does not accept the artifact, a warning is logged and no error is raised. The work
-    that the report describes is already done, and the log contains the lines of the report, too.
+    If the server does not accept the artifact, only a warning is logged, because the log also
+    contains the lines of the report.
 
     Args:
         key: Key of the artifact.
@@ -106,12 +106,13 @@ class Artifacts:
 
     #: Id of the flow run that owns the artifacts. None if the artifacts belong to no flow run.
     _flow_run_id: UUID | None
-    #: Keys of artifacts that another process may have created already. These artifacts are looked
-    #: up on the server before the first update.
+    #: Keys of artifacts that another process may have already created. Before the first update,
+    #: these artifacts are searched on the server.
     _keys: Collection[str]
     #: Function that replaces the secrets in a text.
     _mask: Callable[[str], str] = str
-    #: Ids of the artifacts by key. None if the existing artifacts have not been read yet.
+    #: Mapping from the key of an artifact to its id. None if the existing artifacts have not been
+    #: read yet.
     _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
@@ -134,8 +135,8 @@ class Artifacts:
             }
         description = self._mask(shown.headline)
         if shown.picture:
-            # Mask secrets before the picture is encoded as base64. In the encoded text, the search
-            # for secrets would miss them.
+            # Mask secrets before the picture is encoded as base64, because secrets cannot be found
+            # in the encoded text.
             description = markdown_image(self._mask(shown.picture), description)
         data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
         content = {"description": description, "data": data}
@@ -150,7 +151,7 @@ class Artifacts:
     def _is_updated(
         self, client: SyncPrefectClient, artifact: UUID, content: dict[str, str | float]
     ) -> bool:
-        """Update an artifact. Return False if a person has deleted the artifact."""
+        """Update an artifact. Return False if a user has deleted the artifact."""
         path_params = {"id": str(artifact)}
         try:
             client.request("PATCH", "/artifacts/{id}", path_params=path_params, json=content)
@@ -161,8 +162,8 @@ class Artifacts:
         return True
 
 
-#: Artifact type of an entry for submitted code. An entry lists the ids of the artifacts that hold
-#: the code. The Prefect UI does not list an entry, because an entry has no key.
+#: Artifact type of an entry for submitted code. An entry lists the ids of the artifacts that
+#: contain the code. An entry has no key, so the Prefect UI does not list it.
 _CODE = "muster-code"
 #: Artifact type of a part of the content of submitted code. The Prefect UI does not list a part.
 _PART = "muster-code-part"
@@ -212,7 +213,7 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
 
 
 def upload_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload stored code of this machine, and the file tree that belongs to the code. Idempotent.
+    """Upload stored code of this machine and its file tree. A repeated call has no effect.
 
     Args:
         client: Client of the Prefect server.
@@ -220,12 +221,12 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
     """
     entry_ids = {entry_name: entry_id for entry_id, entry_name, _parts in _read_entries(client)}
     for object_name in (code_store.read_code(name).tree, name):
-        # If another process deletes the entry at the same time, ObjectNotFound is raised. In that
-        # case upload the content again below.
+        # ObjectNotFound means that another process has just deleted the entry. Then upload the
+        # content again below.
         with suppress(ObjectNotFound):
             if object_name in entry_ids:
                 # Renew the update time of the entry. Otherwise, `delete_unused_code` could delete
-                # an old entry before a flow run refers to the entry.
+                # the old entry before a flow run uses it.
                 path_params = {"id": entry_ids[object_name]}
                 client.request(
                     "PATCH", "/artifacts/{id}", path_params=path_params, json={"description": None}
@@ -265,7 +266,7 @@ def _read_part(client: SyncPrefectClient, artifact_id: str) -> bytes:
 
 
 def delete_unused_code(client: SyncPrefectClient, named: Collection[str]) -> int:
-    """Delete unused code from the server. Code that was uploaded within a day is kept.
+    """Delete unused code from the server. Code that was uploaded in the last day is kept.
 
     Args:
         client: Client of the Prefect server.

@@ -34,7 +34,7 @@ MATERIALIZED = "prefect.asset.materialization.succeeded"
 #: Largest number of inputs in one event. The server accepts 100 related resources by default.
 _MAX_INPUTS = 50
 #: Length, in characters, of the hash in an asset key. A key contains a hash only if Prefect does
-#: not accept the path or URI unchanged.
+#: not accept the unchanged path or URI.
 _HASH_LENGTH = 12
 _RESTRICTED = re.compile(f"[{re.escape(''.join(RESTRICTED_ASSET_CHARACTERS))}]")
 
@@ -42,9 +42,9 @@ _RESTRICTED = re.compile(f"[{re.escape(''.join(RESTRICTED_ASSET_CHARACTERS))}]")
 def make_asset_key(uri: str) -> str:
     """Return the key of the asset that stands for a path, a URI or the name of a data set.
 
-    The same path has the same key on all hosts, because hosts share checkpoints through network
-    file systems. If Prefect does not accept a character, the character is replaced, and a hash of
-    the URI makes the key unique.
+    A path has the same key on all hosts, because hosts may share it through a network file system.
+    Characters that Prefect does not accept are replaced, and a hash of the URI then makes the key
+    unique.
 
     Args:
         uri: Absolute path, URI, or name of a data set such as `openai/gsm8k`.
@@ -70,8 +70,8 @@ def list_asset_events(
 ) -> Iterator[Event]:
     """Yield the Prefect asset events about the data that a run reads and makes.
 
-    The id of an event depends only on the run and the data. The server therefore stores the event
-    once, even if two processes of the run send it.
+    The id of an event depends only on the run and the data. So the server stores an event only
+    once, even if two processes of the run send the same event.
 
     Args:
         flow_run: The flow run of the run.
@@ -140,7 +140,7 @@ def _make_event(
         payload: Content of the event in addition to the run and its workload.
         sources: URIs of the data from which the asset was made.
         at: Time of the event in UTC epoch seconds. If None, the current time is used.
-        version: Text that differs if the asset was made again.
+        version: Text that is different for each version of the asset.
     """
     related = [
         AssetContext.asset_as_related(Asset(key=key))

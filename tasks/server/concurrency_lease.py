@@ -38,10 +38,9 @@ from prefect.exceptions import PrefectException
 
 _log = logging.getLogger(__name__)
 
-#: Time, in seconds, after which a concurrency lease expires if it is not renewed. It is the longest
-#: time that the server accepts, so that an outage of the network does not end the lease. This long
-#: time blocks no other run. When a run ends, the server releases its concurrency slot at once, even
-#: if `muster reconcile` sets the final state.
+#: Time, in seconds, after which a concurrency lease expires if it is not renewed. This is the
+#: longest time that the server accepts, so that the lease survives an outage of the network. The
+#: long time does not block other runs, because the server releases the lease at the end of a run.
 #: Source: prefect/server/api/concurrency_limits_v2.py, renew_concurrency_lease.
 _LEASE_S = 24 * 60 * 60.0
 #: Time, in seconds, between two renewals of a concurrency lease.
@@ -63,7 +62,8 @@ def keep_lease(
 ) -> AbstractContextManager[None]:
     """Return a context manager whose thread renews a concurrency lease of the Prefect server.
 
-    If the lease is lost, the code in the context continues.
+    Unlike Prefect's own function, this one lets the code in the context continue after a loss of
+    the lease.
 
     The arguments are those of `prefect.concurrency._leases.maintain_concurrency_lease`. Only
     `lease_id` is used.
@@ -135,9 +135,8 @@ def has_lost_lease(
 ) -> bool:
     """Return True if a Pending flow run has a concurrency lease that the server no longer knows.
 
-    If the server knows the lease, the lease is renewed. The result is False if the deployment has
-    no concurrency limit any more, because the flow run then needs no lease. The state of such a
-    flow run may still contain the id of the released lease.
+    If the server knows the lease, the function renews the lease. If the deployment has no
+    concurrency limit any more, the result is False, because the flow run needs no lease.
 
     Args:
         flow_run_id: Id of the flow run.
@@ -168,8 +167,8 @@ def exit_if_lease_was_lost(flow_run_id: str) -> None:
     """Exit with code 0 if the server has lost the concurrency lease of a flow run.
 
     Call this before the process of the flow run sets the state Running. After the exit, the worker
-    returns the flow run to the queue. This function returns normally if the server does not answer.
-    It also returns if the id is not a UUID, because Prefect's engine reports the invalid id.
+    returns the flow run to the queue. If the server does not answer or the id is no UUID, the
+    function returns normally.
     """
     try:
         run_uuid = UUID(flow_run_id)
@@ -185,10 +184,9 @@ def set_state_and_release_lease(
 ) -> OrchestrationResult[Any]:
     """Set a state in which a flow run has no process, and release its concurrency lease if needed.
 
-    Normally, the server releases the lease itself. But if a person removes the concurrency limit of
-    a deployment, the server keeps the leases of its runs. It then answers with status 500 to each
-    state that ends or requeues such a run. After this answer, this function releases the lease by
-    its id, and sets the state again.
+    Normally, the server itself releases the lease. But if a user has removed the concurrency limit
+    of the deployment, the server answers each such state with status 500. The function then
+    releases the lease by its id, and sets the state again.
 
     Args:
         client: client of the Prefect server.

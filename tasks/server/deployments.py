@@ -38,14 +38,15 @@ from prefect.server.schemas import schedules as server_schedules
 
 from tasks.spec.formatting import format_count, format_duration
 
-#: Number of deployments that one request returns at most. The server allows no more.
+#: Largest number of deployments that one request returns. The server does not allow a larger
+#: number.
 _PAGE = 200
-#: Slug of the schedule that `muster deploy --cron` makes. Schedules that a person makes in the
-#: Prefect UI have no slug.
+#: Slug (identifier) of the schedule that `muster deploy --cron` makes. Schedules that a user makes
+#: in the Prefect UI have no slug.
 CRON_SLUG = "cron"
-#: Treatment of a run that is due while the last run of its deployment has not ended. `skip` cancels
-#: the new run. `queue` lets the new run wait for the end of the last run. `allow` lets both run at
-#: the same time.
+#: Treatment of a new run that is due before the last run of its deployment has ended. `skip`
+#: cancels the new run. `queue` lets the new run wait for the end of the last run. `allow` lets both
+#: run at the same time.
 Overlap = Literal["skip", "queue", "allow"]
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
@@ -102,7 +103,7 @@ def renew_deployment(
     description: str,
     working_dir: str | None,
 ) -> None:
-    """Give a deployment a new spec. Keep everything that a person changed in the Prefect UI.
+    """Give a deployment a new spec. Keep all changes that a user made in the Prefect UI.
 
     Runs that the server has already scheduled are replaced with runs of the new spec.
 
@@ -112,8 +113,8 @@ def renew_deployment(
         entrypoint: File and function of the flow in Prefect's form, such as `flow.py:train`.
         spec: The new spec as plain data.
         parameter_schema: JSON schema of the flow's parameters.
-        tags: Tags of the new spec. They replace only the tags of the previous spec.
-        description: New description. It is used only if Muster wrote the present description.
+        tags: Tags of the new spec, which replace only the tags of the previous spec.
+        description: New description, which is used only if Muster wrote the present description.
         working_dir: Folder in which the processes of runs start. None if Muster sets no folder.
     """
     previous_spec = existing.parameters.get("spec")
@@ -135,8 +136,8 @@ def merge_tags(
 ) -> list[str]:
     """Return the tags of a deployment after its spec was replaced.
 
-    The result contains the tags of the new spec and the present tags that a person added. Tags of
-    the previous spec are omitted.
+    The result contains the tags of the new spec and the tags that a user added. Tags of the
+    previous spec are omitted.
 
     Args:
         new_tags: Tags of the new spec.
@@ -151,8 +152,8 @@ def merge_tags(
 def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) -> dict[str, Any]:
     """Return the job variables of a deployment after its spec was replaced.
 
-    All variables are kept, except the working directory. The working directory is replaced if
-    Muster set it for the previous spec, and kept if a person set it.
+    All variables are kept, except a working directory that Muster set for the previous spec. That
+    working directory is replaced.
     """
     variables = dict(existing.job_variables or {})
     previous_spec = existing.parameters.get("spec")
@@ -183,15 +184,14 @@ def set_cron(
 ) -> None:
     """Set the cron line of the schedule that `muster deploy` manages. Keep all other schedules.
 
-    If the managed schedule exists already, it keeps its parameters, and a paused schedule stays
-    paused.
+    An existing managed schedule keeps its parameters, and stays paused if it was paused.
 
     Args:
         client: Client of the Prefect server.
         existing: The deployment as the server has it now.
         cron: The cron line, such as `0 3 * * *`.
-        timezone: IANA name of the time zone. If None, the time zone of the managed schedule is
-            kept. If there is no managed schedule yet, UTC is used.
+        timezone: IANA name of the time zone. None to keep the time zone of the managed schedule, or
+            to use UTC for a new schedule.
     """
     cron_schedules = [schedule for schedule in existing.schedules if schedule.slug == CRON_SLUG]
     if not cron_schedules:
@@ -268,9 +268,9 @@ def _read_zone(schedule: SCHEDULE_TYPES) -> str:
 
 
 def find_start_of_deployment(deployment: DeploymentResponse, now: datetime) -> datetime | None:
-    """Return the next start of a deployment by its schedules, or None if there is none.
+    """Return the next start of a deployment by its schedules, or None without a next start.
 
-    A paused schedule, and a schedule whose dates the server cannot compute, starts no run.
+    Paused schedules are ignored, and so are schedules whose dates the server cannot compute.
     """
     if deployment.paused:
         return None
@@ -298,7 +298,7 @@ def describe_rule(schedule: SCHEDULE_TYPES) -> str:
 def _describe_start(
     deployment: DeploymentResponse, schedule: DeploymentSchedule, now: datetime
 ) -> str:
-    """Return the time of a schedule's next start, or the reason why it starts no run."""
+    """Return the time of a schedule's next start, or the reason why the schedule starts no run."""
     if not schedule.active:
         return "paused, so it starts no run; resume the schedule in the Prefect UI"
     if deployment.paused:
@@ -321,8 +321,8 @@ def _describe_start(
 def find_next_start(schedule: SCHEDULE_TYPES, now: datetime) -> datetime | None:
     """Return the first start of a schedule after a time, or None if the schedule has ended.
 
-    Classes of the Prefect server compute the dates, because Prefect's client has no function for
-    the purpose.
+    The dates are computed with classes of the Prefect server, because Prefect's client has no such
+    function.
 
     Args:
         schedule: The schedule.

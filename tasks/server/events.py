@@ -35,8 +35,8 @@ from tasks.record.events import build_payload
 
 _log = logging.getLogger(__name__)
 
-#: Longest time that `Announcer.close` waits for the pending events to be sent, in seconds. Events
-#: that are still pending after that time are dropped.
+#: Longest time, in seconds, that `Announcer.close` waits until the pending events are sent. After
+#: that time, the remaining events are dropped.
 CLOSE_WITHIN_S = 5.0
 #: Timeout of a request to the Prefect server, in seconds.
 _TIMEOUT_S = 5.0
@@ -56,8 +56,8 @@ _EVENTS_PATH: Final = "/events"
 def override_client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
     """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
-    Prefect's `temporary_settings` is not used, because it reads all settings. That takes as long as
-    ten requests.
+    Prefect's `temporary_settings` is not used, because it reads all settings, which takes as long
+    as ten requests.
 
     Args:
         retries: Number of times that a client repeats a failed request.
@@ -70,7 +70,7 @@ def override_client_settings(*, retries: int, api_url: str | None = None) -> Ite
 def set_client_retries(retries: int) -> None:
     """Set the number of retries of Prefect's clients for the rest of this context.
 
-    Call this when a run has ended. Otherwise, Prefect would retry for a long time to send the final
+    Call this at the end of a run. Otherwise, Prefect would spend a long time on sending the final
     state to a server that no longer answers.
     """
     _settings_with(retries, None).__enter__()
@@ -98,8 +98,8 @@ def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
 SendRunEvent = Callable[..., None]
 
 
-#: A pair: an event, and the flow run of the event or None. The flow run's deployment, pool and tags
-#: are added to the related resources of the event.
+#: A pair of an event and its flow run (or None). The flow run's deployment, pool and tags are added
+#: to the related resources of the event.
 _PendingEvent = tuple[Event, FlowRun | None]
 
 
@@ -114,15 +114,16 @@ class Announcer:
         """
         self._api_url = api_url
         self._again_s = again_s
-        #: Condition that protects the attributes below. It is notified when one of them changes.
+        #: Condition that protects the attributes below, and that is notified when one of them
+        #: changes.
         self._changed = threading.Condition()
         #: Events that the server has not accepted yet, oldest first.
         self._pending: deque[_PendingEvent] = deque()
         #: Number of events that were dropped because too many events were pending.
         self._dropped_count = 0
         self._is_closing = False
-        # The server's password may be a Prefect setting of the current context only. A new thread
-        # starts with an empty context, so run the thread in a copy of the current context.
+        # Run the thread in a copy of the current context, which may contain the server's password
+        # as a Prefect setting. Otherwise the thread would start with an empty context.
         run_in_context = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=run_in_context, args=(self._work,), name="announcer", daemon=True
@@ -185,8 +186,8 @@ class Announcer:
 
     def _work(self) -> None:
         """Send events until `close` is called. The announcer's thread runs this method."""
-        # Pass HTTP settings to `get_client`. Without them, it would return the client of the flow
-        # that runs in this context, and the flow closes its client.
+        # With HTTP settings, `get_client` creates a new client. Without them, it would return the
+        # client of the flow in this context, which the flow closes.
         httpx_settings = {"timeout": _TIMEOUT_S}
         with (
             override_client_settings(retries=0, api_url=self._api_url),
@@ -215,15 +216,16 @@ class Announcer:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
                     pause_s = min(2 * pause_s, _MAX_RETRY_AFTER_S)
                     continue
-                # The server will never accept this batch. Drop it, so that later events are sent.
+                # The server will never accept this batch of events. Drop the batch, so that later
+                # events are sent.
                 _log.exception(
                     "Muster could not send %d events to the Prefect server, and does not try again",
                     len(batch),
                 )
             pause_s = self._again_s
             with self._changed:
-                # Remove the events of the batch. Some of them may be missing already: if too many
-                # events are pending, the oldest events are dropped, also during a request.
+                # Remove the events of the batch. Some of them may already be missing, because the
+                # oldest events are dropped if too many are pending.
                 while self._pending and self._pending[0] in batch:
                     self._pending.popleft()
 
@@ -366,10 +368,10 @@ def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **kno
 
 
 async def send_events(client: PrefectClient, *events: Event) -> None:
-    """Send events in one request, without a retry. Log a warning if the server rejects them.
+    """Send events in one request, without a retry. Log a warning if the server rejects the events.
 
-    Call this only if the server has just answered another request. Otherwise, the caller could wait
-    for a server that does not answer.
+    Call this only just after the server has answered another request. Otherwise, the call could
+    wait for a server that does not answer.
     """
     if not events:
         return

@@ -21,7 +21,7 @@ from tasks.server.concurrency_lease import set_state_and_release_lease
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_words
 
-#: Errors that Prefect raises before the start of a flow if the names of the parameters are wrong.
+#: Errors that Prefect raises before the start of a flow if parameters are unknown or missing.
 _WRONG_NAMES = (SignatureMismatchError, ParameterBindError)
 
 
@@ -67,8 +67,8 @@ def fail_on_wrong_names(
 ) -> Iterator[None]:
     """Set a flow run to Failed if Prefect's engine exits because of unknown or missing parameters.
 
-    Without this function, the engine would only exit with code 1. The worker would report that the
-    flow run crashed, without the name of the parameter.
+    Without this function, the engine would only exit with code 1, and the worker would report a
+    crash without the name of the parameter.
 
     Args:
         flow_run_id: Id of the flow run that the engine executes in this context.
@@ -77,8 +77,8 @@ def fail_on_wrong_names(
     try:
         yield
     except SystemExit as engine_exit:
-        # Prefect's engine calls `exit` while it handles the error. So Python stores the error as
-        # the context of SystemExit.
+        # Prefect's engine calls `exit` while handling the error. So the error is the context of
+        # SystemExit.
         if not isinstance(engine_exit.__context__, _WRONG_NAMES):
             raise
         try:
@@ -86,14 +86,14 @@ def fail_on_wrong_names(
                 _fail(client, UUID(flow_run_id), engine_exit.__context__)
         except (httpx.HTTPError, PrefectException):
             raise engine_exit from None
-        # Exit with code 0, so that the worker does not replace the state Failed by Crashed.
+        # Exit with code 0, so that the worker does not replace the state Failed with Crashed.
         raise SystemExit(0) from None
 
 
 def _fail(client: SyncPrefectClient, flow_run_id: UUID, error: Exception) -> None:
     """Set a flow run to Failed, with a message that names the wrong parameters."""
-    # Import this module only here, so that the commands start without it. In a flow process,
-    # Prefect's engine has already imported it.
+    # Import this module only here, so that other commands start faster. In a flow process,
+    # Prefect's engine has already imported the module.
     from prefect.flow_engine import load_flow
 
     flow_run = client.read_flow_run(flow_run_id)

@@ -39,12 +39,12 @@ from tasks.spec.ownership import refuse_foreign_settings
 #: infeasible stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 
-#: Exit codes of the commands that run a flow, by the result of the flow. An interrupted command
-#: ends its processes before it exits.
+#: Exit codes of the commands that run a flow, for each result of the flow. An interrupted command
+#: first ends its processes.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-#: Value of `result_storage` for a flow that stores no results. If `result_storage` is not set,
-#: Prefect requests the default storage from the server twice before the flow begins.
+#: Value of `result_storage` for a flow that stores no results. Without a value, Prefect requests
+#: the default storage from the server twice before the flow begins.
 NO_RESULTS = Path(os.devnull)
 
 M = TypeVar("M", bound=BaseModel)
@@ -54,11 +54,11 @@ _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
 def read_flow_run_id() -> str:
-    """Return the id of the flow run that this process executes, as Prefect's engine finds it.
+    """Return the id of the flow run that this process executes, or an empty string.
 
-    The id is the first argument of the process. Without arguments, it is the value of the
-    environment variable PREFECT__FLOW_RUN_ID. If that variable is not set, return an empty string.
-    Prefect's engine then reports that the id is invalid.
+    The id is the first argument of the process, or else the value of the environment variable
+    PREFECT__FLOW_RUN_ID. Prefect's engine reads the id from the same places, and reports an empty
+    id as invalid.
     """
     return sys.argv[1] if len(sys.argv) > 1 else os.environ.get("PREFECT__FLOW_RUN_ID", "")
 
@@ -66,9 +66,9 @@ def read_flow_run_id() -> str:
 def retry_while_server_starts() -> None:
     """Make Prefect's clients retry refused connections until the flow of this process begins.
 
-    By default, a Prefect client retries a refused connection only if the client was connected
-    before. Without this call, a run whose process starts at the same time as the server would
-    become CRASHED. After the flow has begun, Prefect's own rules apply.
+    By default, a Prefect client retries a refused connection only after an earlier connection. So a
+    run whose process starts at the same time as the server would become CRASHED. After the flow has
+    begun, Prefect's own rules apply.
     """
     _is_starting.set(True)
 
@@ -115,7 +115,7 @@ def enter_project(file: Path) -> None:
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
     # Remove the variable PROJECT. If a run has started this process, the variable contains the
-    # project of that run, which may not be the project of `file`.
+    # project of that run, which may be another project than that of `file`.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 
@@ -166,7 +166,8 @@ def make_current_run_id(name: str, kind: str) -> str:
 def find_worker_flow_run() -> FlowRun | None:
     """Return the current flow run, if a worker or a deployment server has started this process.
 
-    The worker or deployment server also starts the next process of the flow run when it is due.
+    The worker or deployment server also starts the next process of the flow run when that process
+    is due.
 
     Returns: None if the process was started in another way, such as by a user.
     """
@@ -182,8 +183,8 @@ def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: Stat
 
     Return True on success.
 
-    The pid of the present process is first deleted from the flow run's record on the server.
-    Otherwise, a cancellation of the flow run would wait endlessly for the present process.
+    The function first deletes the pid of the present process on the server. Otherwise, a
+    cancellation of the flow run would wait endlessly for this process.
     """
     clear_process(client, str(flow_run_id))
     answer = set_state_and_release_lease(client, flow_run_id, state)

@@ -53,7 +53,7 @@ _REMEDY = "set PREFECT_API_AUTH_STRING to the value of PREFECT_SERVER_API_AUTH_S
 
 
 def read_refusal(answer: httpx.Response) -> str:
-    """Return the reason in a server's error response, or its HTTP status if it has no reason."""
+    """Return the reason in a server's error response, or the HTTP status without a reason."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
@@ -64,11 +64,11 @@ def read_refusal(answer: httpx.Response) -> str:
 #: Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: Name of the Prefect state of a flow run that waits for its next process while its Ray jobs
-#: continue. Prefect uses the name for retries. The server lets a flow run change from a final state
-#: only to a state with this name.
+#: continue. Prefect uses this name for retries. A flow run in a final state can change only to a
+#: state with this name.
 JOBS_GO_ON = "AwaitingRetry"
-#: Name of the Prefect state that `muster cancel --now` sets. The run then skips its grace periods.
-#: The request is a state and not a label, because every user may set the state of a flow run.
+#: Name of the Prefect state that `muster cancel --now` sets. In this state, the run skips its grace
+#: periods. A state is used instead of a label, because every user may set the state of a flow run.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
@@ -77,9 +77,9 @@ UPKEEP_FLOWS = ("reconcile", "prune")
 
 #: Types of the Prefect states in which a flow run has a process or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-#: A worker or a host counts as offline after this number of seconds without contact to the server.
-#: Workers send a heartbeat every 30 s. The maintenance process of a host polls the server for flow
-#: runs every 10 s.
+#: Number of seconds without contact to the server after which a worker or a host counts as offline.
+#: Workers send a heartbeat every 30 s, and the maintenance process of a host polls the server every
+#: 10 s.
 SILENT_AFTER_S = 120.0
 
 #: Label with the name that a flow run had before it was named after its run id.
@@ -95,18 +95,18 @@ _PROCESS_TAG = "process:"
 _LOCAL_TYPES = ("process", "gang")
 #: Names of the Prefect work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
-#: The command line of a flow run's process contains at least one of these texts. Source:
+#: Texts of which at least one is contained in the command line of a flow run's process. Source:
 #: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
-#: Function that makes a flow run's Prefect state, by Muster's state of the run. For all other run
-#: states, the Prefect state is Failed.
+#: Mapping from a final state of a run to the function that makes the Prefect state of its flow run.
+#: For all other final states, the Prefect state is Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-#: A flow run without a process counts as lost only if its last state change is longer ago than this
-#: time. The process of a submitted flow run needs some seconds to start.
+#: Time since the last state change after which a flow run without a process counts as lost. The
+#: process of a submitted flow run needs some seconds to start.
 _SETTLED_AFTER = timedelta(seconds=30)
-#: If a worker has taken a flow run but has not set its worker label, the flow run counts as lost
-#: after this time. A living worker sets the label within a second.
+#: Time after which a flow run without a worker label counts as lost. A living worker that has taken
+#: a flow run sets the label within a second.
 _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
 _RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
@@ -130,8 +130,7 @@ class ServerRefuses(ServerAway):
     """The settings of this process do not allow requests to a Prefect server.
 
     The password is wrong or missing, or the address of the proxy is not valid. The error message
-    names the setting to correct. Callers repeat their requests until an operator has corrected the
-    setting.
+    names the setting that an operator must correct. Until then, callers repeat their requests.
     """
 
 
@@ -189,8 +188,8 @@ def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
 
     Raises: ServerAway or ServerRefuses, if a request fails within the context.
     """
-    # With HTTP settings, `get_client` makes a new client. Without them, it would return the client
-    # of the flow that runs in this process, which may use another server.
+    # With HTTP settings, `get_client` creates a new client. Without them, it would return the
+    # client of the flow in this process, which may use another server.
     httpx_settings = {"timeout": _TIMEOUT_S}
     with (
         convert_server_errors(api_url),
@@ -255,8 +254,8 @@ def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None
 def is_flow_run_missing(error: ObjectNotFound) -> bool:
     """Return True if a Prefect server says that it does not have a flow run.
 
-    An HTTP status 404 alone is no proof. A proxy, or another program at the server's address, may
-    answer with the same status.
+    The HTTP status 404 alone is no proof, because a proxy or another program at the server's
+    address may also answer with 404.
     """
     response = getattr(error.http_exc, "response", None)
     return response is not None and read_refusal(response).lower().startswith("flow run not found")
@@ -288,7 +287,7 @@ def read_flow_runs(
 
     Args:
         client: client of the Prefect server.
-        which: a Prefect `FlowRunFilter` in its JSON form. If None, there is no such filter.
+        which: a Prefect `FlowRunFilter` in its JSON form. None for no such filter.
         flows: names of the flows. If empty, flow runs of all flows are read.
         sort: order of the flow runs. If None, the server's default order is used.
     """
@@ -332,7 +331,9 @@ def parse_worker_host(name: str) -> str:
 
 
 def _is_local(run: FlowRun) -> bool:
-    """Return True if the flow run's worker runs processes on its host, or has no type label."""
+    """Return True if the flow run's worker starts processes on its own host, or has no type
+    label.
+    """
     return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
 
@@ -362,8 +363,8 @@ def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
 def read_server_time(client: SyncPrefectClient) -> datetime | None:
     """Return the present time by the server's clock, to the second.
 
-    The server also sets the times of flow run states by its clock, so the age of a state can be
-    computed. The present time is read from the header `date` of a response.
+    The server uses the same clock for the times of states, so the age of a state can be computed.
+    The time is read from the header `date` of a response.
 
     Returns: None if the header is missing. Some proxies remove the header.
     """
@@ -386,10 +387,10 @@ class Host:
     is_lost: bool = False
     #: Ids of the host's maintenance deployments. Their flow runs have no worker label.
     upkeep_deployments: frozenset[UUID]
-    #: Living processes of the host, by flow run id.
+    #: Mapping from flow run id to the living processes of the host.
     processes: Holders
-    #: Ids and names of the flow runs in the host's registry on disk. `tasks.upkeep.lost_run` cleans
-    #: up after the lost flow runs among them.
+    #: Ids and names of the flow runs in the host's registry on disk. If one of these flow runs is
+    #: lost, `tasks.upkeep.lost_run` cleans up after it.
     registered: frozenset[str]
     #: Names of the flow runs that wait for their next attempt without a process, according to notes
     #: on the host's disk.
@@ -408,13 +409,13 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # This user cannot read from a process of another user to which flow run it belongs. So the
-        # flow run may have a process if its pid is that of another user's flow process. If its pid
-        # is unknown, any flow process of another user may be its process.
+        # This user cannot find out the flow run of another user's process. So another user's
+        # process may belong to this flow run if the process has the recorded pid, or if no pid is
+        # recorded.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
-        """Return True if the server says that the flow run was assigned to this host."""
+        """Return True if the flow run was assigned to this host according to the server."""
         if _process_of(run, self.name) is not None or run.deployment_id in self.upkeep_deployments:
             return True
         return _is_local(run) and self.name == run.labels.get(_WORKER_LABEL)
@@ -428,10 +429,9 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         host: host that may have run the process.
         now: present time by the server's clock.
 
-    Returns: The new state, for example Crashed. None if the flow run may have a process or may soon
-        get a process, or if the flow run belongs to another host. Also None if the flow run is in
-        the host's list of runs (`host.registered`), because `tasks.upkeep.lost_run` handles these
-        flow runs.
+    Returns: The new state, for example Crashed. None if the flow run may have a process now or
+    soon, if it belongs to another host, or if it is in `host.registered`, whose flow runs are
+    handled by `tasks.upkeep.lost_run`.
     """
     state = run.state
     if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
@@ -441,8 +441,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
-    # A requeued flow run waits for its next process. Until a worker starts this process, the server
-    # stores no pid for the flow run.
+    # A requeued flow run waits for its next process. The server stores no pid for the flow run
+    # before a worker starts this process.
     is_requeued = run.name in host.waiting and run.infrastructure_pid is None
     if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(
@@ -481,8 +481,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """Return the new state of a pipeline's flow run whose process is lost.
 
-    The active runs of the pipeline's stages continue in any case. The new state is Scheduled if a
-    worker can start a new process of the pipeline, and otherwise Crashed.
+    If a worker can start a new process of the pipeline, the new state is Scheduled, otherwise
+    Crashed. In both cases, active runs of the stages continue.
 
     Args:
         run: flow run of the pipeline.
@@ -513,7 +513,7 @@ def decide_closed_state(
         return None
     result = get_recorded_result(run)
     if result is not None:
-        # The run has completed or failed. A cancellation that came later does not change this.
+        # The run has completed or failed. A later cancellation does not change the result.
         return result
     if state.is_cancelling():
         return Cancelled(message=f"cancelled; {cause}")
@@ -546,7 +546,7 @@ def cancel(
     is_now: bool = False,
     has_process: bool = False,
 ) -> None:
-    """Request the cancellation of a flow run. Idempotent.
+    """Request the cancellation of a flow run. A repeated call has no further effect.
 
     A flow run in a final state is not changed, unless `has_process` is True.
 
@@ -555,8 +555,8 @@ def cancel(
         flow_run_id: id of the flow run.
         message: message of the new state.
         is_now: If True, the run skips its grace periods, even if it is being cancelled already.
-        has_process: True if the flow run certainly has a process. If a user has set a final state
-            by hand although the process is still running, the flow run is cancelled, too.
+        has_process: True if the flow run certainly has a process. Then the flow run is cancelled
+            even if a user has set a final state by hand.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """
@@ -568,16 +568,16 @@ def cancel(
         flow_run_id, Cancelling(message=message), force=is_forced
     )
     if answer.status is SetStateStatus.REJECT and answer.state and answer.state.is_cancelled():
-        # The flow run has no process, so the server has set the state Cancelled in place of
-        # Cancelling. Set Cancelled again with the message, which the server has left out.
+        # The flow run has no process, so the server has set Cancelled instead of Cancelling,
+        # without the message. Set Cancelled again with the message.
         client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
         return
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        # Force the change, because the server's rules allow only Cancelled after Cancelling. The
-        # flow run may have become Cancelled since it was read above, and is then Cancelling again.
-        # But it has no process any more, so `muster reconcile` sets Cancelled once more.
+        # Force the change, because the server's rules allow only Cancelled after Cancelling. If the
+        # flow run has become Cancelled meanwhile, this call sets it back to Cancelling, and `muster
+        # reconcile` later sets Cancelled again.
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 
@@ -606,9 +606,8 @@ def propose_state(
 def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """Set the message of a flow run's state, if the state is Running.
 
-    If the request fails, it is repeated. Before each request, the state is read again, and the
-    client does not retry by itself. Otherwise, a retry after a server outage could set an ended
-    flow run back to Running, which the server allows.
+    A failed request is repeated. The state is read again before each request. Otherwise, a request
+    after a server outage could set an ended flow run back to Running.
 
     Args:
         flow_run_id: id of the flow run.
@@ -646,10 +645,9 @@ def make_handover_state(message: str, due_after_s: float) -> State[Any]:
 def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
     """Delete the pid in a flow run's record on the server.
 
-    If the process has ended and its pid is not deleted, a cancellation of the flow run waits
-    endlessly for the process.
+    Otherwise, a cancellation of the flow run would wait endlessly for the ended process.
     """
-    # Prefect's `update_flow_run` does not send None values, so the request is sent directly.
+    # Send the request directly, because Prefect's `update_flow_run` does not send None values.
     content = {"infrastructure_pid": None}
     client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=content)
 
@@ -669,9 +667,9 @@ def find_process_tags(tags: Iterable[str]) -> set[str]:
 
 
 def has_lost_process(run: FlowRun) -> bool:
-    """Return True if a flow run was started on this host without a worker, and is dead.
+    """Return True if a flow run was started on this host without a worker and lost its process.
 
-    A run is dead if the process that executed it no longer exists.
+    The process is lost if it no longer exists.
     """
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()
@@ -690,17 +688,17 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
     """Return True if a flow run of Muster's pools has had no worker for some time.
 
-    There are two possible causes. A worker may have been killed after it took the flow run and
-    before it set its label. Or a user has set the state of a waiting flow run by hand. In both
-    cases, each host may schedule the flow run again.
+    There are two possible causes: the worker was killed before setting its label, or a user has set
+    the state of a waiting flow run by hand. In both cases, any host may schedule the flow run
+    again.
 
     Args:
         run: the flow run.
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    # A worker records the pid of each process that it starts. So if a Running flow run has no pid,
-    # a user has set the state Running by hand.
+    # A worker records the pid of each process that it starts. So a user must have set the state of
+    # a Running flow run without a pid by hand.
     is_running = run.state is not None and run.state.is_running()
     has_no_process = is_running and run.infrastructure_pid is None
     is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)

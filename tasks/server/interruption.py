@@ -44,8 +44,8 @@ from tasks.server.flow_runs import CANCELLING_NOW, is_flow_run_missing, make_con
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
-#: A flow run counts as deleted after this number of consecutive answers that the flow run does not
-#: exist. A single such answer may come from a server whose database is being restored.
+#: Number of consecutive answers "the flow run does not exist" after which the flow run counts as
+#: deleted. A single answer may come from a server whose database is being restored.
 _MISSING_ANSWERS = 4
 _CANCELLED = "cancelled from Prefect"
 #: Beginning of the reason of an end that a signal has caused.
@@ -66,9 +66,9 @@ class Change(Enum):
     CANCELLED = "cancelled"
     #: A user has cancelled the flow run. The processes of the run are killed at once.
     CANCELLED_NOW = "cancelled now"
-    #: Somebody has set another final state, although the process of the flow run is still running.
+    #: A user has set another final state, although the process of the flow run is still running.
     ENDED = "ended"
-    #: Somebody has set a state such as Scheduled or Paused, although the process of the flow run is
+    #: A user has set a state such as Scheduled or Paused, although the process of the flow run is
     #: still running.
     SET_BACK = "set back"
     #: The flow run does not exist any more.
@@ -93,7 +93,8 @@ class ObservedFlowRun:
     """State of a flow run on the Prefect server, and the change that the state shows."""
 
     change: Change
-    #: State of the flow run. None if it is unknown, or if the flow run does not exist any more.
+    #: State of the flow run. None if the state is unknown, or if the flow run does not exist any
+    #: more.
     state: State[Any] | None = None
 
     def describe_cancellation(self) -> str:
@@ -128,10 +129,10 @@ def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
 
 
 def correct_state(flow_run_id: UUID, observed: State[Any], corrected: State[Any]) -> None:
-    """Replace the state that a user has set by hand, unless the state has changed since.
+    """Replace a state that a user has set by hand, unless the state has changed again.
 
-    The server's rules do not allow all of these changes, so the change is forced. If the server
-    does not answer, nothing is changed, and the caller repeats the call after the next observation.
+    The change is forced, because the server's rules may not allow it. If the server does not
+    answer, nothing is changed, and the caller repeats the call later.
 
     Args:
         flow_run_id: id of the flow run.
@@ -158,7 +159,8 @@ class Interruptible(Protocol):
     def is_handing_over(self) -> bool:
         """True if this process is handing the run or pipeline over to the next flow process.
 
-        This process then sets a waiting state itself, so such a state must not be corrected.
+        This process then sets a waiting state itself. The caller must not replace this waiting
+        state.
         """
 
     def interrupt(self, why: str) -> None:
@@ -180,15 +182,15 @@ class Interruptible(Protocol):
 
 
 class ForwardedRequests:
-    """Passes signals, and changes of the flow run on the server, on to a run or pipeline."""
+    """Forwards signals, and changes of the flow run on the server, to a run or pipeline."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
         Args:
             session: the run or pipeline that this process executes.
             flow_run_id: id of the flow run of the run or pipeline.
-            may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues
-                the run or pipeline. False if every SIGTERM ends it.
+            may_be_left: True if the next worker can continue the run or pipeline after a SIGTERM
+                without a cancellation. False if every SIGTERM ends the run or pipeline.
         """
         self._session = session
         self._flow_run_id = flow_run_id
@@ -201,9 +203,9 @@ class ForwardedRequests:
     def take_signal(self, signum: int, at_s: float) -> None:
         """End the run or pipeline after a signal, or end only this process.
 
-        A worker that stops sends SIGTERM. After this signal, only this process may end, and a later
-        process of the same flow run continues the run or pipeline. A second Ctrl-C also skips the
-        grace periods.
+        After SIGTERM, which a stopping worker sends, only this process may end: a later process of
+        the same flow run then continues the run or pipeline. A second Ctrl-C also skips the grace
+        periods.
 
         Args:
             signum: number of the signal.
@@ -222,7 +224,7 @@ class ForwardedRequests:
             self._session.hurry()
 
     def take_observation(self, observed: ObservedFlowRun) -> None:
-        """End the run or pipeline, or correct its state, as the observed change requires."""
+        """React to a change of the flow run: end the run or pipeline, or correct the state."""
         state = observed.state
         self._missing_answers += 1
         if observed.change is not Change.DELETED:
@@ -253,7 +255,7 @@ class ForwardedRequests:
                 self._session.interrupt(_DELETED)
 
     def _set_cancelling(self, observed: State[Any], message: str) -> None:
-        """Replace a final state of the flow run by Cancelling, because its process still runs."""
+        """Replace a final state of the flow run with Cancelling, because its process still runs."""
         if not self._session.is_handing_over:
             cancelling: State[Any] = Cancelling(message=message)
             correct_state(self._flow_run_id, observed, cancelling)
@@ -261,8 +263,8 @@ class ForwardedRequests:
     def _leave_unless_ended(self) -> None:
         """End this process so that a later process can continue the run or pipeline.
 
-        The run or pipeline is ended instead if its flow run was cancelled, deleted or set to
-        another final state.
+        If the flow run was cancelled, deleted or set to another final state, the run or pipeline is
+        ended instead.
         """
         observed = observe_flow_run(self._flow_run_id)
         if observed.change is Change.DELETED:
@@ -281,31 +283,29 @@ def end_on_request(
 
     The signals and the flow run are watched in the `with` block.
 
-    A signal does not end this process, and raises no exception in the main thread, because the main
-    thread may hold a lock. Another thread receives the signal and starts to end the run or
-    pipeline. The caller waits until the run or pipeline has ended. If the caller is not in the main
-    thread, Python cannot handle signals, and only changes of the flow run have an effect.
+    A signal neither ends this process nor raises an exception. Another thread receives the signal
+    and starts to end the run or pipeline; the caller waits for the end. If the caller is not in the
+    main thread, signals have no effect.
 
     Args:
         session: the run or pipeline that this process executes.
         flow_run_id: id of the flow run of the run or pipeline.
-        may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues the
-            run or pipeline. A worker sends SIGTERM when the flow run is cancelled, and also when
-            the worker itself is stopped. Only in the first case, the flow run's state on the server
-            is Cancelling or Cancelled.
+        may_be_left: True if the next worker can continue the run or pipeline after a SIGTERM
+            without a cancellation. A worker sends SIGTERM when the flow run is cancelled, and when
+            the worker itself is stopped.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
 
     def watch_server() -> None:
         # Continue the loop after a cancellation, because `muster cancel --now` may follow. Turn off
-        # the retries of the client. During an outage of the server, the client would otherwise
-        # sleep for a minute before a retry, and delay the end of the run.
+        # the retries of the client, which would delay the end of the run during an outage of the
+        # server.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)
-                # The run or pipeline may have ended during the request. Then ignore the answer: the
-                # final state in it may be from this process, and not from a user.
+                # If the run or pipeline has ended during the request, ignore the answer. A final
+                # state in it may be from this process, and not from a user.
                 if not is_over.is_set():
                     wishes.take_observation(observed)
 

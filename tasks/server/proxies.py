@@ -26,7 +26,9 @@ from tasks.spec.secrets import mask_env
 
 
 class UnusableProxy(MusterError):
-    """The proxy of an environment variable cannot be used: correct or unset the variable."""
+    """The proxy in an environment variable cannot be used. The user must correct or unset the
+    variable.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +39,12 @@ class Proxy:
     variable: str
     #: Value of the environment variable, for example `http://proxy.example:3128`.
     value: str
-    #: Host name of the URL that the proxy was selected for.
+    #: Host name in the URL for which the proxy was selected.
     host: str
 
     @property
     def address(self) -> str:
-        """URL of the proxy. If the environment variable has no scheme, the scheme is `http`."""
+        """URL of the proxy. Without a scheme in the environment variable, the scheme is `http`."""
         return self.value if "://" in self.value else f"http://{self.value}"
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Proxy:
 def is_on_this_machine(url: str) -> bool:
     """Return True if the host of a URL is an IP address of this machine or the name `localhost`.
 
-    Other host names are not resolved, because only the proxy of a network may be able to do so.
+    Other host names are not resolved, because in some networks only the proxy can resolve them.
     """
     try:
         host = urlsplit(url).hostname or ""
@@ -97,8 +99,8 @@ def find_proxy(url: str, environment: Mapping[str, str] = os.environ) -> Proxy |
             if value := environment.get(variable):
                 return Proxy(variable=variable, value=value, host=host)
             if variable in environment:
-                # The variable in lower case has precedence, even if it is empty. So do not read the
-                # variable in upper case.
+                # Do not read the variable in upper case, because the variable in lower case has
+                # priority, even if it is empty.
                 break
     return None
 

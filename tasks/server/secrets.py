@@ -10,9 +10,9 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from tasks.spec.errors import BadArgument, MusterError
 
-#: Slug of Prefect's block type for secrets.
+#: Slug (identifier) of Prefect's block type for secrets.
 _TYPE = "secret"
-#: Names that Prefect accepts for a block.
+#: Matches the names that Prefect accepts for a block.
 _NAME = re.compile(r"[a-z0-9-]+")
 
 
@@ -28,7 +28,7 @@ def save_secret(
         overwrite: True to replace the value of an existing block.
 
     Returns:
-        True if the block was created, and False if its value was replaced.
+        True if a new block was created. False if the value of an existing block was replaced.
 
     Raises:
         BadArgument: The name or the value is not valid, or the block exists already.

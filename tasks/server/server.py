@@ -54,21 +54,20 @@ _is_temporary: ContextVar[bool] = ContextVar("is_temporary", default=False)
 
 
 class NoServer(MusterError):
-    """No Prefect server is available: start a server, or unset PREFECT_API_URL."""
+    """No Prefect server is available. The user must start a server, or unset PREFECT_API_URL."""
 
 
 @contextmanager
 def prefect_server(password: str | None = None) -> Iterator[str]:
     """Yield the API address of a Prefect server that answers.
 
-    If `PREFECT_API_URL` is set, in the environment or in the Prefect profile, that server is used.
-    Otherwise, a temporary server with an empty database is started. The temporary server is
-    restarted if it dies. It ends with the context or with this process, even if this process is
-    killed.
+    If `PREFECT_API_URL` is set in the environment or in the Prefect profile, that server is used.
+    Otherwise, a temporary server with an empty database is started. The temporary server ends with
+    the context or with this process, even if this process is killed.
 
     Args:
-        password: `user:password` of a temporary server. If empty, the temporary server requires no
-            password. If None, it has the password of this MUSTER_HOME.
+        password: `user:password` of a temporary server. Empty for a server without a password. None
+            for the password of this MUSTER_HOME.
 
     Raises:
         NoServer: The configured server does not answer, or the temporary server did not start.
@@ -93,8 +92,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         register = RunRegistration.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            # `Services` restarts the server if the server dies. During the restart, the run
-            # continues. It later repeats all requests that the server did not accept.
+            # `Services` restarts a dead server. The run continues during the restart, and later
+            # repeats all requests that the server did not accept.
             Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:
@@ -126,8 +125,8 @@ def find_lasting_api_url() -> str | None:
     """Return the API address of this context's Prefect server.
 
     Returns:
-        The address. None if no server is configured, or if the server is a temporary server, which
-        ends with this process.
+        The address. None without a configured server, or for a temporary server, which ends with
+        this process.
     """
     return None if _is_temporary.get() else PREFECT_API_URL.value()
 
@@ -138,11 +137,11 @@ def read_configured_secrets(spec: RunSpec) -> dict[str, str]:
     The blocks are read from the Prefect server of this context.
 
     Returns:
-        Value of each block, by the name of the block.
+        Mapping from the name of a block to its value.
 
     Raises:
-        InvalidSpec: A block is missing or holds no text, or the server is a temporary server, which
-            contains no blocks.
+        InvalidSpec: A block is missing or contains no text, or the server is temporary and
+            therefore has no blocks.
         ServerAway: The server does not answer.
     """
     if not spec.secret_blocks:
@@ -165,11 +164,11 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
         spec: The run spec.
 
     Returns:
-        Value of each block, by the name of the block.
+        Mapping from the name of a block to its value.
 
     Raises:
-        InvalidSpec: A block is missing or holds no text. The error lists each variable of the spec
-            that uses a missing or invalid block.
+        InvalidSpec: A block is missing or contains no text. The error lists each variable of the
+            spec that uses such a block.
     """
     values: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -198,7 +197,7 @@ def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -
 
     Args:
         spec: The run spec.
-        problems: Description of each problem, by the name of the Secret block.
+        problems: Mapping from the name of a Secret block to the description of its problem.
         remedy: Advice for the user.
     """
     faults = (
@@ -218,8 +217,8 @@ def make_server_command(
 ) -> Command:
     """Return the command that starts a Prefect server.
 
-    The server sends no usage statistics. In a browser, only the server's own pages may send
-    requests to it.
+    The server sends no usage statistics. From a browser, the server accepts requests only from its
+    own pages.
 
     Args:
         home: Folder for the database, the log and other files of the server.
@@ -249,11 +248,11 @@ def make_server_command(
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            # By default, the server keeps leases in memory. After a restart, the server would then
-            # cancel each run that is starting and whose deployment has a concurrency limit.
+            # By default, the server keeps leases in memory. Then a restart of the server would
+            # cancel each starting run of a deployment with a concurrency limit.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": _LEASES_ON_DISK,
-            # By default, the server writes the files of its UI into the virtual environment.
-            # Several users may share the environment.
+            # By default, the server writes the files of its UI into the virtual environment, which
+            # several users may share.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(_ui_folder()),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
@@ -292,7 +291,7 @@ def _make_plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
 
 
 def _save_template(database: Path, template: Path) -> None:
-    """Save a new server's database as template, so that later servers need not create tables."""
+    """Save a new server's database as a template for later servers, which then start faster."""
     draft = template.with_name(f"{template.name}.{os.getpid()}")
     try:
         template.parent.mkdir(parents=True, exist_ok=True)
@@ -337,8 +336,8 @@ def _is_critical(record: logging.LogRecord) -> bool:
 def skip_event_retries() -> None:
     """Make Prefect give up at once if the server does not accept an event.
 
-    Call this in a process with a temporary server. Otherwise, Prefect would try for some seconds to
-    send each pending event to the stopped server. This process could not exit during that time.
+    Call this in a process with a temporary server. Otherwise, the retries for pending events after
+    the stop of the server would delay the exit of this process.
     """
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 
@@ -346,13 +345,13 @@ def skip_event_retries() -> None:
 def hide_prefect_logs() -> None:
     """Keep Prefect's log lines out of the terminal. Prefect still sends them to its server.
 
-    If the server does not accept a log line, Prefect prints no error. The log line is also in the
-    log files of the run.
+    The function also hides Prefect's errors about log lines that the server does not accept. The
+    log files of the run contain these lines, too.
     """
     os.environ.setdefault("DO_NOT_TRACK", "1")
     logging.raiseExceptions = False
-    # Add a filter and do not set a level: Prefect later configures its loggers again, which resets
-    # their levels but keeps their filters.
+    # Add a filter instead of setting a level. Prefect later configures its loggers again, which
+    # resets levels but keeps filters.
     logging.getLogger("prefect._internal.concurrency").addFilter(_is_critical)
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:

@@ -33,11 +33,12 @@ from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 #: Seconds between two garbage collections of young objects.
 _COLLECT_EVERY_S = 2.0
-#: Every 30th garbage collection includes old objects, and takes some tenths of a second.
+#: Number of garbage collections of which the last also includes old objects. This takes some tenths
+#: of a second.
 _FULL_COLLECTION_EVERY = 30
 
-#: The lock that an SQLite write transaction holds, for each event loop. Transactions get an asyncio
-#: lock in the order in which they requested the lock.
+#: Mapping from an event loop to the lock that an SQLite write transaction holds. An asyncio lock is
+#: granted in the order of the requests.
 _write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 #: True if the current task holds the lock in `_write_locks` of its event loop.
 _holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=False)
@@ -54,8 +55,8 @@ def main() -> None:
 def serialize_writes() -> None:
     """Make each SQLite transaction of Prefect take the write lock at its start.
 
-    Transactions get the write lock in the order in which they requested it. SQLite's own lock has
-    no order: waiting transactions poll for SQLite's lock, and some of them never get it.
+    This write lock is granted in the order of the requests. SQLite's own lock has no order: waiting
+    transactions poll for SQLite's lock, and some may never get it.
     """
     begin = AioSqliteConfiguration.begin_transaction
 
@@ -64,16 +65,15 @@ def serialize_writes() -> None:
         self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
     ) -> AsyncIterator[AsyncSessionTransaction]:
         if _holds_write_lock.get():
-            # This task already holds the write lock. If a nested transaction took the lock again,
-            # the task would wait for itself forever.
+            # This task already holds the write lock. Do not take the lock again: the task would
+            # wait for itself forever.
             async with begin(self, session, with_for_update) as transaction:
                 yield transaction
             return
         async with _write_lock(), begin(self, session, with_for_update=True) as transaction:
             await session.connection()
-            # The transaction has begun as a write transaction. If this task opens other sessions
-            # during the transaction, they must begin as read transactions. A second write
-            # transaction would wait for the first, and so the task would wait for itself.
+            # This is a write transaction. Other sessions of this task must now begin as read
+            # transactions, because a second write transaction would wait for the first one forever.
             SQLITE_BEGIN_MODE.set("DEFERRED")
             yield transaction
 

@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import ClientConnection
 
-#: Matches the escape `\u0000`, which stands for a NUL in JSON text. After an odd number of
-#: backslashes, the same characters are no NUL, because the backslash of the escape is itself
-#: escaped. So an even number of backslashes may stand before a match.
+#: Matches the escape `\u0000`, which stands for a NUL in JSON text, after an even number of
+#: backslashes. After an odd number of backslashes, the characters `\u0000` do not stand for a NUL.
 _NUL_IN_JSON = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
-#: Replacement of a match: the backslashes that stood before the NUL, and the escape of U+FFFD. This
-#: character shows that another character was replaced.
+#: Replacement of a match: the backslashes before the NUL, and the escape of U+FFFD (the replacement
+#: character).
 _REPLACEMENT = rb"\1\\ufffd"
 
 
@@ -66,7 +65,7 @@ def replace_nul_in_requests(
 
 
 def replace_nul_in_messages(connection: ClientConnection) -> None:
-    """Change a websocket so that the text messages that it sends contain no NUL.
+    """Change a websocket so that its sent text messages contain no NUL.
 
     Args:
         connection: The opened websocket. Its `send` method is replaced.

@@ -41,12 +41,12 @@ from tasks.record.places import server_password
 from tasks.server.proxies import is_on_this_machine, make_proxy_options, name_unusable_proxy
 from tasks.server.storable_text import replace_nul_in_messages, replace_nul_in_requests
 
-#: Environment variables for a program of Prefect that must check the server process before it sends
-#: the password. The program then loads Muster's plugin, which imports this module.
+#: Environment variables that make a program of Prefect load Muster's plugin, which imports this
+#: module. The program then checks the server process before sending the password.
 GUARDED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
-#: Environment variables for a program that imports `tasks.server` itself. With these variables, the
-#: program loads none of Prefect's plugins. It does not need Muster's plugin, because the import of
-#: `tasks.server` has already changed Prefect's clients.
+#: Environment variables for a program that imports `tasks.server` itself. They prevent the loading
+#: of plugins. Muster's plugin is not needed, because the import of `tasks.server` has already
+#: changed Prefect's clients.
 UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
@@ -105,22 +105,22 @@ def _add_check(constructor: Callable[..., None], password: str) -> Callable[...,
 class RenewedPassword(httpx.Auth):
     """HTTP authentication that reads the server password again after a refused request.
 
-    Each `muster up` starts a Prefect server with a new password. A training may continue after this
-    server has stopped. If `muster up` then starts the next server at the same address, the training
-    sends its requests to that server, with the new password.
+    Each `muster up` starts a Prefect server with a new password. A training that outlives a server
+    can send its requests to the next server at the same address, with the new password.
     """
 
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: Password of the server at the start of this process. A refused request is
-                repeated only if it has this password. Any other password was configured by the
-                operator and is not replaced.
+            password: Password of the server at the start of this process. Only refused requests
+                with this password are repeated. Other passwords were configured by the operator,
+                and are not replaced.
         """
         self._old_header = make_auth_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Yield the request. If the server refuses it, yield it again with the new password.
+        """Yield the request. If the server refuses the request, yield it again with the new
+        password.
 
         httpx calls this method for each request, and sends each yielded request to the server.
         """
@@ -143,8 +143,8 @@ def make_auth_header(password: str) -> str:
 class _CheckedAsyncClient(httpx.AsyncClient):
     """HTTP client that checks the server's owner for each connection, and chooses the proxy.
 
-    Prefect's version check creates this client without the server's URL. The client needs the URL
-    to choose the proxy, so it reads the URL from Prefect's settings.
+    To choose the proxy, the client reads the server's URL from Prefect's settings, because
+    Prefect's version check creates the client without the URL.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
