@@ -30,10 +30,10 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-#: Exit status if Ray ended all processes that it is able to end, and no exit code was lost.
+#: Exit status if Ray ended all processes that it can end, and no exit code was lost.
 EXIT_HOLDS = 0
-#: Exit status if Ray left a process running that it is able to end, or if an exit code was lost. A
-#: lost exit code means that a parent process in a Ray job saw 0 instead of its child's exit code.
+#: Exit status if Ray left a process running that it can end, or if an exit code was lost. An exit
+#: code is lost if a parent process in a Ray job sees 0 instead of the exit code of its child.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
@@ -42,29 +42,28 @@ EXIT_INVALID = 2
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
-#: Exit code of child processes that test whether their parent sees their exit code.
+#: Exit code of child processes that are started to check that a parent process sees this exit code.
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
-#: Kinds of child processes that stay in the process group of their Ray worker. They are the first
-#: two keys of `SHAPES`. Ray should end these processes together with the worker.
+#: The first two keys of `SHAPES`: kinds of child processes that stay in the process group of their
+#: Ray worker. Ray should end these processes together with the worker.
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check on every node whether Ray ends the child processes of a killed actor.
 
-    The check tries several kinds of child processes, for example a daemon (see `SHAPES`). It prints
-    the results.
+    The check tries several kinds of child processes, for example a daemon (see `SHAPES`), and
+    prints the results.
 
     Returns:
-        0 if Ray ended all processes that it is able to end, and no exit code was lost. 1 if Ray
-        left such a process running, or if an exit code was lost. 2 if the cluster cannot be
-        queried.
+        0 if Ray ended all processes that it can end, and no exit code was lost. 1 otherwise. 2 if
+        the cluster cannot be queried.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
-    # Ray read the environment variables when it was imported. Make Ray read the new variables.
+    # Make Ray read the new environment variables. Ray has read the old ones at its import.
     Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_read_cluster(options.address))
@@ -87,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     endings: list[ShapeEnding] = []
     codes: list[int] = []
     say = functools.partial(print, file=sys.stdout, flush=True)
-    # This check kills workers, and Ray prints a long message about each killed worker. Hide these
-    # messages.
+    # Hide the long messages that Ray prints about the workers that this check kills.
     with contextlib.redirect_stdout(io.StringIO()):
         for node in selected_nodes:
             say(f"node {node.ip} ({node.node_id[:8]})")

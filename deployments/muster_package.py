@@ -28,8 +28,8 @@ __all__ = ["BadArgument", "InvalidSpec", "MusterError", "RunHandle", "find", "su
 
 #: Names of Muster's packages.
 _PACKAGES = ("tasks", "flows", "deployments")
-#: A file that only Muster has. The folder that contains this file is the folder of Muster's
-#: packages, and not a project with its own package `tasks`.
+#: A file that only Muster has. The folder that contains this file is Muster's, and not a project
+#: that also has a package `tasks`.
 _MARKER = Path("tasks", "processes", "own_modules.py")
 
 
@@ -49,8 +49,8 @@ class _OwnFinder:
 def _find_folder() -> Path:
     """Return the folder that contains Muster's packages.
 
-    Usually this is the folder that contains this package. In an editable installation, it is the
-    folder of Muster's checkout, which is on the import path.
+    Usually, this is the folder that contains this package. In an editable installation, this is
+    Muster's checkout, which is on the import path.
 
     Raises:
         ImportError: No folder contains Muster's packages.
@@ -102,7 +102,7 @@ MusterError = _errors.MusterError
 InvalidSpec = _errors.InvalidSpec
 BadArgument = _errors.BadArgument
 
-# A pickled object contains the module name of its class. Let these classes name this module. With
-# the name `tasks.client`, Python would look in the project's own package `tasks`, if it has one.
+# Let these classes name this module, because a pickled object contains the module name of its
+# class. With the name `tasks.client`, Python would search a package `tasks` of the user's project.
 for _class in (RunHandle, MusterError, InvalidSpec, BadArgument):
     _class.__module__ = __name__

@@ -51,8 +51,8 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-#: Commands that an actor may spawn. Each key names a kind ("shape") of child process, for example a
-#: daemon.
+#: Commands that an actor may spawn. Each key is the name of a kind ("shape") of child process, for
+#: example a daemon.
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "bash -c 'sleep 10000'": ("bash", "-c", f"sleep {_SLEEP_S}"),
     "child and grandchild": (sys.executable, "-c", _GRANDCHILD),
@@ -117,8 +117,8 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
-        # Always do this, because `spawn` may have started processes before it failed. The function
-        # `_kill_and_watch` ends all processes that have the mark.
+        # Call `_kill_and_watch` even after an error of `spawn`, which may already have started
+        # processes. The function ends all processes with the mark.
         watch = ray.remote(**_node_options(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
@@ -146,7 +146,7 @@ def _node_options(node_id: str) -> dict[str, Any]:
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
-    """Send SIGKILL to an actor, wait for the end of its child processes, and kill leaked ones.
+    """Send SIGKILL to an actor, wait for its child processes to end, and kill leaked processes.
 
     Args:
         actor_pid: Process id of the actor, or 0 to kill no actor.

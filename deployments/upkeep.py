@@ -40,7 +40,7 @@ from tasks.spec.own_settings import InvalidVariable, require_valid_settings
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
-#: Time, in seconds, until the flows are served again after an error.
+#: Time, in seconds, from an error until the flows are served again.
 _RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Served:
     flow: Flow[..., Any]
     #: Description of the flow's deployment in the Prefect UI.
     description: str
-    #: Seconds between the starts of two flow runs. If a flow run takes longer, two of them overlap.
+    #: Seconds between the starts of two flow runs. If a flow run takes longer, two flow runs
+    #: overlap.
     interval_s: int
 
 
@@ -62,9 +63,9 @@ SERVED = (
         flow=reconcile,
         description="Cleans up after runs of this host whose flow process has died. Muster's "
         "upkeep process does the same every minute, without a flow run.",
-        # The upkeep process already does the same work every minute, without a flow run. The rare
-        # flow runs show in the Prefect UI that the host is maintained. They also do the work if
-        # the upkeep process fails to do it.
+        # One flow run per hour is enough, because the upkeep process does the same work every
+        # minute without a flow run. The flow runs show in the Prefect UI that the host is
+        # maintained, and do the work if the upkeep process fails.
         interval_s=3600,
     ),
     Served(
@@ -85,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     # Prefect's runner writes files into the temporary directory of the module `tempfile`. Use a
-    # private one, which is removed when this process ends.
+    # private directory, which is removed at the end of this process.
     use_own_temporary_folder()
-    # Clean up after killed runs now, and do not wait for the first scheduled flow run. This also
-    # closes a flow run of `reconcile` that a killed earlier upkeep process was executing.
+    # Clean up after killed runs now, before the first scheduled flow run. This also ends a flow run
+    # of `reconcile` that a killed upkeep process was executing.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():
@@ -126,8 +127,8 @@ def make_ready() -> None:
 def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> dict[str, Any]:
     """Return the schedule, tags and description of a served flow's deployment.
 
-    Prefect replaces the whole deployment at each start of this process. Changes that a person made
-    in the UI are therefore read from the server and kept.
+    At each start of this process, Prefect replaces the whole deployment. So the function reads
+    changes that a user made in the UI from the server, and keeps them.
 
     Args:
         client: Client of the Prefect server.
@@ -159,8 +160,8 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 def serve() -> None:
     """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
-    # Limit the number of flow runs in this process: one of each flow, and another for a slow flow.
-    # A concurrency limit of a deployment is no alternative, because Prefect's server never frees
+    # Limit the number of flow runs in this process to one of each flow, and another for a slow
+    # flow. Do not use a concurrency limit of the deployment, because Prefect's server never frees
     # the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:

@@ -37,17 +37,19 @@ def main() -> None:
             raise SystemExit(error.exit_code) from None
         _refuse_wrong_password()
         publish(reconcile_host())
-    # A run works in the folder of its project, which may contain folders with the names of Muster's
-    # packages. With this variable, Python does not add the folder to `sys.path`.
+    # With this variable, Python does not add the working directory of a run to `sys.path`. This
+    # directory is the folder of a project, which may contain folders with the names of Muster's
+    # packages.
     os.environ["PYTHONSAFEPATH"] = "1"
     # With these variables, Prefect loads Muster's plugin. The plugin makes Prefect's clients check
     # which user listens at the server's port. The worker's flow runs inherit the variables.
     os.environ.update(GUARDED_PREFECT)
-    # A shell without job control starts background processes with SIGINT ignored. After SIGTERM, a
-    # Prefect worker sends SIGINT to itself. If the worker ignored SIGINT, it would never end.
+    # Do not ignore SIGINT, even if a shell without job control has started this process in the
+    # background. After SIGTERM, a Prefect worker sends SIGINT to itself, and would never end if it
+    # ignored SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Do not ignore SIGCHLD, even if the parent of this process did. Otherwise, the kernel would
-    # discard the exit codes of the worker's child processes, which are the processes of its runs.
+    # discard the exit codes of the worker's child processes, which execute the runs.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (*make_own_command("deployments.prefect_worker"), *sys.argv[1:])
     os.execv(worker[0], worker)
@@ -56,8 +58,8 @@ def main() -> None:
 def _refuse_wrong_password() -> None:
     """Exit with a message if the server rejects the password.
 
-    Prefect's worker would print a traceback instead. If the server does not answer, do nothing,
-    because the worker waits for the server.
+    Prefect's worker would print a traceback instead. If the server does not answer, the function
+    does nothing, because the worker waits for the server.
     """
     api_url = PREFECT_API_URL.value()
     if not api_url:

@@ -39,10 +39,11 @@ FOLDER = Path(__file__).parent
 BLOCK = "muster"
 #: Prefect tag that each of Muster's automations has on the server.
 _TAG = "muster"
-#: Prefix of the tag that stores a hash of an automation's content at the last update. If the
-#: content on the server has another hash, a person has changed the automation.
+#: Prefix of the tag that stores a hash of an automation's content at the last update. A different
+#: hash of the content on the server shows that a user has changed the automation.
 _APPLIED = "applied:"
-#: Fields of an automation that do not come from its file. The hash of its content ignores them.
+#: Fields of an automation that do not come from its file, and are not included in the hash of its
+#: content.
 _NOT_CONTENT = frozenset({"enabled", "tags", "owner_resource", "id"})
 
 
@@ -56,7 +57,8 @@ class Applied:
 
     #: Name of the Prefect automation.
     name: str
-    #: Result: `created`, `updated`, `as it was` (already current), or `kept` (a person changed it).
+    #: Result: `created`, `updated`, `as it was` (already current), or `kept` (because a user has
+    #: changed the automation).
     what: str
 
     def __str__(self) -> str:
@@ -88,8 +90,8 @@ def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
 
 def _make_actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionTypes]:
     """Return one notification for each block, or the action `do-nothing` if there are no blocks."""
-    # Set `type` explicitly: for an update of an automation, Prefect's client does not send fields
-    # that have only their default value.
+    # Set `type` explicitly, because Prefect's client does not send fields with a default value when
+    # it updates an automation.
     if not blocks:
         return [DoNothing(type="do-nothing")]
     return [
@@ -108,8 +110,8 @@ def apply(
     Args:
         client: Client of the Prefect server.
         folder: Folder of the automation files.
-        replace: True to update also the automations that a person changed on the server. An enabled
-            automation stays enabled, and a disabled automation stays disabled.
+        replace: True to also update automations that a user has changed on the server. Enabled
+            automations stay enabled, and disabled automations stay disabled.
 
     Raises:
         BadAutomation: A file is not a valid automation.
@@ -131,13 +133,13 @@ def apply(
 def _update(
     client: SyncPrefectClient, existing: Automation, automation: AutomationCore, *, replace: bool
 ) -> str:
-    """Update an automation on the server, unless it is current or was changed by a person.
+    """Update an automation on the server, unless it is current or a user has changed it.
 
     Args:
         client: Client of the Prefect server.
         existing: The automation on the server.
         automation: The automation of the file.
-        replace: True to update also an automation that a person changed.
+        replace: True to also update an automation that a user has changed.
 
     Returns:
         The value of `Applied.what`.
@@ -161,8 +163,8 @@ def digest(automation: AutomationCore) -> str:
 def _sort_json(value: Any) -> Any:
     """Return a JSON value with sorted keys and sorted lists of strings.
 
-    Equal JSON values then have equal texts, which `digest` needs. The lists are sorted because
-    Prefect makes some of them from sets, so that their order is arbitrary.
+    Equal JSON values then have equal texts, which `digest` needs. Lists are sorted because Prefect
+    makes some lists from sets, in an arbitrary order.
     """
     if isinstance(value, dict):
         return {key: _sort_json(value[key]) for key in sorted(value)}

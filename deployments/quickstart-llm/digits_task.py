@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-#: Text of a question. The text fills at least one block of vLLM's prefix cache. If vLLM reused a
-#: block that was computed with old weights, the trainer would notice wrong log-probabilities.
+#: Text of a question. The text is long enough to fill a block of vLLM's prefix cache. So the
+#: trainer would notice wrong log-probabilities if vLLM reused a block from old weights.
 _PROMPT = "Answer each question with digits only. Question {number}: "
 _DIGITS = frozenset(b"0123456789")
 #: Maximal number of tokens in an answer.

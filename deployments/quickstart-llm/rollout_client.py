@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Longest time, in seconds, from a prompt to its answers. It is longer than the restart of an
-#: engine, so that a restart does not end the training.
+#: Longest time, in seconds, from a prompt to its answers. This time must be longer than the restart
+#: of an engine, so that a restart does not end the training.
 ANSWER_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a request.
 _RETRY_EVERY_S = 0.5
 #: Longest time, in seconds, until the fleet's gateway answers a request that it does not forward to
 #: an inference engine.
 _ORDER_WITHIN_S = 30.0
-#: A gateway counts as gone if it cannot be reached for this number of seconds.
+#: Number of seconds without a connection after which a gateway counts as gone.
 _GONE_AFTER_S = 10.0
-#: Seconds that this client waits for the gateway's answer, in addition to the timeout of the
-#: gateway's own requests to the engines. So the gateway can report a timeout of an engine.
+#: Seconds that this client waits for the gateway's answer, in addition to the gateway's timeout for
+#: the engines. So the client receives the gateway's report about a timeout of an engine.
 _MARGIN_S = 15.0
 
 
@@ -65,8 +65,7 @@ class Synced:
     version: int
     #: Indices of the engines that serve the committed weights.
     serving: tuple[int, ...]
-    #: Engines that did not get the weights. The key is the index of an engine, and the value is the
-    #: reason.
+    #: Mapping from the index of an engine that did not get the weights to the reason.
     left_out: Mapping[int, str]
     #: Seconds from the start of the weight sync to its commit. During this time, no engine samples
     #: answers.
@@ -101,10 +100,10 @@ class RolloutClient:
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        #: Number of requests that were sent again, by the HTTP status of the failed response. The
-        #: status 0 stands for a request without a response.
+        #: Mapping from the HTTP status of a failed response to the number of requests that were
+        #: sent again. The status 0 stands for a missing response.
         self.failures: Counter[int] = Counter()
-        # Use no proxy, even if an environment variable names one: the gateway runs on this host.
+        # Ignore proxies in environment variables, because the gateway runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def complete(self, prompt: str, *, count: int, max_tokens: int) -> list[Answer]:
@@ -165,7 +164,7 @@ class RolloutClient:
         timeout_s: float = 60.0,
         broadcast_s: float = 20.0,
     ) -> Synced:
-        """Let every engine load the weights in a folder, and commit the engines that loaded them.
+        """Let every engine load the weights in a folder, and commit the engines that succeed.
 
         Engines that are not committed receive no requests after the sync.
 
@@ -173,8 +172,8 @@ class RolloutClient:
             folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
                 path is replaced by the index of each engine.
             version: Version of the weights.
-            in_flight: Treatment of requests that are still running: `wait` for their end, `abort`
-                them, or `interrupt` them and continue them with the new weights.
+            in_flight: Treatment of running requests: `wait` for their end, `abort` them, or
+                `interrupt` them and later continue them with the new weights.
             timeout_s: Longest duration of the whole weight sync, in seconds.
             broadcast_s: Longest time, in seconds, that an engine may take to load the weights. The
                 commit leaves out slower engines.
@@ -241,7 +240,8 @@ class RolloutClient:
         *,
         within_s: float = _ORDER_WITHIN_S,
     ) -> Mapping[str, Any]:
-        """Send the gateway a request that must not be executed twice, and return the JSON response.
+        """Send a request that must not be executed twice to the gateway, and return the JSON
+        response.
 
         The request is sent again only if the connection was refused.
 
@@ -311,8 +311,8 @@ def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> li
     """Return the answers of a completion.
 
     Args:
-        headers: Headers of the response. The gateway adds the index of the engine, the number of
-            starts of the engine (epoch), and the version of the weights.
+        headers: Headers of the response, in which the gateway names the index of the engine, the
+            number of its starts (epoch), and the version of the weights.
         content: JSON object of the response, as vLLM writes it.
 
     Raises:

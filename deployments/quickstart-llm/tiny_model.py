@@ -23,7 +23,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-#: Number of tokens that stand for a byte. Token 65 stands for the byte 65.
+#: Number of tokens that stand for a byte: token 65 stands for the byte 65, and so on.
 BYTES = 256
 #: The token that ends a text.
 END = BYTES
@@ -62,8 +62,8 @@ def make_model(folder: Path, *, seed: int) -> None:
     draft = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     LlamaForCausalLM(config).save_pretrained(draft)
     byte_tokenizer().save_pretrained(draft)
-    # Write all files into a temporary folder, and rename this folder at the end. So a folder with
-    # the final name is always complete.
+    # Rename the temporary folder only after all files were written. So a folder with the final name
+    # is always complete.
     os.replace(draft, folder)
 
 
@@ -82,7 +82,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _letters() -> list[str]:
-    """Return the character by which a byte-level tokenizer represents each byte."""
+    """Return the characters with which a byte-level tokenizer represents the 256 bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]

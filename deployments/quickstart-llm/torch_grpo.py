@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
-#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. If the
-#: advantage is positive, the gradient is 0 for ratios above 1 + CLIP_RANGE. If the advantage is
-#: negative, the gradient is 0 for ratios below 1 - CLIP_RANGE.
+#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. The
+#: gradient is 0 for ratios above 1 + CLIP_RANGE if the advantage is positive, and for ratios below
+#: 1 - CLIP_RANGE if the advantage is negative.
 CLIP_RANGE = 0.2
 #: Maximal norm of the gradient. A longer gradient is scaled down to this norm.
 GRADIENT_NORM = 1.0
 
-#: A model's weights by their names.
+#: Mapping from the name of a weight of the model to the weight.
 Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An engine did not sample an answer with the weights that the fleet's gateway named for it."""
+    """An answer was sampled with other weights than the fleet's gateway has reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class Batch:
     #: Log-probabilities of the tokens in nats, as the engines reported them. Shape: (rows,
     #: ANSWER_TOKENS).
     old_log_probs: Tensor
-    #: GRPO's advantage of each answer: the distance of its reward from the mean of its group, in
-    #: standard deviations of the group. Shape: (rows,).
+    #: GRPO's advantage of each answer: its reward minus the mean reward of its group, in standard
+    #: deviations of the group. Shape: (rows,).
     advantages: Tensor
     #: Mean reward of the answers, from 0 to 1.
     reward: float
@@ -78,15 +78,14 @@ class StepStats:
 class AnswerCheck:
     """Comparison of the log-probabilities that the engines reported with recomputed values.
 
-    The values are recomputed with the weights of the version that the engine named.
+    The values are recomputed with the weights that the engine should have used.
     """
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Difference like `gap`, but after a recomputation with the weights of the preceding version.
-    #: These weights are wrong on purpose: the check can detect wrong weights only if this value is
-    #: much larger than `gap`. If the answers have several versions, the smallest of the versions'
-    #: values. None if no earlier weights are kept.
+    #: Like `gap`, but recomputed with wrong weights, those of the preceding version. The check can
+    #: detect wrong weights only if this value is much larger than `gap`. With answers of several
+    #: versions, this is the smallest of their values. None if no earlier weights are kept.
     gap_before: float | None
 
 
@@ -118,7 +117,9 @@ def _pad(values: Sequence[float], filler: float) -> list[float]:
 
 
 def _compute_advantages(rewards: Tensor) -> Tensor:
-    """Return how many standard deviations each reward is above the mean reward of the group."""
+    """Return each reward minus the mean reward of the group, in standard deviations of the
+    group.
+    """
     return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
 
 
@@ -184,12 +185,12 @@ def check_answers(
     *,
     tolerance: float,
 ) -> AnswerCheck:
-    """Recompute the log-probabilities of each answer, and compare them with the reported ones.
+    """Recompute the log-probabilities of each answer, and compare the reported values with them.
 
     Args:
         model: The model, whose own weights are not used.
         batch: The answers.
-        kept_weights: The weights of each version that is still kept, by the version.
+        kept_weights: Mapping from a version to its weights, for all versions that are still kept.
         tolerance: Largest difference of two log-probabilities that is accepted, in nats.
 
     Raises:
@@ -205,7 +206,8 @@ def check_answers(
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
-        # `not a <= b` is also true if the difference is NaN. `a > b` would be false.
+        # Use `not a <= b` instead of `a > b`, because only the former is true if the difference is
+        # NaN.
         if not gaps[worst] <= tolerance:
             row = rows[worst]
             best_version = min(

@@ -52,9 +52,9 @@ LATEST = "latest"
 KEPT_VERSIONS = 8
 #: Time, in seconds, between two checks for restarted engines that lack the current weights.
 CHECK_EVERY_S = 2.0
-#: Longest time, in seconds, that a weight sync is repeated until at least one engine has loaded the
-#: weights. If all engines are restarting, the training waits for them. So this time must be longer
-#: than the restart of an engine.
+#: Longest time, in seconds, for which a weight sync is repeated until an engine has loaded the
+#: weights. This time must be longer than the restart of an engine, because all engines may be
+#: restarting.
 PUBLISH_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a weight sync.
 RETRY_EVERY_S = 1.0
@@ -79,7 +79,7 @@ class Training:
         self._step = 0
         #: Number of the training step that the last checkpoint contains.
         self._saved_step = 0
-        #: The weights of the last `KEPT_VERSIONS` versions, by the version.
+        #: Mapping from version to weights, for the last `KEPT_VERSIONS` versions.
         self._kept_weights: dict[int, Weights] = {}
         self._pool = ThreadPoolExecutor(options.prompts, thread_name_prefix="rollout")
 
@@ -87,8 +87,8 @@ class Training:
         """Train until the last step is finished, and write its metrics and its checkpoint.
 
         Raises:
-            FleetError: The fleet is gone, or it has no engine with the weights.
-            OutOfStep: An answer was not sampled with the weights that it names.
+            FleetError: The fleet is gone, or no engine of the fleet has the weights.
+            OutOfStep: An answer was sampled with other weights than reported.
             FloatingPointError: The loss is not finite.
             OSError: A file could not be written.
         """
@@ -115,7 +115,9 @@ class Training:
                 self.checkpoint()
 
     def close(self) -> None:
-        """Cancel all requests that were not sent yet. Do not wait for answers to sent requests."""
+        """Cancel all requests that were not sent yet. Do not wait for the answers to other
+        requests.
+        """
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def resume(self, path: Path) -> None:
@@ -173,8 +175,9 @@ class Training:
         """
         while wait(rollouts, timeout=CHECK_EVERY_S).not_done:
             if any(engine["state"] == "stale" for engine in self._client.engines()):
-                # A stale engine lacks the current weights, so it gets no requests. If all engines
-                # are stale, no answer comes until the weights are sent again.
+                # Send the weights again to stale engines. A stale engine lacks the current weights,
+                # and gets no requests. Without this, no answers would come if all engines are
+                # stale.
                 self._publish_weights()
         return [rollout.result() for rollout in rollouts]
 
@@ -188,9 +191,8 @@ class Training:
         options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # Keep a copy of the weights, with which answers of this version are checked. Store the copy
-        # before the weight sync, because answers of this version may arrive as soon as the sync has
-        # ended.
+        # Keep a copy of the weights to check the answers of this version. Store the copy before the
+        # weight sync, because these answers may arrive directly after the sync.
         self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }
@@ -254,8 +256,8 @@ class Training:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training, and return the exit status."""
     options = _parser().parse_args(argv)
-    # The model is too small for several threads. More threads would only take CPU time from the
-    # engines.
+    # Use a single thread, because the model is small. More threads would only take CPU time from
+    # the engines.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     transformers.logging.disable_progress_bar()
@@ -308,8 +310,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
     add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
-    # Do not offer the third action, `interrupt`. With it, an answer could be sampled with two
-    # versions of the weights, and the log-probabilities of such an answer cannot be checked.
+    # Do not offer the third action, `interrupt`. With `interrupt`, an answer could be sampled with
+    # two versions of the weights, and its log-probabilities could not be checked.
     actions = ("wait", "abort")
     add(
         "--in-flight",

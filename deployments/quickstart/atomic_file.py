@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of a file in one step: readers see the complete old or new content.
+    """Replace the content of a file. Readers see either the complete old or the complete new
+    content.
 
-    If this process crashes during the call, readers also see a complete content.
+    This is also true if this process crashes during the call.
 
     Raises:
         OSError: The file could not be written. The old content is unchanged.

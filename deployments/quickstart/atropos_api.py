@@ -47,19 +47,19 @@ class Registration:
 
 
 class AtroposApi:
-    """Client of one process of the Atropos API. Each call sends one request on a new connection."""
+    """Client of an Atropos API process. Each call sends one request on a new connection."""
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        # Ignore proxies that environment variables name, because the API runs on this host.
+        # Ignore proxies in environment variables, because the API runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def register(self, registration: Registration) -> None:
         """Register this process as the trainer of the Atropos API.
 
-        Each attempt at a run needs its own API process. An API process ignores the registration of
-        a second trainer, and would give the second trainer the remaining batches of the first one.
+        Each attempt of a run needs its own API process. An API process ignores a second
+        registration, so a second trainer would get the remaining batches of the first trainer.
 
         Raises:
             ApiError: The API cannot be reached, or it already has a trainer.

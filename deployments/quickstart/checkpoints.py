@@ -22,7 +22,7 @@ _PARTS = ("policy", "first_moment", "second_moment")
 
 
 class BadCheckpoint(Exception):
-    """The path does not lead to a checkpoint. The message gives the reason."""
+    """No checkpoint can be read from the path. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Checkpoint:
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write a checkpoint to a file like `step-000010.npz`, and its name to the file `latest`.
+    """Write a checkpoint to a file like `step-000010.npz`, and the name of this file to `latest`.
 
     Args:
         checkpoint: The checkpoint.
-        folder: Folder of the checkpoints. It is created if missing.
+        folder: Folder of the checkpoints. A missing folder is created.
 
     Returns:
         The path of the checkpoint file.

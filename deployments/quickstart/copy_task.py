@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-#: The words by their token ids. tokenizer/tokenizer.json has the same words and ids.
+#: The words of the vocabulary. The index of a word is its token id. tokenizer/tokenizer.json has
+#: the same words and ids.
 VOCABULARY: tuple[str, ...] = (*"0123456789", "=", "<eos>", "<pad>", "<unk>")
-#: Tokens of the digits; each is equal to its digit.
+#: Token ids of the digits. The token id of a digit is the digit itself.
 DIGITS = range(10)
 #: Token at the end of a prompt.
 PROMPT_END = VOCABULARY.index("=")

@@ -36,8 +36,8 @@ from tenacity import RetryError
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
 #: Seconds between two lines of output about the progress.
 SAY_EVERY_S = 2.0
-#: Value in `inference_logprobs` for a token that the policy did not generate. It cannot be confused
-#: with a log-probability, because log-probabilities are at most 0.
+#: Value in `inference_logprobs` for a token that the policy did not generate. The value 1 is never
+#: a log-probability, because log-probabilities are at most 0.
 NO_LOG_PROB = 1.0
 
 
@@ -82,8 +82,8 @@ class CopyEnvironment(BaseEnv):
             total_steps=-1,
             wandb_name=cls.name,
             use_wandb=False,
-            # Atropos would drop groups whose answers all have the same reward. A good policy makes
-            # no mistake in most groups, and the trainer needs these groups, too.
+            # Keep groups whose answers all have the same reward, which Atropos would drop. A good
+            # policy makes no mistake in most groups, and the trainer needs these groups, too.
             ensure_scores_are_not_same=False,
             steps_per_eval=0,
             max_batches_offpolicy=1,
@@ -94,15 +94,15 @@ class CopyEnvironment(BaseEnv):
             server_type="vllm",
             model_name=cls.name,
             tokenizer_name=str(TOKENIZER),
-            # The gateway of a rollout fleet requires this token if other users can reach it. The
-            # trainer's own server ignores the token.
+            # The gateway of a rollout fleet requires this token if other users can reach the
+            # gateway. The trainer's own server ignores the token.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Longest time, in seconds, that a request to the trainer may take. It is so long that
-            # Muster's liveness probe detects a hanging trainer first. The run then names the
+            # Longest time, in seconds, that a request to the trainer may take. With this long time,
+            # Muster's liveness probe detects a hanging trainer first. So the run reports the
             # trainer, and not this environment, as the cause of the failure.
             timeout=60,
         )
-        # Return the server's config in a list. With a single config, Atropos would ignore
+        # Return the config of the server in a list. Without the list, Atropos would ignore
         # `base_url` and wait for a server on port 9004.
         return config, [server]
 
@@ -122,8 +122,8 @@ class CopyEnvironment(BaseEnv):
         take_steps_from_trainer = self.config.total_steps == -1
         await super().register_env()
         if take_steps_from_trainer:
-            # Let the environment stop after `total_steps` batches, as the trainer does. Atropos
-            # stops only after more than `total_steps` batches, so reduce the value by one.
+            # Reduce the value by one, so that the environment stops after `total_steps` batches,
+            # like the trainer. Atropos would stop one batch later.
             self.config.total_steps -= 1
         print("environment registered", flush=True)
 
@@ -177,9 +177,9 @@ class CopyEnvironment(BaseEnv):
 
 
 def main() -> None:
-    # Hide the line that Atropos logs in each iteration of its main loop. The level of the root
-    # logger does not hide this line, because Atropos sets the level of its own logger. So set the
-    # level of the handlers.
+    # Hide the line that Atropos logs in each iteration of its main loop. Set the level of the
+    # handlers: the level of the root logger has no effect, because Atropos sets the level of its
+    # own logger.
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)

@@ -23,19 +23,19 @@ from weights import Weights
 
 #: Seconds between two checks for restarted servers.
 CHECK_EVERY_S = 0.5
-#: A gateway counts as gone if it has not answered for this number of seconds.
+#: Number of seconds without an answer after which a gateway counts as gone.
 GONE_AFTER_S = 10.0
 #: Seconds between two tries of a request.
 RETRY_EVERY_S = 0.2
 #: Longest time, in seconds, that one call of `push` may take to bring new weights to the servers.
 PUSH_WITHIN_S = 30.0
-#: Longest time, in seconds, that one server may take to read the weights. It is shorter than the
-#: limit of `push`, so that one slow server does not use up the whole time.
+#: Longest time, in seconds, that one server may take to read the weights. This time is shorter than
+#: the limit of `push`, so that one slow server does not use up the whole time.
 READ_WITHIN_S = 5.0
 
 
 class FleetError(Exception):
-    """The gateway cannot be reached or refuses a request, so servers get no further weights."""
+    """The gateway cannot be reached or refuses a request. The servers get no further weights."""
 
 
 class Fleet:
@@ -63,7 +63,7 @@ class Fleet:
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        # Ignore proxies that environment variables name, because the gateway runs on this host.
+        # Ignore proxies in environment variables, because the gateway runs on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         #: Step of the last weights that were pushed, or None before the first push.
         self._pushed_step: int | None = None
@@ -86,7 +86,8 @@ class Fleet:
     def catch_up(self) -> tuple[int, ...]:
         """Send the last weights again if a server was restarted.
 
-        This method checks for restarted servers at most every 0.5 s, and otherwise does nothing.
+        The method looks for restarted servers at most every 0.5 s. If called more often, it does
+        nothing.
 
         Returns:
             The indices of the engines that serve the weights, or an empty tuple if no weights were
@@ -125,8 +126,8 @@ class Fleet:
                     f"engine {answer['engine']} did not load the weights of step {step}: {answer}",
                     flush=True,
                 )
-        # An engine that was restarted during the weight sync has lost the weights. The gateway
-        # detects such an engine by its changed epoch, which counts the starts of the engine.
+        # Send the epoch of each engine, which counts its starts. A changed epoch shows the gateway
+        # that the engine was restarted during the weight sync and has lost the weights.
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200
         }

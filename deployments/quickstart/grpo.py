@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
-#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. If the
-#: advantage is positive, the gradient is 0 for ratios above 1 + CLIP_RANGE. If the advantage is
-#: negative, the gradient is 0 for ratios below 1 - CLIP_RANGE.
+#: Clip range of GRPO, for the ratio of a token's new probability to its old probability. The
+#: gradient is 0 for ratios above 1 + CLIP_RANGE if the advantage is positive, and for ratios below
+#: 1 - CLIP_RANGE if the advantage is negative.
 CLIP_RANGE = 0.2
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999
@@ -65,14 +65,17 @@ class StepStats:
 
 
 def initial_state(rng: np.random.Generator) -> TrainState:
-    """Return an untrained policy with Adam's moments 0. Equal generators give equal states."""
+    """Return an untrained policy, with Adam's moments set to 0. Equal generators give equal
+    states.
+    """
     policy = initial_policy(rng)
     zeros = _map_weights(np.zeros_like, policy)
     return TrainState(step=0, policy=policy, first_moment=zeros, second_moment=zeros)
 
 
 def group_advantages(rewards: Floats) -> Floats:
-    """Return how many standard deviations each answer's reward is above the mean of its group.
+    """Return the advantage of each answer: its reward minus the group's mean, in standard
+    deviations.
 
     All advantages are 0 if all rewards of the group are equal.
     """
@@ -94,8 +97,8 @@ def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
     clipped = np.clip(ratios, 1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE) * batch.advantages
     cut = clipped < unclipped
 
-    # Compute the gradient of the loss with respect to the log-probabilities of the generated
-    # tokens. With this gradient, compute the gradient of the loss with respect to the logits.
+    # First compute the gradient of the loss with respect to the log-probabilities of the generated
+    # tokens, and then the gradient with respect to the logits.
     log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
     logits_gradient = -probs * log_prob_gradient[:, None]
     logits_gradient[rows, batch.actions] += log_prob_gradient

@@ -14,7 +14,7 @@ from grpo import StepStats
 
 
 class MetricsFile:
-    """A metrics file with one line per step, in order, even if the training was resumed."""
+    """A metrics file with one line per step, in the order of the steps, even after a resume."""
 
     def __init__(
         self, path: Path, *, resumed_step: int, clock: Callable[[], float] = time.time
@@ -35,12 +35,12 @@ class MetricsFile:
         self._clock = clock
 
     def append(self, step: int, stats: StepStats, took: Mapping[str, float] | None = None) -> None:
-        """Append the line of a step. Other processes can read the line when this method returns.
+        """Append the line of a step. When this method returns, other processes can read the line.
 
         Args:
             step: Number of the step. The first step is 1.
             stats: Metrics of the step.
-            took: Durations in seconds, by the name of the metric, or None.
+            took: Mapping from the name of a metric to a duration in seconds, or None.
         """
         metrics = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
         line = json.dumps(metrics)

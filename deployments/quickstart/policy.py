@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
-#: Number of preceding tokens that the policy reads. They include the digit that the policy must
-#: repeat next.
+#: Number of preceding tokens that the policy reads. These tokens include the digit that the policy
+#: must repeat next.
 CONTEXT_TOKENS = ANSWER_TOKENS
 #: Number of units of the hidden layer.
 HIDDEN_UNITS = 64
@@ -27,8 +27,8 @@ HIDDEN_UNITS = 64
 class Policy:
     """Arrays with the weights of the policy.
 
-    The class also stores other values that exist once per weight: the gradients, and the moving
-    averages of the optimizer Adam.
+    The class is also used for other values with one number per weight: the gradients, and the
+    moving averages of the optimizer Adam.
     """
 
     #: Weights of the hidden layer. Shape: (CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS).

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-#: Seconds between two checks in which the driver looks for a received signal.
+#: Seconds between two checks of the driver for a received signal.
 CHECK_EVERY_S = 0.2
 
 
@@ -34,9 +34,8 @@ class TrainerActor:
         Args:
             folder: Folder of `trainer.py`, relative to the working directory of the Ray job.
         """
-        # Let this actor import `trainer.py`. Ray copies the working directory of the job to each
-        # node, and adds only the copy itself to the import path. So also add the folder in the copy
-        # that contains `trainer.py`.
+        # Let this actor import `trainer.py`. Ray adds only its copy of the job's working directory
+        # to the import path. So also add the folder in this copy that contains `trainer.py`.
         folders = (Path(entry) / folder for entry in sys.path)
         sys.path[:0] = [str(path) for path in folders if (path / "trainer.py").exists()]
         self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -69,8 +68,7 @@ class TrainerActor:
 def main() -> int:
     """Run the training in an actor, and return the exit status."""
     options = _parser().parse_args()
-    # Compute this relative path before `ray.init`, which may change the working directory to a new
-    # copy of the directory.
+    # Compute this relative path before `ray.init`, which may change the working directory.
     folder = os.path.relpath(Path(__file__).parent)
     ray.init()
     # Set the handlers after `ray.init`, which sets its own SIGTERM handler.
@@ -87,7 +85,7 @@ def main() -> int:
     print(f"waiting for {options.gpus} GPUs", flush=True)
     while not _is_done(place):
         if not signals.empty():
-            # Kill the actor: it still waits for GPUs, so it cannot receive a `stop`.
+            # Kill the actor. It cannot receive a `stop`, because it still waits for GPUs.
             ray.kill(actor)
             return 128 + signals.get()
     print(f"trainer on {ray.get(place)}", flush=True)

@@ -34,8 +34,8 @@ class Sampler:
             step: Training step of these weights.
             rng: Random generator for sampling.
         """
-        #: The served weights and their step. They are in one tuple, so that other threads never see
-        #: new weights with an old step.
+        #: The served weights and their step. Because of the tuple, other threads never see new
+        #: weights with an old step.
         self._serving = (policy, step)
         self._rng = rng
         self._rng_lock = threading.Lock()
@@ -50,7 +50,9 @@ class Sampler:
         self._serving = (policy, step)
 
     def rng_state(self) -> Mapping[str, Any]:
-        """Return the random generator's state, in the form of its `bit_generator.state`."""
+        """Return the state of the random generator, in the form of numpy's
+        `bit_generator.state`.
+        """
         with self._rng_lock:
             return self._rng.bit_generator.state
 
@@ -63,7 +65,7 @@ class Sampler:
             prompt: Tokens of the prompt, each an index into `VOCABULARY`.
             count: Number of answers, at least 1.
             max_tokens: Largest number of tokens of an answer, at least 1.
-            temperature: Divisor of the log-probabilities. With 0 the most likely token is taken.
+            temperature: Divisor of the log-probabilities. With 0, the most likely token is taken.
         """
         policy, _ = self._serving
         with self._rng_lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to profit from several threads.
+# Use one thread, because the matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -27,7 +27,7 @@ from serving import InferenceServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends the process. Return an exit status only if serving failed."""
+    """Serve until a signal ends the process. If serving fails, return an exit status."""
     options = _parser().parse_args(argv)
     # Derive the seed as `trainer.py` does, so that server and trainer begin with the same weights.
     weights_seed, _ = np.random.SeedSequence(options.seed).spawn(2)

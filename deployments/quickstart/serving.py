@@ -48,9 +48,9 @@ class InferenceServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # Longest queue of connections that were not accepted yet. If the queue is full, a client waits
-    # a second before it tries again. The default of 5 is too small, because an environment opens
-    # many connections at the same time.
+    # Largest number of connections that wait until the server accepts them. The default of 5 is too
+    # small, because an environment opens many connections at the same time. With a full queue, a
+    # client waits a second before the next try.
     request_queue_size = 256
 
     def __init__(
@@ -79,7 +79,9 @@ class InferenceServer(ThreadingHTTPServer):
         )
 
     def server_bind(self) -> None:
-        """Bind the socket. `HTTPServer` would also look up the host's name over the network."""
+        """Bind the socket without looking up the host's name over the network, as `HTTPServer`
+        does.
+        """
         socketserver.TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])
         self.server_port = self.server_address[1]
@@ -112,8 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
     """Handles the requests of one connection."""
 
     server: InferenceServer
-    # Buffer the response, so that it is sent as one packet. By default, headers and body are two
-    # small packets, and the second waits until the client has acknowledged the first.
+    # Buffer the response, so that it is sent as one packet. By default, headers and body are
+    # separate packets, and the second packet waits for the client's acknowledgement of the first
+    # packet.
     wbufsize = -1
     timeout = 60
 
@@ -138,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._respond(400, {"error": str(error)})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a line for each request would hide the trainer's lines."""
+        """Log nothing, because a line for each request would make the trainer's lines hard to
+        find.
+        """
 
     def _read_body(self) -> bytes:
         """Return the body of the request.
@@ -185,8 +190,8 @@ def generate(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
         body: JSON body of the request: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
 
     Returns:
-        The JSON body. The value of its key `logprobs` is a list of lists. In it,
-        `logprobs[answer][position]` is `[{token: log_prob}]` for the sampled token.
+        The JSON body. In the value of its key `logprobs`, `logprobs[answer][position]` is `[{token:
+        log_prob}]` for the sampled token.
 
     Raises:
         BadRequest: A value of the request is not valid.
@@ -272,7 +277,7 @@ def list_models() -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-#: Functions that answer a prompt, by the path of the request.
+#: Mapping from the path of a request to the function that answers a prompt.
 _GENERATORS: Mapping[str, Callable[[Sampler, Mapping[str, Any]], dict[str, Any]]] = {
     "/generate": generate,
     "/v1/completions": complete,

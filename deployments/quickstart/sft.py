@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to profit from several threads.
+# Use one thread, because the matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -40,7 +40,7 @@ SAY_EVERY = 5
 class Plan:
     """The settings of a training."""
 
-    #: Number of the last step. Steps are counted from the first step of the first attempt.
+    #: Number of the last step. Steps are counted over all attempts, beginning with 1.
     steps: int
     #: Number of examples in a batch.
     batch_size: int
@@ -111,8 +111,8 @@ def train(
         plan: Settings of the training.
         state: State before the first step.
         metrics: File for the metrics of each step.
-        received_signals: Signals that this process has received. The signal handler adds each
-            signal to this collection.
+        received_signals: List to which the signal handler adds each signal that this process
+            receives.
 
     Raises:
         FloatingPointError: The weights are not finite.
@@ -150,8 +150,8 @@ def tune_step(state: TrainState, plan: Plan) -> tuple[TrainState, StepStats]:
 def build_examples(policy: Policy, count: int, rng: random.Random) -> Batch:
     """Return a batch of right answers to new prompts, as if the policy had sampled the answers.
 
-    Each answer has an advantage of 1. With this advantage, the gradient of GRPO's loss equals the
-    gradient of the cross-entropy.
+    Each answer has an advantage of 1, so that the gradient of GRPO's loss equals the gradient of
+    the cross-entropy.
 
     Args:
         policy: The policy, for the log-probabilities of the answers.
@@ -194,7 +194,7 @@ def _starting_point(seed: int, resume_from: Path | None) -> TrainState:
 def _initial_rng_state(seed: int) -> dict[str, object]:
     """Return the initial state of the random generator with which `trainer.py` samples answers.
 
-    This program samples no answers. But its checkpoints have the format of `trainer.py`, which
+    This program samples no answers, but the format of its checkpoints, which `trainer.py` can read,
     includes this state.
     """
     _, sampling_seed = np.random.SeedSequence(seed).spawn(2)

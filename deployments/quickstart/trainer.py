@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to profit from several threads.
+# Use one thread, because the matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(argv: Sequence[str] | None) -> Trainer:
-    """Return the trainer that the command-line arguments describe. It does not run yet.
+    """Return the trainer that the command-line arguments describe, without starting it.
 
     Raises:
         SystemExit: The arguments are wrong. The exit status is 2, and stderr gives the reason.
@@ -111,7 +111,7 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
 
 
 def run(trainer: Trainer, endings: Endings) -> int:
-    """Serve the policy and train, until the training ends, and return the exit status.
+    """Serve and train the policy until the training ends. Return the exit status.
 
     Args:
         trainer: The trainer.
@@ -128,8 +128,8 @@ def run(trainer: Trainer, endings: Endings) -> int:
 def _supervise(training: Training, endings: Endings) -> int:
     """Train until the training is complete, fails, or gets a signal, and return the exit status.
 
-    The training loop runs in a daemon thread. A signal therefore ends the process at once, even if
-    the loop waits for an API that does not answer.
+    The training loop runs in a daemon thread. So a signal ends the process at once, even if the
+    loop waits for an API that does not answer.
     """
 
     def train() -> None:
@@ -175,7 +175,7 @@ def _starting_point(
 
     Args:
         seed: Seed of a new training.
-        init_from: Checkpoint whose weights a new training begins with, or None.
+        init_from: Checkpoint with the first weights of a new training, or None.
         resume_from: Checkpoint to resume, or None for a new training.
 
     Raises:

@@ -19,7 +19,7 @@ from metrics_file import MetricsFile
 from policy import Policy
 from sampler import Sampler
 
-#: Pause after the first request for a batch that is not complete yet, in seconds.
+#: Pause, in seconds, after the first request for a batch, if the batch is not complete yet.
 POLL_FIRST_S = 0.02
 #: Longest pause between two requests for a batch, in seconds.
 POLL_LAST_S = 0.25
@@ -27,8 +27,8 @@ POLL_LAST_S = 0.25
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
-#: Environments drop sequences with this number of tokens or more. A prompt and its answer together
-#: are always shorter.
+#: Number of tokens from which on environments drop a sequence. A prompt with its answer is always
+#: shorter.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
@@ -52,7 +52,7 @@ class Servers(Protocol):
 class Plan:
     """The settings of a training."""
 
-    #: Number of the last step. Steps are counted from the first step of the first attempt.
+    #: Number of the last step. Steps are counted over all attempts, beginning with 1.
     steps: int
     #: Number of answers in a batch, a multiple of `group_size`.
     batch_size: int
@@ -66,10 +66,10 @@ class Plan:
 
 
 class Training:
-    """One training, from a given state to the last step that its plan names.
+    """One training, from a given state to the last step in its plan.
 
-    Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
-    members refer to the last finished step.
+    Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time,
+    which refer to the last finished step.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Training:
             OSError: The metrics or a checkpoint could not be written.
         """
         plan = self._plan
-        # Servers that have just started have other weights. Send them the current weights before an
+        # Send the current weights to the servers, which may have other weights. Do this before an
         # environment can register and send requests.
         self._publish_weights()
         self._api.register(
@@ -133,9 +133,9 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
-        #: Durations of a step and of its parts in seconds, by the name of the metric. The metrics
-        #: of a step are written before its weights are sent. So `broadcast_weights` is the duration
-        #: in the preceding step.
+        #: Mapping from the name of a metric to the duration of the step, or of a part of the step,
+        #: in seconds. `broadcast_weights` is from the preceding step, because the metrics of a step
+        #: are written before its weights are sent.
         durations: dict[str, float] = {}
         began_at_s = time.monotonic()
         while self._state.step < plan.steps:
@@ -146,7 +146,7 @@ class Training:
             durations["time/step"] = _seconds_since(began_at_s)
             began_at_s = time.monotonic()
             # Write the metrics before the state changes. If the process is killed in between, the
-            # metrics contain a step that is not in the state. A resumed training removes this step.
+            # metrics contain an additional step, which a resumed training removes.
             self._metrics.append(next_state.step, stats, durations)
             self._state = next_state
             with _measure(durations, "broadcast_weights"):
@@ -184,8 +184,8 @@ class Training:
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
             if self._servers is not None:
-                # A restarted server lacks the current weights. If all servers were restarted, no
-                # answers would arrive. So send the weights to the restarted servers.
+                # Send the current weights to restarted servers. Otherwise no answers would arrive
+                # after a restart of all servers.
                 self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)

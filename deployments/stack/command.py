@@ -94,7 +94,7 @@ def up(
     """Start the lasting stack of this machine, and wait until all parts answer.
 
     The stack has a Prefect server with its UI, a Ray head, a work pool, a worker and the
-    deployments. All parts listen only on 127.0.0.1. If the stack is up already, the deployments are
+    deployments. All parts listen only on 127.0.0.1. If the stack is already up, the deployments are
     applied again. If files of the Ray session are missing, the Ray cluster is restarted.
 
     Exit: 0 done, 1 failed, 2 wrong options, 130 interrupted.
@@ -135,8 +135,8 @@ def down(*, port: Port = None) -> int:
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
         if stack is None:
-            # If `muster up` was killed during a start, the supervisor may still run and write
-            # stack.json later. So this command waits until no supervisor runs.
+            # Wait until no supervisor runs. If `muster up` was killed during a start, the
+            # supervisor may still run and write stack.json later.
             with place.no_supervisor():
                 place.clear()
             _say(f"No Muster stack with the home directory {place.directory.parent} is running.")
@@ -170,7 +170,7 @@ def _stop_with_reason(stack: Stack) -> None:
     try:
         stop(stack)
     finally:
-        # A run that ended by itself at the same moment has not used its note.
+        # Delete notes that were not used, because the run has ended by itself at the same moment.
         for directory in directories:
             take_note(directory)
 
@@ -292,8 +292,8 @@ def _repair_ray(place: StackPlace, stack: Stack) -> None:
         StackError: The Ray cluster does not answer after the restart.
     """
     try:
-        # Ignore a cluster that does not answer: it may be starting, and the next checks wait until
-        # the cluster answers.
+        # Ignore a cluster that does not answer. It may be starting, and the next checks wait for an
+        # answer.
         with suppress(NoAnswer, Denied):
             check_session(stack)
     except BrokenSession as error:
@@ -362,7 +362,7 @@ def _default_port() -> int:
 
 
 def _refuse_taken_port(port: int) -> None:
-    """Raise StackError, with the names of the processes, if processes listen on the port."""
+    """Raise StackError if processes listen on the port. The message names these processes."""
     holders = []
     for listener in listeners(port):
         stack = "the stack of another MUSTER_HOME, " if listener.run_id == RUN_ID else ""
@@ -380,7 +380,7 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
 
     Args:
         stack: The running stack.
-        port: Value of the option `--port`. None if the user did not set it, so that any port fits.
+        port: Value of the option `--port`. None to accept any port.
     """
     if port not in (None, stack.port):
         raise StackError(
@@ -394,7 +394,7 @@ def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
 
     Args:
         stack: The running stack.
-        fleet: Value of the option `--gpus`. None if the user did not set it, so that any nodes fit.
+        fleet: Value of the option `--gpus`. None to accept any nodes.
     """
     if fleet is not None and str(fleet) != stack.fleet:
         current_fleet = f"with --gpus {stack.fleet}" if stack.fleet else "without --gpus"
@@ -418,5 +418,5 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         # The reader of standard output has ended early, for example `head` in `muster up | head`.
-        # Replace standard output by /dev/null, because the command must still finish its work.
+        # Replace standard output with /dev/null, so that the command can still finish its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -30,19 +30,19 @@ from tasks.server.deployments import find_deployment
 from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.spec.errors import MusterError
 
-#: Name of the flow parameter whose value comes from prefect.yaml. The values of other parameters
-#: may be changed in the Prefect UI and are kept.
+#: Name of the flow parameter whose value comes from prefect.yaml. Users may change the values of
+#: other parameters in the Prefect UI, and these values are kept.
 _SPEC = "spec"
-#: Pull step of a deployment: the worker changes to the root of the checkout before it imports the
-#: flow. The entrypoint of the flow is a path relative to the root.
+#: Pull step of a deployment: the worker changes to the root of the checkout before the import of
+#: the flow, because the entrypoint of the flow is a relative path.
 _ENTER_ROOT = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
 
 
 def deploy_project(client: SyncPrefectClient, project_file: Path) -> None:
     """Create the missing deployments of a project file, and update the existing deployments.
 
-    The paths in the project file are relative to ROOT. The caller must have changed its working
-    directory to ROOT.
+    The paths in the project file are relative to ROOT. Before the call, the caller must change the
+    working directory to ROOT.
 
     Args:
         client: Client of the Prefect server.

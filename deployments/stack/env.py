@@ -16,7 +16,8 @@ from tasks.record.places import (
 )
 from tasks.spec.programs import build_component_path
 
-#: Root of the checkout. In an installed wheel, the directory that contains the packages.
+#: Root of Muster's checkout, or the directory that contains Muster's packages in an installed
+#: wheel.
 ROOT = Path(__file__).resolve().parents[2]
 #: Path of `prefect.yaml`, the file that defines Muster's deployments: in a checkout, and in an
 #: installed wheel.
@@ -38,7 +39,7 @@ NODES_PAGE = "/v2/artifacts/key/gang-nodes"
 #: Start of the last line that `deployments.stack.setup` prints if it has succeeded.
 SET_UP = "Set up:"
 #: Environment variable with the id of the `muster up` stack. Every process of a stack has this
-#: variable, also the processes of runs.
+#: variable, including the processes of runs.
 STACK_VARIABLE = "MUSTER_STACK"
 #: Environment variable that gives `deployments.stack.setup` the URL of the `muster up` stack's Ray
 #: dashboard.
@@ -59,35 +60,36 @@ _OWN_VARIABLES = frozenset(
         "LISTEN_FDNAMES",
     )
 )
-#: Prefixes of environment variables that may lead to another server or Ray cluster. Programs of a
-#: stack must not inherit such variables.
+#: Prefixes of environment variables that may select another server or Ray cluster. Programs of a
+#: stack must not inherit these variables.
 _FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
 #: Host names of this machine that a URL of the `muster up` stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")
 #: Environment variable from which clients of the Prefect server read the password, in the form
-#: `user:password`. If it is set for `muster up`, it replaces the password file of the MUSTER_HOME.
+#: `user:password`. If the variable is set for `muster up`, it is used instead of the password file
+#: in the MUSTER_HOME.
 AUTH = "PREFECT_API_AUTH_STRING"
-#: Environment variable from which the Prefect server itself reads its password. If it is set for
-#: `muster up`, it has priority over `PREFECT_API_AUTH_STRING`.
+#: Environment variable from which the Prefect server itself reads its password. If the variable is
+#: set for `muster up`, it has priority over `PREFECT_API_AUTH_STRING`.
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 
 #: Ray's environment variable that says whether clients of the Ray cluster need an access token. If
-#: it is set for `muster up`, the stack uses the same value.
+#: the variable is set for `muster up`, the stack uses the same value.
 RAY_MODE = "RAY_AUTH_MODE"
-#: Ray's environment variable with the access token of the Ray cluster. If it is set for `muster
-#: up`, the stack uses the same value.
+#: Ray's environment variable with the access token of the Ray cluster. If the variable is set for
+#: `muster up`, the stack uses the same value.
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 #: Ray's environment variable with the path of the file that contains the access token of the Ray
-#: cluster. If it is set for `muster up`, the stack uses the same value.
+#: cluster. If the variable is set for `muster up`, the stack uses the same value.
 RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 
 
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     """Return the password of the `muster up` stack's Prefect server, in the form `user:password`.
 
-    The password comes from the environment variable of the Prefect server, or from that of its
-    clients. If neither is set, the password comes from the password file of this MUSTER_HOME. If
-    the file is missing, create a file with a new password.
+    The password comes from the environment variable of the Prefect server, or else from that of its
+    clients, or else from the password file of this MUSTER_HOME. A missing file is created with a
+    new password.
 
     Raises:
         OSError: The password file can be neither read nor created.
@@ -98,8 +100,8 @@ def auth_string(environment: Mapping[str, str] = os.environ) -> str:
 def renew_password(environment: Mapping[str, str] = os.environ) -> None:
     """Replace the Prefect password of this MUSTER_HOME, unless an environment variable sets one.
 
-    A new `muster up` stack calls this before its start, so that passwords of earlier stacks are
-    worthless.
+    This function is called before the start of a new `muster up` stack, so that passwords of
+    earlier stacks are no longer valid.
 
     Raises:
         OSError: The password file cannot be written.
@@ -109,10 +111,10 @@ def renew_password(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def build_ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that give Ray's programs and clients the cluster's access token.
+    """Return the environment variables with the access token for Ray's programs and clients.
 
     Variables that are already set are kept. Otherwise the token comes from a file in this
-    MUSTER_HOME. If the file is missing, create a file with a new token.
+    MUSTER_HOME. A missing file is created with a new token.
 
     Raises:
         OSError: The token file can be neither read nor created.
@@ -145,8 +147,8 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home / "prefect"),
-        # Muster's plugin for Prefect would set the password variable, which is already set here.
-        # Without plugins, each program starts 0.1 s faster.
+        # Load no plugins, so that each program starts 0.1 s faster. Muster's plugin for Prefect is
+        # not needed, because the password variable is already set here.
         "PREFECT_PLUGINS_ENABLED": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",

@@ -26,8 +26,8 @@ from tasks.processes.own_modules import make_own_command
 from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
 
-#: Longest time, in seconds, that the Ray head may take to end after SIGINT. After this time, it
-#: gets SIGKILL.
+#: Longest time, in seconds, that the Ray head may take to end after SIGINT. After this time, the
+#: Ray head gets SIGKILL.
 _RAY_STOP_WITHIN_S = 20.0
 #: Longest time, in seconds, until a restarted Ray cluster with all of its nodes answers.
 _RAY_RESTART_WITHIN_S = 240.0
@@ -43,16 +43,16 @@ def launch(
 ) -> Stack:
     """Start the supervisor of a new `muster up` stack. Return the stack when all parts answer.
 
-    If an error or an interrupt ends the start, everything that was started is stopped.
+    After an error or an interrupt, all programs that were started are stopped.
 
     Args:
         place: Directory of the stack.
         port: Port of the Prefect server.
-        ray_dashboard: Port of the Ray dashboard. 0 takes any free port. None takes 8265 if that
-            port is free, and otherwise any free port.
-        fleet: Ray nodes with logical GPUs. With None the cluster consists of the Ray head.
+        ray_dashboard: Port of the Ray dashboard. 0 for any free port. None for 8265 if free,
+            otherwise any free port.
+        fleet: Ray nodes with logical GPUs. None for a cluster that consists only of the Ray head.
         lock_fd: File descriptor of the lock that `StackPlace.no_supervisor` yields. The supervisor
-            inherits it.
+            inherits this descriptor.
         say: Shows the user a line of text about the progress.
 
     Raises:
@@ -95,8 +95,7 @@ def launch(
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        # After SIGKILL to the supervisor, the guardian process of each program notices the end of
-        # the supervisor, and ends its program.
+        # After the end of the supervisor, the guardian process of each program ends the program.
         supervisor.kill()
         supervisor.wait()
         place.clear()
@@ -140,13 +139,14 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
 
 
 def stop(stack: Stack) -> None:
-    """Send SIGTERM to the supervisor of the `muster up` stack, and wait until all has stopped.
+    """Send SIGTERM to the supervisor of the `muster up` stack, and wait for the end of all
+    programs.
 
-    If the supervisor does not end in time, kill the supervisor. The guardian process of each
-    program of the stack then ends the program.
+    If the supervisor does not end in time, it is killed. The guardian process of each program of
+    the stack then ends the program.
     """
-    # Compute the time limit before the signal is sent. It contains the grace periods of the running
-    # components, which may be missing in the registry of components as soon as components end.
+    # Compute the time limit before sending the signal, because the registry of components forgets
+    # the grace periods of components that have ended.
     within_s = teardown_s() + STOP_WITHIN_S
     stack.supervisor.send(signal.SIGTERM)
     if not stack.supervisor.is_gone_within(within_s):
@@ -180,7 +180,7 @@ def restart_ray(place: StackPlace, stack: Stack) -> None:
 
 
 def _has_died_within(place: StackPlace, deaths: int, limit_s: float) -> bool:
-    """Wait until the Ray head has died `deaths` times; return False after `limit_s` seconds."""
+    """Wait until the Ray head has died `deaths` times. Return False after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         stack = place.load()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Largest number of Ray nodes of a stack. Each node consists of several processes, and one machine
-#: can hardly run the processes of more nodes.
+#: Largest number of Ray nodes of a stack. Each node has several processes, and one machine can
+#: hardly run more.
 MOST_NODES = 16
 #: Largest number of logical GPUs of one node. No current machine has more GPUs.
 MOST_GPUS = 16
-#: Name of a Ray resource that every node has and the Ray head lacks. A Ray task that requires one
-#: unit of this resource therefore runs on a node, and never on the Ray head.
+#: Name of a Ray resource that every node has and the Ray head lacks. So a Ray task that requires
+#: one unit of this resource never runs on the Ray head.
 NODE_RESOURCE = "worker_node"
 
 

@@ -37,8 +37,8 @@ class PartCheck:
     part: str
     #: Address of this part of the `muster up` stack, or a short description of its work.
     description: str
-    #: Reason why this part of the `muster up` stack counts as not answering, or an empty string if
-    #: it answers.
+    #: Reason why this part of the `muster up` stack counts as not answering. Empty if the part
+    #: answers.
     problem: str = ""
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
 
     limit = pool["concurrency_limit"]
     limit_text = "no limit" if limit is None else f"at most {limit} runs at once"
-    # A person may pause the work pool on purpose, so a pause is shown but is not a problem.
+    # A user may pause the work pool on purpose. So show the pause, but not as a problem.
     pause_text = ", paused" if pool["is_paused"] else ""
     return PartCheck(part="work pool", description=f"{POOL}, {limit_text}{pause_text}")
 
@@ -129,7 +129,7 @@ def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
 def describe_listed_nodes(stack: Stack) -> str:
     """Return the machines that the work pool lists for runs without Ray, with their GPUs.
 
-    If the work pool lists no machine, the text contains the command that lists one.
+    If the work pool lists no machine, the text contains the command that adds a machine.
     """
     with _connect() as client:
         try:
@@ -149,8 +149,8 @@ def describe_listed_nodes(stack: Stack) -> str:
 def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
     """Check that the stack's worker polls the Prefect server, and return the result of the check.
 
-    The health check of the worker must say that the worker polls. The Prefect server must also have
-    received a heartbeat of the worker since the start of the stack.
+    There are two conditions: the worker's health check must report that the worker polls, and the
+    Prefect server must have received a heartbeat of the worker since the start of the stack.
     """
     workers_url = f"{stack.api_url}/work_pools/{POOL}/workers/filter"
     problem = "has not yet reported to the Prefect server"
@@ -175,8 +175,8 @@ def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
     try:
         return read_other_worker(_request_json(client, "GET", variable_url)["value"])
     except _NoAnswer:
-        # Nothing is known about another worker. Either the stack's worker has not written its
-        # Prefect variable yet, or the server does not answer.
+        # It is unknown if there is another worker: the stack's worker has not written its Prefect
+        # variable yet, or the server does not answer.
         return ""
 
 

@@ -57,8 +57,9 @@ PIPELINES = "pipelines"
 #: Name of the `muster up` stack's worker for the work pool of runs.
 WORKER = "worker"
 
-#: Options of `ray start --head` that take a port, each with the name of its reserved port. Ray's
-#: default ports are not used: two Ray heads with the same ports on one machine end each other.
+#: Mapping from an option of `ray start --head` that takes a port to the name of the reserved port.
+#: Ray's default ports are not used, because two Ray heads with the same ports on one machine end
+#: each other.
 _RAY_PORTS = {
     "--port": f"{RAY}.gcs",
     "--ray-client-server-port": f"{RAY}.client",
@@ -71,9 +72,8 @@ _RAY_PORTS = {
 #: node.
 #:
 #: The setting for process groups makes Ray kill the process group of a worker process when the
-#: worker ends. Another setting turns off Ray's subreaper. The subreaper would kill more processes,
-#: but Ray has deprecated it. It would also make workers ignore SIGCHLD, so that a crashed child
-#: process of a worker would appear to have exited with code 0.
+#: worker ends. Another setting turns off Ray's deprecated subreaper, which would make workers
+#: ignore SIGCHLD. A crashed child process of a worker would then appear to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -88,8 +88,8 @@ _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 #: Longest time, in seconds, from the start of a program of the `muster up` stack until the program
 #: is ready.
 _READY_WITHIN_S = 120.0
-#: Grace period of a Prefect worker that is stopped, in seconds. It begins after the worker's runs
-#: have ended.
+#: Grace period of a stopped Prefect worker, in seconds. The grace period begins after the end of
+#: the worker's runs.
 _WORKER_GRACE_S = 20.0
 #: Grace period of the Ray head and of each Ray node, in seconds.
 _RAY_GRACE_S = 15.0
@@ -99,7 +99,7 @@ _SERVER_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Everything that a supervisor needs to start a new `muster up` stack."""
+    """The data that a supervisor needs to start a new `muster up` stack."""
 
     #: First content of the `muster up` stack's file `stack.json`.
     stack: Stack
@@ -107,25 +107,25 @@ class Blueprint:
     plan: AttemptPlan
     #: Ports that are reserved for the parts of the `muster up` stack.
     ports: PortsReserved
-    #: `needs[part]` is the name of another part of the `muster up` stack that the part needs for
-    #: its work. If the other part dies, both parts are restarted.
+    #: Mapping from a part of the `muster up` stack to another part that it needs. If the other part
+    #: dies, both parts are restarted.
     needs: Mapping[str, str]
 
 
 def build_blueprint(
     place: StackPlace, port: int, ray_dashboard: int | None = None, fleet: Fleet | None = None
 ) -> Blueprint:
-    """Return everything that this process needs to start and supervise a new `muster up` stack.
+    """Return the data that this process needs to start and supervise a new `muster up` stack.
 
-    Also reserve the ports of the stack, create a directory for Ray, and write a new Prefect
-    password into this MUSTER_HOME.
+    The call also reserves the ports of the stack, creates a directory for Ray, and writes a new
+    Prefect password into this MUSTER_HOME.
 
     Args:
         place: Directory of the stack.
         port: Port of the Prefect server.
-        ray_dashboard: Port of the Ray dashboard. 0 takes any free port. None takes 8265 if that
-            port is free, and otherwise any free port.
-        fleet: Ray nodes with logical GPUs. With None the cluster consists of the Ray head.
+        ray_dashboard: Port of the Ray dashboard. 0 for any free port. None for 8265 if free,
+            otherwise any free port.
+        fleet: Ray nodes with logical GPUs. None for a cluster that consists only of the Ray head.
 
     Raises:
         OSError: No port is free, or a file or directory cannot be created.
@@ -176,15 +176,16 @@ def build_blueprint(
             _plan_server(place, stack),
             _plan_deployments(place, stack),
             _plan_ray_head(place, stack, ports.numbers, dashboard_port),
-            # The nodes start one after the other, because Ray nodes that start at the same time may
-            # choose the same ports.
+            # Start the nodes one after the other. Ray nodes that start at the same time may choose
+            # the same ports.
             *(_plan_ray_node(place, stack, node) for node in stack.nodes),
             _plan_upkeep(place, stack),
             _plan_pipelines(place, stack),
             _plan_worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
-    # A Ray node cannot join the cluster of a restarted Ray head, so it is restarted with the head.
+    # Restart each Ray node together with the Ray head, because a node cannot join the cluster of a
+    # restarted head.
     needs = dict.fromkeys(node_names, RAY)
     return Blueprint(stack=stack, plan=plan, ports=ports, needs=needs)
 
@@ -198,7 +199,8 @@ def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
     }
     command = replace(
         command,
-        # Without this limit, a stopped server would wait until all browsers have closed the UI.
+        # Limit the time of the shutdown. Otherwise a stopped server would wait until all browsers
+        # have closed the UI.
         argv=(*command.argv, "--timeout-graceful-shutdown", "2"),
         env={**_build_env(place, stack, SERVER), **make_own_env(), **server_variables},
         log=place.log(SERVER),
@@ -232,7 +234,7 @@ def _plan_ray_head(
     Args:
         place: Directory of the `muster up` stack.
         stack: The new stack.
-        ports: Number of each reserved port, by the name of the port.
+        ports: Mapping from the name of a reserved port to its number.
         dashboard_port: Port of the Ray dashboard.
     """
     port_options = [f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()]
@@ -242,14 +244,14 @@ def _plan_ray_head(
             "start",
             "--head",
             "--block",
-            # Give the head no CPUs and GPUs, so that Ray starts no tasks and actors of runs on it.
-            # Only the drivers of Ray jobs run there.
+            # Give the head no CPUs and GPUs, so that Ray starts no tasks and actors of runs on the
+            # head. Only the drivers of Ray jobs run there.
             "--num-cpus=0",
             "--num-gpus=0",
             f"--node-name={RAY}",
             *port_options,
-            # Let Ray take any free ports for its workers (0). Ray has a default range of worker
-            # ports, and refuses to start if one of the head's own ports is in this range.
+            # Let Ray take any free ports for its workers (0). With its default range of worker
+            # ports, Ray would refuse to start if one of the head's own ports is in this range.
             "--min-worker-port=0",
             "--max-worker-port=0",
             f"--dashboard-host={HOST}",
@@ -262,8 +264,8 @@ def _plan_ray_head(
         env={**_build_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
-        # Stop `ray start` with SIGINT, because its end after SIGTERM is slow. It then sends
-        # requests for up to 30 seconds to Ray's control store, which SIGTERM has ended already.
+        # Stop `ray start` with SIGINT. After SIGTERM, it would first send requests to Ray's control
+        # store, which has already ended, for up to 30 seconds.
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
@@ -368,8 +370,8 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
         ),
         env={
             **_build_env(place, stack, WORKER),
-            # Let the worker poll every 10 seconds. This is only for lost events: normally, an event
-            # of the Prefect server starts a scheduling pass at once.
+            # Let the worker poll every 10 seconds. The poll is only needed after a lost event,
+            # because normally an event of the Prefect server starts a scheduling pass at once.
             "PREFECT_WORKER_QUERY_SECONDS": "10",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
             "PREFECT_WORKER_WEBSERVER_HOST": HOST,
@@ -404,8 +406,8 @@ def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str
         **client_env(place.directory.parent, stack.api_url),
         **build_ray_auth(),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # With 0, Ray listens only on the loopback interface. Otherwise Ray listens on every
-        # interface, even if Muster passes an address to it.
+        # With 0, Ray listens only on the loopback interface. With 1, Ray listens on every
+        # interface, even if Muster passes an address.
         # Source: ray/_private/services.py, get_node_ip_address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "MUSTER_RUN_ID": RUN_ID,

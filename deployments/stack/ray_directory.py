@@ -26,13 +26,13 @@ RAY_TEMP_PREFIX = "muster-ray-"
 #: Name of the directory for Ray in a MUSTER_HOME.
 _NAME_IN_HOME = "ray"
 #: Name of the subdirectory in which Ray keeps its files. Ray lets all users read this subdirectory.
-#: So the directory around it may be entered only by the user of the stack.
+#: So only the user of the stack may enter its parent directory.
 _RAY_OWN_NAME = "r"
 #: Longest path that Linux accepts for a UNIX socket, in bytes. Source: unix(7).
 _LONGEST_SOCKET_PATH = 107
-#: Example of the longest socket path that Ray creates, relative to the directory for Ray. Its
-#: length decides how long the path of that directory may be. The suffix `.99` stands for the number
-#: of a Ray node.
+#: Example of the longest socket path that Ray creates, relative to the directory for Ray. The
+#: length of this example limits the length of that directory's path. The suffix `.99` stands for
+#: the number of a Ray node.
 _LONGEST_SOCKET = (
     f"{_RAY_OWN_NAME}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.99"
 )
@@ -59,8 +59,8 @@ def create_ray_directory(home: Path) -> Path:
 def delete_ray_directory(directory: Path, home: Path) -> None:
     """Delete the directory for Ray of a stack that has ended.
 
-    The path comes from `stack.json`, which may be damaged. So the directory is deleted only if it
-    has a name that `create_ray_directory` gives.
+    The path comes from `stack.json`, which may be damaged. So the directory is deleted only if
+    `create_ray_directory` could have created it.
 
     Args:
         directory: The directory for Ray.
@@ -79,8 +79,8 @@ def make_temp_dir_option(directory: Path) -> str:
 class LockedRayDirectory:
     """A directory for Ray's files, on which this process holds a lock (flock) until it ends.
 
-    The lock protects the files: systemd-tmpfiles deletes old files in `/tmp`, but skips a directory
-    with such a lock.
+    The lock protects the files, because systemd-tmpfiles deletes old files in `/tmp`, but skips
+    locked directories.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class LockedRayDirectory:
         """
         _create(self._path)
         lock_fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        # On a file system without locks, the directory is used without a lock.
+        # A file system without locks raises OSError. The directory is then used without a lock.
         with suppress(OSError):
             fcntl.flock(lock_fd, fcntl.LOCK_SH)
         if self._lock_fd is not None:

@@ -25,9 +25,8 @@ from deployments.stack.env import HOST
 def main() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = True
     services.get_node_ip_address = lambda address=None: HOST
-    # Give each Ray node its own subdirectory for runtime environments. All nodes of this machine
-    # share the directory of the Ray session. With a common subdirectory, a node would delete files
-    # of a job that runs on another node.
+    # Give each Ray node its own subdirectory for runtime environments. In a shared subdirectory of
+    # the Ray session, a node would delete files of jobs that run on another node of this machine.
     ray_constants.DEFAULT_RUNTIME_ENV_DIR_NAME = f"runtime_resources_{os.getpid()}"
     address, *options = sys.argv[1:]
     scripts.cli(["start", f"--address={address}", f"--node-ip-address={HOST}", *options])

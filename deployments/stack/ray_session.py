@@ -22,7 +22,7 @@ _CONNECT_WITHIN_S = 5.0
 
 
 class BrokenSession(Exception):
-    """Files of the Ray session are missing, and only a restart of the Ray cluster helps.
+    """Files of the Ray session are missing, so the Ray cluster must be restarted.
 
     The message names the first missing file.
     """
@@ -38,7 +38,7 @@ def check_session(stack: Stack) -> None:
         NoAnswer: The GCS does not answer, or knows no living node.
         Denied: The GCS refuses the request.
     """
-    # Ray's client reads the access token from these variables.
+    # Set the variables from which Ray's client reads the access token.
     for name, value in stack.ray_auth.items():
         os.environ.setdefault(name, value)
     nodes = asyncio.run(list_living_nodes(stack.ray_address))

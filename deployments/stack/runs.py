@@ -23,8 +23,8 @@ _CHECK_EVERY_S = 0.1
 def end_runs(worker: int, *, within_s: float) -> None:
     """Send SIGTERM to every run of a worker, and wait until all runs have ended.
 
-    The worker is paused with SIGSTOP first, so that it starts no further runs. The worker stays
-    paused when this function returns. The caller must then send SIGTERM and SIGCONT to the worker.
+    The function first pauses the worker with SIGSTOP, so that the worker starts no further runs.
+    The worker stays paused: the caller must then send SIGTERM and SIGCONT to the worker.
 
     Args:
         worker: Process id of the worker.
@@ -33,21 +33,21 @@ def end_runs(worker: int, *, within_s: float) -> None:
     tree.signal_process(worker, signal.SIGSTOP, parent=tree.read_parent(worker))
     runs = tree.children(worker)
     write_stop_notes(describe_stopped_worker(), lambda owner: owner.process.pid in runs)
-    # Compute the grace period before the first SIGTERM. It contains the grace periods of the
-    # running components, which may be missing in the registry of components as soon as they end.
+    # Compute the grace period before the first SIGTERM, because the registry of components forgets
+    # the grace periods of components that have ended.
     grace_s = max(map(teardown_s, runs), default=0.0)
     for run in runs:
         tree.signal_process(run, signal.SIGTERM, parent=worker)
     deadline = time.monotonic() + grace_s + within_s
     while time.monotonic() < deadline:
-        # A run that has ended stays a zombie, because the paused worker does not call wait().
+        # Ended runs stay zombies, because the paused worker does not call wait().
         if all(tree.is_zombie(run) for run in tree.children(worker)):
             return
         time.sleep(_CHECK_EVERY_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of the worker whose process id is the argument, and return the exit code.
+    """End the runs of a worker, and return the exit code. The argument is the worker's process id.
 
     The exit code is also 0 if the worker has already ended.
     """

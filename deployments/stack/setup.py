@@ -47,7 +47,7 @@ from tasks.show.output import guard_output
 from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import publish, reconcile_host
 
-#: Concurrency limit of a new work pool `gang`: how many of its runs may run at the same time.
+#: Concurrency limit of a new work pool `gang`: largest number of runs at the same time.
 POOL_LIMIT = 8
 #: Priority of each work queue of the work pool `gang`; 1 is the highest priority. Prefect itself
 #: creates the work queue `default`.
@@ -60,15 +60,15 @@ _SPEC_FLOWS = (_TRAIN, _PIPELINE)
 
 
 class WrongPool(Exception):
-    """A work pool with the name `gang` exists, but its type is not Muster's."""
+    """A work pool with the name `gang` exists, but has another type than Muster's work pools."""
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, and register this machine in it.
 
-    This machine's GPUs are for runs without Ray, and the stack's Ray cluster is for the other runs.
-    If the work pool exists, its other settings stay unchanged. If the work pool was deleted, it
-    gets back the settings that it had before.
+    This machine's GPUs are for runs without Ray; the stack's Ray cluster is for the other runs. The
+    other settings of an existing work pool stay unchanged. A deleted work pool gets its former
+    settings back.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.
@@ -144,8 +144,8 @@ def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) ->
 
     Args:
         client: Client of the Prefect server.
-        local_node: This machine with its GPUs. If None, or if the settings list this machine
-            already, the nodes in the settings stay unchanged.
+        local_node: This machine with its GPUs. If None, or if the settings already list this
+            machine, the nodes in the settings stay unchanged.
     """
     template = client.read_work_pool(POOL).base_job_template
     settings = settings_of(template)
@@ -155,8 +155,8 @@ def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) ->
         changes["nodes"] = (*settings.nodes, local_node)
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
-        # Remove the clusters with a loopback address from the settings. They are clusters of
-        # earlier stacks on this machine, which no longer exist.
+        # Remove the clusters with a loopback address from the settings. They belong to earlier
+        # stacks on this machine, which no longer run.
         other_clusters = (
             cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
         )
@@ -186,9 +186,9 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
 
     Deployments of the flow `train` get the pool POOL, and those of `pipeline` get PIPELINES_POOL.
 
-    If a work pool is deleted, the server keeps the pool's deployments without a pool, and no worker
-    starts their runs. Deployments that a process serves need no pool and are not changed. They are
-    recognised by their missing pull steps.
+    The server keeps the deployments of a deleted work pool without a pool, and no worker starts
+    their runs. Deployments without pull steps are not changed: a process serves them, so they need
+    no pool.
     """
     for flow, pool in ((_TRAIN, POOL), (_PIPELINE, PIPELINES_POOL)):
         name_filter = FlowFilter(name=FlowFilterName(any_=[flow]))
@@ -205,9 +205,9 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
 def ensure_quick_runs(client: SyncPrefectClient) -> None:
     """Let the button *Quick run* in the Prefect UI start a run without a form.
 
-    The UI opens a form if the flow requires a parameter, even if the deployment has a value for the
-    parameter. For a spec this form has some hundred fields. So this function marks the parameters
-    of each deployment as optional if the deployment has values for all of them.
+    The UI opens a form with some hundred fields if the flow requires a spec, even if the deployment
+    already has a value for it. So this function marks the parameters of a deployment as optional if
+    the deployment has values for all of them.
     """
     spec_flows = FlowFilter(name=FlowFilterName(any_=list(_SPEC_FLOWS)))
     for deployment in client.read_deployments(flow_filter=spec_flows):
@@ -229,11 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if apply_automations([]) != 0:
         return 1
-    # Runs of a killed stack still count as running, and so count against the concurrency limit of
-    # the work pool. `reconcile_host` records the end of these runs.
+    # Record the end of the runs of a killed stack. Otherwise they would still count against the
+    # concurrency limit of the work pool.
     publish(reconcile_host())
-    # Change to the project's folder, because Prefect resolves the paths in the project file from
-    # the working directory.
+    # Change to the project's folder, because the paths in the project file are relative to the
+    # working directory.
     os.chdir(ROOT)
     with get_client(sync_client=True) as client:
         try:

@@ -36,7 +36,7 @@ RAY = "ray-head"
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
 #: Longest time, in seconds, that a stop of the `muster up` stack takes after the grace periods of
-#: its runs. It covers the grace period of each part and the cleanup that follows.
+#: its runs. The time includes the grace periods of all parts and the cleanup.
 STOP_WITHIN_S = 180.0
 #: Longest time, in seconds, that a command waits for a stack that `muster up` is starting. A usual
 #: start takes less than a minute.
@@ -88,8 +88,8 @@ class StackPart(_Model):
     #: Process id of the program, or None if the program does not run.
     pid: int | None = None
     #: Guardian processes of the program. A guardian process owns one process of the program and all
-    #: descendants of that process. The program has several guardian processes if it was restarted
-    #: and descendants of an earlier process still run.
+    #: descendants of that process. After a restart, the program has several guardian processes if
+    #: descendants of an earlier process still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the program has died.
     deaths: int = 0
@@ -104,8 +104,7 @@ class Stack(_Model):
 
     #: Random id of this start of the `muster up` stack.
     stack_id: str
-    #: State of the `muster up` stack. After `stopped` or `failed` the supervisor writes no other
-    #: state.
+    #: State of the `muster up` stack. `stopped` and `failed` are final states.
     state: Literal["starting", "up", "stopping", "stopped", "failed"]
     #: Reason for the stop or the failure of the `muster up` stack, or an empty string.
     message: str = ""
@@ -113,8 +112,8 @@ class Stack(_Model):
     started_at: float
     #: The process that starts, watches and stops the parts of the `muster up` stack.
     supervisor: ProcessId
-    #: Parts of the `muster up` stack that were started. The part whose state changed last is the
-    #: last entry.
+    #: Parts of the `muster up` stack that were started. The last entry is the part with the latest
+    #: change of its state.
     parts: tuple[StackPart, ...] = ()
     #: Port of the Prefect server.
     port: int
@@ -132,8 +131,8 @@ class Stack(_Model):
     ray_auth: Mapping[str, str] = {}
     #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
-    #: Directory with Ray's sockets and logs, see `deployments.stack.ray_directory`. It is deleted
-    #: when the `muster up` stack stops.
+    #: Directory with Ray's sockets and logs, see `deployments.stack.ray_directory`. The directory
+    #: is deleted when the `muster up` stack stops.
     ray_temp: Path
     #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
@@ -153,7 +152,7 @@ class Stack(_Model):
     def guardians(self) -> tuple[ProcessId, ...]:
         """Guardian processes of all programs of the `muster up` stack.
 
-        While the guardian process of a program lives, the program may still run.
+        As long as the guardian process of a program lives, the program may still run.
         """
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
@@ -243,7 +242,7 @@ class StackPlace:
 
     @contextmanager
     def announce_start(self, port: int) -> Iterator[None]:
-        """Let other commands see that this process starts the stack, in the `with` block.
+        """During the `with` block, let other commands see that this process is starting the stack.
 
         Args:
             port: Port of the Prefect server that this process starts.
@@ -261,7 +260,8 @@ class StackPlace:
             start = StackStart.model_validate_json(read_own_file(self._start_file))
         except (OSError, ValidationError):
             return None
-        # A killed `muster up` cannot delete its file. So check whether its process is still alive.
+        # Check that the process of `muster up` is alive, because a killed `muster up` cannot delete
+        # its file.
         return start if start.process.is_alive() else None
 
     def begin_logs(self) -> None:
@@ -275,8 +275,8 @@ class StackPlace:
     def clear(self) -> None:
         """End the leftover processes of a stack, and delete its `stack.json` and Ray's files.
 
-        Call this only while no supervisor process of the `muster up` stack runs, see
-        `no_supervisor`. Usually this method only waits, because the guardian process of each part
+        Call this only while no supervisor process of the `muster up` stack runs; see
+        `no_supervisor`. Usually, the method only waits, because the guardian process of each part
         ends the part.
 
         Raises:
@@ -315,9 +315,9 @@ class StackPlace:
     def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
         """Wait until no supervisor process of this stack runs, and prevent the start of another.
 
-        Every supervisor process holds an exclusive lock on a file until it ends. The returned
-        context manager takes that lock. Only a child process that inherits the lock's file
-        descriptor can be a supervisor while the context is open.
+        Every supervisor process holds an exclusive lock on a file until its end. The returned
+        context manager takes this lock. While the context is open, only a child process that
+        inherits the file descriptor of the lock can become a supervisor.
 
         Args:
             limit_s: Longest time to wait for the end of the current supervisor, in seconds.
@@ -355,9 +355,9 @@ class StackPlace:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # Check that the locked file is still the file at `path`. If it was replaced
-                    # since it was opened, other processes lock the new file, and this lock has no
-                    # effect. In that case, try again with the new file.
+                    # Check that the locked file is still the file at `path`. If another file has
+                    # replaced it, this lock has no effect, because other processes lock the new
+                    # file. Then try again with the new file.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False
@@ -396,8 +396,8 @@ def wait_while_starting(
 ) -> None:
     """Wait while a `muster up` command starts the stack, and return when the stack is up.
 
-    If no command is starting the stack, or if this program uses another Prefect server, return at
-    once. Also return when the start has failed, or at the time limit.
+    The function returns at once if no command is starting the stack, or if this program uses
+    another Prefect server. It also returns after a failed start, or at the time limit.
 
     Args:
         api_url: Address of the Prefect server that this program uses. None if no address is set.
@@ -423,19 +423,19 @@ def wait_while_starting(
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
     """Return the missing environment variables for access to the `muster up` stack.
 
-    The variables contain the address and the password of the stack's Prefect server. They also
-    contain the path of the file with the access token of the stack's Ray cluster.
+    The variables contain the address and the password of the stack's Prefect server, and the path
+    of the file with the access token of the stack's Ray cluster.
 
     Args:
-        api_url: Address of the Prefect server that this program already uses, or None. If this is
-            the address of another server, return no variables, so that the other server does not
+        api_url: Address of the Prefect server that this program already uses, or None. For the
+            address of another server, no variables are returned, so that the other server does not
             get the password.
 
     Returns:
         Names and values of the missing variables. The dictionary is empty if no stack runs.
     """
-    # Nearly every program calls this function, usually without a stack. So a missing or unreadable
-    # stack.json is no error here.
+    # Ignore a missing or unreadable stack.json, because nearly every program calls this function,
+    # usually without a stack.
     with suppress(StackError, OSError, UntrustedPath):
         stack = StackPlace.of_home().load()
         if (

@@ -161,7 +161,7 @@ class Supervisor:
         """Write the new state of a part to `stack.json`, and send a report if the part has died.
 
         `Services` calls this method before a new guardian process starts the program of the part.
-        So `stack.json` names every guardian with a running program, and `muster down` can find it.
+        So `muster down` can find every guardian with a running program in `stack.json`.
         """
         previous_part = self._stack.part(report.name)
         previous_deaths = previous_part.deaths if previous_part is not None else 0
@@ -180,8 +180,8 @@ class Supervisor:
         try:
             self._save(part=part)
         except OSError as error:
-            # Only print the error, for example that the disk is full. The programs of the `muster
-            # up` stack must keep running even if `stack.json` cannot be written.
+            # Only print the error, for example a full disk. The programs of the `muster up` stack
+            # must continue even if `stack.json` cannot be written.
             print(f"Muster could not save the state of {report.name}: {error}", flush=True)
 
     def _record_end(
@@ -195,8 +195,8 @@ class Supervisor:
         Args:
             failure: The failure that ended the stack, or None if the stack was stopped.
             message: Reason for the end of the stack.
-            survivors: Descriptions of the processes that could not be ended, by the name of the
-                part.
+            survivors: Mapping from the name of a part to a description of its processes that could
+                not be ended.
 
         Returns:
             0 if the stack was stopped and no process survived, otherwise 1.
@@ -223,8 +223,8 @@ class Supervisor:
             changes: New values of other fields of the stack.
 
         Returns:
-            False, without a change, if the new state is `up` but the stack is stopping already.
-            Otherwise True.
+            False if the new state is `up` but the stack is already stopping; nothing is then
+            changed. Otherwise True.
         """
         with self._lock:
             if changes.get("state") == "up" and self._stack.state != "starting":
@@ -256,8 +256,8 @@ def main() -> int:
         help="File descriptor of the lock, which must stay open",
     )
     options = parser.parse_args()
-    # All threads block the stop signals, and one thread receives them with `sigwait`. The kernel
-    # keeps a signal that arrives before that thread waits.
+    # Block the stop signals in all threads. One thread receives them with `sigwait`. The kernel
+    # keeps signals that arrive before this thread calls `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     report = ReportPipe(options.report_fd)
