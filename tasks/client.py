@@ -87,7 +87,7 @@ class RunHandle:
         return read_metrics(self.seen)
 
     def logs(self, component: str = "", *, attempt: int | None = None) -> dict[str, list[str]]:
-        """Return the log lines of each component, by the name of the component.
+        """Return the log lines, as a mapping from the name of a component to its lines.
 
         Args:
             component: Name of the component whose logs are returned. If empty, the logs of all

@@ -55,7 +55,7 @@ _PASS_INTERVAL_S = 1.0
 class Admitted:
     """The nodes and GPU devices that a run may use after its admission."""
 
-    #: Number of GPUs that the run may use on each node, by node name.
+    #: Mapping from node name to the number of GPUs that the run may use on the node.
     nodes: dict[str, int]
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str
@@ -193,7 +193,7 @@ class _Admission:
             for refused in scheduling_pass.refused:
                 if refused.entry.id == self._id:
                     return refused
-            # The first pass did not refuse the run, so its cluster is large enough. If nodes
+            # The scheduling pass did not refuse the run, so its cluster is large enough. If nodes
             # disappear later, the run waits until the nodes return.
             never_refused = (self._id,)
             flow_run = await client.read_flow_run(self._id)

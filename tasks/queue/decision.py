@@ -129,15 +129,15 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
 def _count_held_gpus(
     demand: Demand, granted: Mapping[str, int], used: Mapping[str, float]
 ) -> dict[str, int]:
-    """Return the number of GPUs that a run holds on each node, by node name.
+    """Return the Mapping from node name to the number of GPUs that a run holds on the node.
 
     A run holds the GPUs that it uses. If the run uses fewer GPUs than it needs, it also holds its
     granted GPUs.
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        granted: Number of GPUs that were granted to the run on each node, by node name.
-        used: Number of GPUs that the run uses on each node according to Ray, by node name.
+        granted: Mapping from node name to the number of GPUs that were granted to the run.
+        used: Mapping from node name to the number of GPUs that the run uses according to Ray.
     """
     used_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in used.items() if gpus > _SLACK}
     if _has_all(demand, used):
@@ -153,13 +153,13 @@ def _has_all(demand: Demand, used: Mapping[str, float]) -> bool:
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        used: Number of GPUs that the run uses on each node according to Ray, by node name.
+        used: Mapping from node name to the number of GPUs that the run uses according to Ray.
     """
     return sum(used.values()) >= demand.gpus - _SLACK
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the total number of GPUs on each node, by node name.
+    """Return a mapping from node name to the total number of GPUs on the node.
 
     Args:
         shares: The numbers of GPUs to add up. Each item is a mapping by node name.
@@ -432,7 +432,7 @@ class SchedulingPass:
     def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
         """Find the runs that exceed the limit of a deployment without waiting runs, and skip them.
 
-        In such a deployment, the concurrency limit applies to active and waiting runs together.
+        In these deployments, the concurrency limit applies to active and waiting runs together.
         Runs above the limit are added to `skipped`, except runs that have already had a process.
 
         Args:

@@ -92,9 +92,9 @@ class Grant(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    #: Number of GPUs that the run may use on each node, by node name.
+    #: Mapping from node name to the number of GPUs that the run may use on the node.
     nodes: dict[str, int]
-    #: Numbers of the GPU devices on each node, by node name. Empty if Ray assigns the devices.
+    #: Mapping from node name to the numbers of the GPU devices. Empty if Ray assigns the devices.
     devices: dict[str, tuple[int, ...]] = {}
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
@@ -113,7 +113,7 @@ class Grant(BaseModel):
         """Return a copy of this grant for other nodes.
 
         Args:
-            nodes: Number of GPUs on each node, by node name.
+            nodes: Mapping from node name to the number of GPUs.
         """
         return self.model_copy(update={"nodes": dict(nodes)})
 

@@ -236,7 +236,7 @@ class QueueEntry:
 
     @property
     def granted(self) -> Mapping[str, int]:
-        """Number of granted GPUs on each node, by node name. Empty if the run has no grant."""
+        """Mapping from node name to the number of granted GPUs. Empty if the run has no grant."""
         return self.grant.nodes if self.grant is not None else {}
 
     @property
@@ -495,7 +495,7 @@ class LedgerReader:
         )
 
     async def _read_pools(self) -> dict[str, Pool]:
-        """Return the work pools of type `gang`, by name."""
+        """Return a mapping from name to pool, for the work pools of type `gang`."""
         pools = {}
         for work_pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=work_pool.name)

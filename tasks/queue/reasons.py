@@ -247,8 +247,8 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        gpus: Number of GPUs that the run gets on each node, by node name. Empty if the run needs no
-            GPUs.
+        gpus: Mapping from node name to the number of GPUs that the run gets on the node. Empty if
+            the run needs no GPUs.
     """
     wait = (
         f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
@@ -330,7 +330,7 @@ def describe_free(free: Mapping[str, int]) -> str:
     """Return a text about the free GPUs of nodes, for example `8 on 2 nodes, 0 on 1 node`.
 
     Args:
-        free: Number of free GPUs on each node, by node name.
+        free: Mapping from node name to the number of free GPUs.
     """
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return (

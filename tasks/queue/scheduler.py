@@ -61,7 +61,7 @@ _LOGGER_OF_FLOW_RUNS = "muster.queue"
 #: Value of `Scheduler._last` if the next scheduling pass must read all waiting runs again.
 _NO_PASS: Final = None, None, -math.inf, -math.inf
 #: Type of a function that returns True if this process should start a run. Its arguments are the
-#: run, and the number of GPUs that the run gets on each node, by node name.
+#: run, and the Mapping from node name to the number of GPUs that the run gets on the node.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
@@ -275,9 +275,9 @@ class Scheduler:
 
         Args:
             entry: The run.
-            gpus: Number of GPUs that the run gets on each node, by node name.
-            devices: Numbers of the GPU devices on each node, by node name. Empty if Ray assigns the
-                devices.
+            gpus: Mapping from node name to the number of GPUs that the run gets on the node.
+            devices: Mapping from node name to the numbers of the GPU devices. Empty if Ray assigns
+                the devices.
             held_lease: The scheduling lease, which must be valid during the write.
 
         Raises:

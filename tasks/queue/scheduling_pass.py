@@ -337,7 +337,7 @@ class QueueReader:
 
         Args:
             entries: The runs.
-            settings: Settings of the work pools, by pool name.
+            settings: Mapping from pool name to the settings of the work pool.
 
         Returns:
             Two mappings from the address of a cluster: to the cluster if it could be read, and to
@@ -502,7 +502,7 @@ def _merge_rules(
 
     Args:
         entries: The waiting runs and the runs that hold GPUs.
-        settings: Settings of the work pools, by pool name.
+        settings: Mapping from pool name to the settings of the work pool.
         clusters: Addresses of the clusters that could be read.
         names: For clusters with several addresses: a mapping from each other address to the kept
             address.

@@ -797,7 +797,7 @@ class GangWorker(ProcessWorker):
 
         Args:
             entry: The run.
-            nodes: Number of GPUs that the run gets on each node, by node name.
+            nodes: Mapping from node name to the number of GPUs that the run gets on the node.
         """
         if entry.has_gang_without_ray and {*nodes} - {host_name()}:
             # A run without Ray starts its processes on the host of its worker. So only a worker on

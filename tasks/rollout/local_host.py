@@ -293,6 +293,6 @@ def _start_error(message: str, error: OSError) -> StartFailed:
         `NoRoomToStart` if this machine lacks resources, such as file descriptors or processes.
         `StartFailed` for every other error.
     """
-    # EAGAIN means that this user may start no more processes.
+    # EAGAIN means that this user has reached the limit of processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN
     return NoRoomToStart(message) if is_shortage else StartFailed(message)

@@ -72,7 +72,7 @@ class LocalListeners:
         return server
 
     def forget(self, url: str, server: object) -> None:
-        """Record that a server has ended. A newer server at the same URL is kept.
+        """Record that a server has ended. The record of a newer server at this URL is kept.
 
         Args:
             url: `http://host:port` of the server.

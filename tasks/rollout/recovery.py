@@ -141,8 +141,8 @@ class _Case:
     ranks: tuple[int, ...]
     #: Reason for the last failure of the server group.
     cause: str
-    #: The incident that the failure belongs to. The failures of one incident have happened within
-    #: seconds of each other.
+    #: The incident that the failure belongs to. An incident contains failures that have happened
+    #: within seconds of each other.
     incident: Incident
     #: Number of completed tries to restart the server group.
     tries: int = 0

@@ -33,8 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 #: Seconds between two garbage collections of young objects.
 _COLLECT_EVERY_S = 2.0
-#: Number of garbage collections of which the last also includes old objects. This takes some tenths
-#: of a second.
+#: Every 30th garbage collection also includes old objects, which takes some tenths of a second.
 _FULL_COLLECTION_EVERY = 30
 
 #: Mapping from an event loop to the lock that an SQLite write transaction holds. An asyncio lock is
