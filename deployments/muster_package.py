@@ -103,6 +103,7 @@ InvalidSpec = _errors.InvalidSpec
 BadArgument = _errors.BadArgument
 
 # Let these classes name this module, because a pickled object contains the module name of its
-# class. With the name `tasks.client`, Python would search a package `tasks` of the user's project.
+# class. With the name `tasks.client`, Python could load a package `tasks` of the user's project
+# instead.
 for _class in (RunHandle, MusterError, InvalidSpec, BadArgument):
     _class.__module__ = __name__

@@ -487,9 +487,7 @@ def do(words: Sequence[str]) -> int:
 
 
 def wait_for_stack() -> None:
-    """If `muster up` is starting the stack of this MUSTER_HOME, wait for the stack. Use its
-    server.
-    """
+    """Wait while `muster up` starts the stack of this MUSTER_HOME, then use its Prefect server."""
     with suppress(OSError):
         if (muster_home() / "stack" / "starting.json").exists():
             from deployments.stack.state import wait_while_starting

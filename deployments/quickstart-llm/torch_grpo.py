@@ -117,9 +117,7 @@ def _pad(values: Sequence[float], filler: float) -> list[float]:
 
 
 def _compute_advantages(rewards: Tensor) -> Tensor:
-    """Return each reward minus the mean reward of the group, in standard deviations of the
-    group.
-    """
+    """Return each reward minus the group's mean reward, in standard deviations of the group."""
     return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
 
 

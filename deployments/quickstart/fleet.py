@@ -142,7 +142,7 @@ class Fleet:
         The request is repeated while the gateway does not answer.
 
         Raises:
-            FleetError: The gateway refuses the request, or it is gone.
+            FleetError: The gateway refuses the request, or the gateway is gone.
         """
         deadline = self._clock() + GONE_AFTER_S
         while True:

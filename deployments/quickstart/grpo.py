@@ -65,9 +65,7 @@ class StepStats:
 
 
 def initial_state(rng: np.random.Generator) -> TrainState:
-    """Return an untrained policy, with Adam's moments set to 0. Equal generators give equal
-    states.
-    """
+    """Return an untrained policy. Adam's moments are 0. Equal generators give equal states."""
     policy = initial_policy(rng)
     zeros = _map_weights(np.zeros_like, policy)
     return TrainState(step=0, policy=policy, first_moment=zeros, second_moment=zeros)

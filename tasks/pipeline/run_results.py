@@ -71,7 +71,7 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Return a run with a changed state if the pipeline cannot use the completed run yet.
+        """Return a run. If the pipeline cannot use a completed run yet, its state is changed.
 
         - A step (a function or a command) without a usable result becomes Failed.
         - A run whose evaluations are compared by `best` gets `awaits_evaluations=True` until all

@@ -375,7 +375,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 async def _read_other_failed_runs(
     client: PrefectClient, node: str, flow_run_id: UUID, now: float
 ) -> list[FlowRun]:
-    """Return the flow runs that failed on a node within the last 24 hours, except one flow run.
+    """Return the other flow runs that failed on a node within the last 24 hours.
 
     Args:
         client: Client of the Prefect server.

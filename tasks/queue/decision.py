@@ -430,7 +430,7 @@ class SchedulingPass:
         return self
 
     def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
-        """Find the runs that exceed the limit of a deployment without waiting runs, and skip them.
+        """Find the runs that are skipped because their deployment allows no waiting runs.
 
         In these deployments, the concurrency limit applies to active and waiting runs together.
         Runs above the limit are added to `skipped`, except runs that have already had a process.

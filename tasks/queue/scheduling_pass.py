@@ -432,7 +432,7 @@ class QueueReader:
     def _find_largest_cluster(
         self, entry: QueueEntry, scheduling_pass: SchedulingPass
     ) -> Cluster | None:
-        """Return the snapshot of a run's cluster in which the cluster was largest.
+        """Return the largest snapshot of a run's cluster so far.
 
         At present, a Ray cluster can be smaller, for example because a node reboots. For a run
         without Ray, the snapshot contains the nodes that the run's work pool lists.
@@ -495,7 +495,7 @@ def _merge_rules(
     clusters: Iterable[str],
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
-    """Return the settings for each cluster, as a mapping from the address of the cluster.
+    """Return a mapping from the address of each cluster to the settings for the cluster.
 
     Several work pools can list a cluster or have runs for it. The settings of all these work pools
     are merged.
@@ -504,8 +504,7 @@ def _merge_rules(
         entries: The waiting runs and the runs that hold GPUs.
         settings: Mapping from pool name to the settings of the work pool.
         clusters: Addresses of the clusters that could be read.
-        names: For clusters with several addresses: a mapping from each other address to the kept
-            address.
+        names: Mapping from a removed address of a cluster to the kept address of the cluster.
     """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
     for pool_name, pool in settings.items():

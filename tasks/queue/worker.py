@@ -654,8 +654,8 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.announce_run
-        #: Mapping from the id of a flow run that this worker, as the leader, has offered to other
-        #: workers, to the time of the last offer, by the clock of the event loop.
+        #: Offers of this worker as the leader: a mapping from flow run id to the time of the last
+        #: offer to the other workers, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._scheduler = Scheduler(
             self.client,

@@ -331,8 +331,9 @@ def parse_worker_host(name: str) -> str:
 
 
 def _is_local(run: FlowRun) -> bool:
-    """Return True if the flow run's worker starts processes on its own host, or has no type
-    label.
+    """Return True if the worker of a flow run starts processes on its own host.
+
+    The result is also True if no label contains the type of the worker.
     """
     return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
@@ -697,8 +698,8 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    # A worker records the pid of each process that it starts. So a user must have set the state of
-    # a Running flow run without a pid by hand.
+    # A worker records the pid of each process that it starts. So if a Running flow run has no
+    # pid, a user has set its state by hand.
     is_running = run.state is not None and run.state.is_running()
     has_no_process = is_running and run.infrastructure_pid is None
     is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)

@@ -30,8 +30,8 @@ _RECENT_COUNT = 10
 _KEPT_COUNT = 2000
 #: Smallest number of earlier values with which recent values are compared.
 _MIN_EARLIER_COUNT = 3
-#: Smallest ratio of the recent to the earlier duration of a step at which recent steps count as
-#: slower.
+#: Recent steps count as slower than earlier steps if they take at least this number of times as
+#: long.
 _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if the increase of their duration is larger than this multiple
 #: of its standard error. Smaller increases may be random.
