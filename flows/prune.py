@@ -15,8 +15,8 @@ def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
     """Delete old files of ended runs on this host. Several flow runs may run at the same time.
 
     Args:
-        keep: Time for which the files of ended runs are kept. Default: the value in the host's
-            environment variables.
+        keep: Time to keep the files of ended runs. Default: the value in the host's environment
+            variables.
         dry_run: Delete no files, only report which files would be deleted.
     """
     pruned = prune_host(keep, dry_run=dry_run)

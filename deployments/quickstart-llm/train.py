@@ -52,9 +52,8 @@ LATEST = "latest"
 KEPT_VERSIONS = 8
 #: Time, in seconds, between two checks for restarted engines that lack the current weights.
 CHECK_EVERY_S = 2.0
-#: Longest time, in seconds, for which a weight sync is repeated until an engine has loaded the
-#: weights. This time must be longer than the restart of an engine, because all engines may be
-#: restarting.
+#: Longest time, in seconds, to repeat a weight sync until an engine has loaded the weights. This
+#: time must be longer than the restart of an engine, because all engines may be restarting.
 PUBLISH_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a weight sync.
 RETRY_EVERY_S = 1.0

@@ -112,8 +112,8 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
-    #: Completed runs with unfinished evaluations for which the pipeline waits, in the order of the
-    #: stages.
+    #: Completed runs whose evaluations have not ended, in the order of the stages. The pipeline
+    #: waits for these evaluations.
     evaluated: tuple[StageRun, ...]
     #: Mapping from stage name to state, before the runs in `begins` are created.
     states: Mapping[str, StageState]

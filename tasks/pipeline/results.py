@@ -151,7 +151,7 @@ def format_points(
 
     Args:
         rows: A tuple for each point: the name `STAGE.N`, the point's values in the matrix, the
-            state of its run, and the number by which the best point is chosen.
+            state of its run, and the number for the choice of the best point.
         best: Name of the best point, or None.
     """
     return [

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class RunResults:
     """Reads the results and checkpoints of a pipeline's completed runs.
 
-    The class also reads the numbers by which the best point of a matrix is chosen (key `best` of a
+    The class also reads the numbers for the choice of a matrix's best point (key `best` of a
     stage).
     """
 
@@ -59,8 +59,8 @@ class RunResults:
         #: that runs a function or a command. If the result is missing or invalid, the value is an
         #: exception with the reason.
         self._results: dict[str, Any] = {}
-        #: Mapping from the flow run id of a completed point to the number by which the best point
-        #: is chosen (key `best`). None if the point has no number.
+        #: Mapping from the flow run id of a completed point to its number for the choice of the
+        #: best point (key `best`). None if the point has no number.
         self._figures: dict[str, float | None] = {}
         #: Flow run ids of the completed runs whose evaluations have ended. These evaluations do not
         #: change any more.

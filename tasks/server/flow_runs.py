@@ -95,8 +95,8 @@ _PROCESS_TAG = "process:"
 _LOCAL_TYPES = ("process", "gang")
 #: Names of the Prefect work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
-#: Texts of which at least one is contained in the command line of a flow run's process. Source:
-#: prefect/runner/_workspace_starter.py.
+#: Texts in the command lines of flow run processes. Each command line contains at least one of
+#: them. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 #: Mapping from a final state of a run to the function that makes the Prefect state of its flow run.
 #: For all other final states, the Prefect state is Failed.

@@ -435,8 +435,8 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
         yield code_block("\n".join(last_log_lines(failure)))
 
 
-#: Number of last attempts for which the artifact `record` contains log lines. Without this limit,
-#: the artifact would be too large for the Prefect server after hundreds of attempts.
+#: Number of last attempts whose log lines the artifact `record` contains. Without this limit, the
+#: artifact would be too large for the Prefect server after hundreds of attempts.
 _ATTEMPTS_WITH_LOG_LINES = 10
 
 
