@@ -446,7 +446,7 @@ class FleetToken(Model):
 
 
 class FleetHealth(Model):
-    """Health checks of the inference servers."""
+    """How Muster checks the health of the inference servers: intervals, timeouts and limits."""
 
     interval_s: Seconds = Field(
         30, description="Seconds between two health checks of the same inference server."
