@@ -55,7 +55,7 @@ class StageValues:
                 has_value = True
             if not has_value:
                 verb = "was skipped" if state is StageState.SKIPPED else "failed"
-                return f"the stage uses a value of stage {other}, which {verb}"
+                return f"the stage uses a value of stage {other}, but stage {other} {verb}"
         text = self.spec.stage(name).when
         if text is None:
             return ""

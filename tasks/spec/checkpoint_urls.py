@@ -77,7 +77,7 @@ def find_url_fault(written: str) -> UrlFault | None:
     bucket, _, folder = path.partition("/")
     if "@" in bucket:
         return UrlFault(
-            problem="a URL of checkpoints must contain no credentials, because records show it",
+            problem="this URL must contain no credentials, because records show the URL",
             remedy=f"write {protocol}://BUCKET/FOLDER, and set the credentials in the environment "
             "of Muster",
         )

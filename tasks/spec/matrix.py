@@ -91,9 +91,9 @@ class Best(Model):
     """Number that decides which run of a matrix is the best."""
 
     by: Text = Field(
-        description="Number that decides which point of the matrix is best. For a run, write the "
-        "name of a metric, or EVALUATION.KEY for a number from an evaluation in `evals`. For a "
-        "step, write a key of its result.",
+        description="Number that decides which point of the matrix is best. In a matrix of runs: "
+        "the name of a metric, or EVALUATION.KEY for a number from an evaluation in `evals`. In a "
+        "matrix of steps: a key of the step's result.",
         examples=["reward"],
     )
     mode: Literal["max", "min"] = Field(

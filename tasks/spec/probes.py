@@ -253,8 +253,8 @@ _NOT_LIVENESS = {
         "use http, tcp, file or notify; to end a run without new output, use stall_after_s",
     ),
     "alive_s": (
-        "this check cannot show that a component still works, because it always succeeds after "
-        "this time",
+        "this check cannot show that a component still works, because alive_s is reached even if "
+        "the component hangs",
         "remove it, or use http, tcp, file or notify: Muster notices the end of a component "
         "without a check",
     ),

@@ -172,9 +172,7 @@ def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
-        problem = (
-            "this key needs data_parallel, the number of replicas of the attention layers, found 1"
-        )
+        problem = "this key needs a data_parallel (number of replicas) of more than 1, found 1"
         remedy = "write data_parallel: N with a divisor N of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:

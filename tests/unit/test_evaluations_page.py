@@ -58,7 +58,9 @@ def test_curve_shows_the_figure_of_keep_best(place: RunPlace) -> None:
 
     assert shown is not None
     assert shown.picture.startswith("<svg")
-    assert shown.headline.splitlines()[0] == "math.accuracy by step: last 0.4 at step 20"
+    assert (
+        shown.headline.splitlines()[0] == "math.accuracy by step: the last value is 0.4 at step 20"
+    )
     assert "best math.accuracy: 0.7 at step 10" in shown.headline
     assert "**step 10, the best**" in str(shown.data)
 

@@ -844,7 +844,7 @@ def test_killed_flow_process_is_reported_from_the_files_of_this_machine(
     run_verb(app, [LIVE])
 
     text = capsys.readouterr().out
-    sentence = f"The flow process of this run (pid {process.pid}) was killed. If Muster's worker"
+    sentence = f"The flow process of this run (pid {process.pid}) was killed. Within a minute"
     assert "was killed" not in text_before
     assert text.count(sentence) == 1
     assert f"muster retry {LIVE}" in text

@@ -116,7 +116,7 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
         await harness.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no weight sync 0 is open"):
         await harness.fleet.syncs.broadcast("0", LOAD, 5.0)
-    with pytest.raises(FleetRefused, match="during a weight sync"):
+    with pytest.raises(FleetRefused, match="a weight sync is in progress"):
         await harness.fleet.check()
     await harness.fleet.syncs.commit(sync, 1, {})
     with pytest.raises(NoSuchSync, match=f"the weight sync {sync} is over: committed, version 1"):

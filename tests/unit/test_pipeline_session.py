@@ -296,7 +296,7 @@ def test_false_condition_skips_a_stage_and_the_stages_that_use_it(server: FakeRu
     assert server.active == ["report"]
     assert server.skipped == {
         "train": "the condition of the stage is false: ${stage.eval.result.score} > 0.6",
-        "export": "the stage uses a value of stage train, which was skipped",
+        "export": "the stage uses a value of stage train, but stage train was skipped",
     }
     server.end("report")
     assert not session.advance()

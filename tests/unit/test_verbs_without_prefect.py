@@ -77,7 +77,7 @@ def run_muster(*words: str, server: str) -> subprocess.CompletedProcess[str]:
         (["show", RUN], "it failed"),
         (["why", "latest"], "USER_ERROR: it failed"),
         (["explain", RUN], "loss"),
-        (["show", "--diff", RUN, f"{RUN}--a01"], "stored on this machine"),
+        (["show", "--diff", RUN, f"{RUN}--a01"], "does not have the code files"),
         ([], RUN),
     ],
 )
