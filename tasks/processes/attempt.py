@@ -342,9 +342,9 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         # A program that fails may kill its own workers before it ends. So if the log explains the
         # failure, a killed worker is not the cause. But a worker that crashed is the cause.
         return death if is_crash or not is_explained else None
-    # Here two failures compete: the death of the process `death`, and the traceback of the process
-    # `logged`. The traceback may only be a consequence of the death. A crash always counts as the
-    # first failure. Another death counts if the traceback only reports the loss of another process.
+    # Two processes have failed: the kernel reports the death of `death`, and the log contains a
+    # traceback of `logged`. If `death` crashed, `death` failed first. Otherwise `death` failed
+    # first only if the traceback just reports the loss of another process.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
@@ -532,7 +532,7 @@ class SupervisedAttempt:
     """Supervises the components of one attempt, and determines how the attempt ends.
 
     When an event decides the end of the attempt, the teardown begins. The teardown stops the
-    components in reverse order. After its begin, no component is started.
+    components in reverse order. After the teardown has begun, no component is started.
     """
 
     def __init__(
@@ -910,9 +910,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # During the examination of an earlier event, later events are ignored. But an error may
-        # have ended this examination without a result, so that no event would decide the end. So
-        # give this failure the time of the earlier event.
+        # While an earlier event is examined, all later events are ignored. But this failure may be
+        # an error in that examination, and must not be ignored. So give the failure the time of the
+        # earlier event.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -1204,10 +1204,10 @@ class SupervisedAttempt:
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.
 
-        In both cases below, the training must have reached its last step:
+        The work is done if the training has reached its last step, and one of these is true:
 
-        - A component with checkpoints has done its work if it then saved a complete checkpoint.
-        - A component without checkpoints has done its work if it then crashed.
+        - The component has saved a complete checkpoint of the last step, or after that step.
+        - The component has no checkpoint, and it crashed, for example with SIGSEGV.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
@@ -1528,8 +1528,8 @@ class SupervisedAttempt:
     async def _make_verdict(self, decision: Decision) -> Verdict:
         """Return the verdict of a decision: the final state of the attempt and its reason.
 
-        The verdict is a failure if an error in Muster's own code occurs, or if the time limit is
-        exceeded.
+        The verdict is a failure if Muster cannot determine it within `_RESULT_WITHIN_S` seconds, or
+        if an error occurs in Muster's own code.
         """
         try:
             async with asyncio.timeout(_RESULT_WITHIN_S):

@@ -172,8 +172,8 @@ def _log_error(error: BaseException) -> None:
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    Which resources are used depends on the containment level in the plan. For example, only level
-    L4 uses a PID namespace.
+    The containment level in the plan decides which of the resources are used. For example, only
+    level L4 uses a PID namespace.
 
     Call `begin` before the components are created, and `settle` after all components were created.
     Call `close` at the end of the attempt.
@@ -345,7 +345,7 @@ class RunningComponent(ABC):
         #: True until the component runs. A pending component writes no output, so missing output is
         #: no sign of a stall.
         self.is_pending = True
-        #: True after the launch was begun, so that `end` must end a process or a job.
+        #: True after the launch was begun. `end` must then end a process or a job.
         self.is_launched = False
         #: asyncio event that is set after the component was reported as ready.
         self.became_ready = asyncio.Event()
@@ -400,7 +400,7 @@ class RunningComponent(ABC):
             self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def _note_start(self) -> None:
-        """Record the start time, and the state of the file for the readiness probe `file`.
+        """Record the start time, and the state of the file that a readiness probe `file` checks.
 
         The probe succeeds only if the file changes after this call.
 
@@ -576,7 +576,7 @@ class RunningComponent(ABC):
         return await forever()
 
     def read_log_end(self, since: int = 0, until: int | None = None) -> str:
-        """Return the end of the component's log, to find the reason for its end.
+        """Return the end of the component's log, to find the reason why the component ended.
 
         The call may block. Call it in the thread of `AttemptContext.log_reader`.
 
@@ -613,8 +613,7 @@ class RunningComponent(ABC):
     def forget_warnings(self) -> None:
         """Let the next call of `warn` send the signal again to processes that have already got it.
 
-        Call this if the end of the component was announced by the first warning, and then
-        cancelled.
+        Call this if the first warning announced an end of the component that was later cancelled.
         """
         return
 

@@ -42,8 +42,8 @@ _PAUSE_PER_SEARCH = 50.0
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512
-#: Seconds before the end of a component in which a possible cause must have happened. Possible
-#: causes are the death of a descendant, and a kill by the OOM killer.
+#: Largest number of seconds between a possible cause and the end of the component. Possible causes
+#: are the death of a descendant, and a kill by the OOM killer. Earlier events are no causes.
 _CAUSE_WITHIN_S = 30.0
 #: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})
@@ -383,8 +383,8 @@ class DescendantWatch:
                 "The kernel log (dmesg) does not show that the kernel's OOM killer killed this "
                 "process."
             )
-        # Claim this only if the component's cgroup is known. The cgroup is unknown if the component
-        # ended before the first search for its processes.
+        # Return the next sentence only if the component's cgroup is known. The cgroup is unknown if
+        # the component ended before the first search for its processes.
         is_known = self.process.pid in self._pids
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."

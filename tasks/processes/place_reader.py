@@ -81,7 +81,7 @@ class PlaceReader:
 
     @property
     def unanswered_s(self) -> float:
-        """Seconds for which the file or folder has not answered; 0 if no call is waiting."""
+        """Seconds since the current call began; 0 if no call runs."""
         read = self._running
         if read is None or read.began_s is None:
             return 0.0

@@ -42,7 +42,7 @@ _ANSWERS_WITHIN_S = 5.0
 #: Largest number of messages of NOTIFY_SOCKET that are read at once. Without this limit, a
 #: component that sends messages without a pause would block all other tasks.
 _MESSAGES_AT_ONCE = 1024
-#: Number of characters of a STATUS message of NOTIFY_SOCKET that are kept.
+#: Length in characters after which a STATUS message from NOTIFY_SOCKET is cut.
 _STATUS_LENGTH = 500
 #: Seconds until the sender of NOTIFY_SOCKET messages is checked again, because the kernel may have
 #: reused the sender's pid.
@@ -113,8 +113,8 @@ async def wait_for_success(
 
     Args:
         probe: The probe.
-        every_s: Minimum interval between two checks, in seconds. The interval is a tenth of the
-            time since the first check, but at most one second.
+        every_s: Smallest interval between two checks, in seconds. The interval grows with the time
+            since the first check, up to one second.
         on_no: Called with the reason why a check has failed. Not called again for the same reason.
     """
     reason = None
@@ -138,9 +138,9 @@ async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
 
 
 class HttpProbe(ComponentProbe):
-    """Succeeds if a GET request returns a status 2xx and a JSON body that meets the conditions.
+    """Succeeds if a GET request returns a status 2xx and a JSON body that meets `conditions`.
 
-    Without conditions, the body is not checked.
+    If `conditions` is empty, the body is not checked.
     """
 
     def __init__(
@@ -290,8 +290,8 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Last result of `identity_of` for the file, which `glance` returns. Set in the thread of
-        #: the reader. None before the first read, or if the file does not exist.
+        #: Value that `glance` returns: the last result of `identity_of` for the file. Set in the
+        #: thread of the reader. None before the first read, or if the file does not exist.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:

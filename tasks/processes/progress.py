@@ -343,7 +343,7 @@ class StepSource(Protocol):
 
     @property
     def unanswered(self) -> str:
-        """A text that names the file, and the time for which its file system has not answered.
+        """A text that names the file, and says for how long its file system has not answered.
 
         The text is empty if the file can be read.
         """
@@ -732,8 +732,8 @@ class ProgressWatch:
                     growth_s = await self.seconds_since_growth()
                     if growth_s is None or growth_s > within_s:
                         return ProgressEnd.FINISHED, self.describe_end()
-                    # Start the period when the checkpoint last grew, which may be long before this
-                    # check.
+                    # A checkpoint has grown. Let the period `finish_within_s` begin at the time of
+                    # the last growth, which may be long before this check.
                     finished_s = loop.time() - growth_s
             elif limit_s is not None and loop.time() >= check_at:
                 check_at = loop.time() + check_every_s
