@@ -106,7 +106,7 @@ def end_all(
 
 
 def end_orphans(*, chases: bool = True) -> list[int]:
-    """Send SIGKILL once to the descendants of guardian processes that have died.
+    """Send SIGKILL once to all descendants of dead guardian processes.
 
     The calling process must be a subreaper, so that the kernel makes it the parent of these
     descendants. Processes that the calling process has started itself get no signal, and neither do

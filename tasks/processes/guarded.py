@@ -607,9 +607,9 @@ class GuardedProcess:
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
         # The recorded end times must show in which order the processes ended. Pidfds may report the
-        # ends late, but in the right order. So each process in `earlier`, whose pidfd reported
-        # first, ended before this process. If the recorded end time of such a process is later,
-        # correct it.
+        # ends late, but in the right order. The ends of the processes in `earlier` were reported
+        # before the end of this process. If such a process has a later recorded end time, correct
+        # that time.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]

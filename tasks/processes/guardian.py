@@ -140,8 +140,8 @@ class Guardian:
         """Start the component, and return when no process of its tree remains.
 
         Args:
-            messages: Further messages of the supervisor that arrived together with `Order`, its
-                first message.
+            messages: Further messages that arrived together with the supervisor's first message,
+                the `Order`.
         """
         self._early_messages = messages
         try:
@@ -395,8 +395,9 @@ def main() -> None:
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    # Install a handler for SIGCHLD that does nothing. If this process inherited from its parent
-    # that SIGCHLD is ignored, the kernel would discard the exit status of each child.
+    # Install a handler for SIGCHLD that does nothing. Otherwise SIGCHLD may be ignored, because
+    # this process inherits that setting from its parent. The kernel would then discard the exit
+    # status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     # Some kernels have no subreapers and refuse this call. Continue without a subreaper, because
@@ -558,8 +559,8 @@ class Order(types.SimpleNamespace):
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(self.cwd)
-        # Set the umask of the program only now: the log above was created with Muster's own umask,
-        # so that only its user may read it.
+        # Set the umask of the program only now, after the log was created. The log was created with
+        # Muster's own umask, so that other users cannot read the log.
         if self.umask is not None:
             os.umask(self.umask)
 

@@ -92,8 +92,8 @@ class Guards:
         self._cgroups: dict[str, str] = {}
         #: Mapping from the name of a process to the directory of the cgroup that limits its memory.
         self._memory_cgroups: dict[str, str] = {}
-        #: Mapping from a process to the task that waits for its end. The task continues if the code
-        #: that waits for the task is cancelled.
+        #: Mapping from a process to the task that waits for the end of the process. If the caller
+        #: of `end` is cancelled, the task continues.
         self._endings: dict[GuardedProcess, asyncio.Task[tuple[int, ...]]] = {}
 
     @property
@@ -374,8 +374,8 @@ class Guards:
         path = parent.create(self._make_cgroup_name(name), command.memory_limit_bytes)
         self._memory_cgroups[name] = path
         if parent.is_version_2:
-            # In version 2 of cgroups, a process is in one cgroup only. So use the cgroup with the
-            # memory limit also as the cgroup through which the processes are ended.
+            # In version 2 of cgroups, a process is in one cgroup only. So the cgroup with the
+            # memory limit is also used to end the processes.
             self._cgroups[name] = path
         return path
 

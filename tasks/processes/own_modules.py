@@ -138,8 +138,8 @@ def main() -> None:
     is_own_program = sys.argv[1:2] == [_MODULE_OPTION]
     if is_own_program:
         # Keep the folder of Muster's packages on the import path. With the option -m, this file is
-        # in that folder, so its path shows the folder. The program `muster` is a copy of this file
-        # in another folder.
+        # inside that folder, so take the folder from the path of this file. Without the option,
+        # this file is the program `muster`: a copy that is in another folder.
         own.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.path[:] = select_own_path(sys.path, foreign=find_foreign_folders(), own=own)
     module = _COMMAND
