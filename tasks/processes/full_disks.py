@@ -22,7 +22,7 @@ from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
 _FULL_BELOW_BYTES = 1 << 16
 #: Rule name of a failure whose cause is a full file system.
 RULE = "full-disk"
-#: Rules of failures for which the log shows no specific cause.
+#: Rule names of failures without a specific cause in the log.
 _UNEXPLAINED_RULES = ("exit", "bus-error")
 #: Signals that the kernel or the program itself sends after a failed write.
 _SIGNALS_OF_FAILED_WRITES = frozenset({"SIGBUS", "SIGABRT", "SIGSEGV"})
@@ -116,7 +116,7 @@ def measure_at_exit(log: Path) -> tuple[FileSystem, ...]:
 
 
 def name_full_disk(failure: Failure, file_systems: Iterable[FileSystem]) -> Failure:
-    """Return a copy of a failure in which a full file system is named as the cause.
+    """Return a copy of a failure that names a full file system as the cause.
 
     The failure is returned unchanged if no file system is full, or if the log shows another cause.
 
@@ -174,7 +174,7 @@ def describe_storage_error(error: BaseException, directory: Path) -> str:
     """Return a text that names the error, the file system and its free bytes.
 
     Args:
-        error: An error for which `is_storage_error` is True.
+        error: A storage error, see `is_storage_error`.
         directory: Directory whose file system is measured if the error names no file.
     """
     reason = str(error) or type(error).__name__

@@ -187,10 +187,10 @@ def is_process_shortage(error: BaseException) -> bool:
 
 
 def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = ()) -> Failure:
-    """Return a copy of a failure that names a reached limit of processes or files as the cause.
+    """Return a copy of a failure that names a reached limit as the cause.
 
-    The failure is returned unchanged if the log of the component shows another cause. The
-    measurement may take some tenths of a second.
+    The limit may apply to processes, threads or open files. If the log of the component shows
+    another cause, the failure is returned unchanged. The call may take some tenths of a second.
 
     Args:
         failure: Failure of a component.

@@ -74,9 +74,9 @@ class PortsReserved:
     """Ports that are reserved for one attempt until `close`.
 
     Two sockets reserve a port. A TCP socket is bound to the port, and `release` closes it, so that
-    the component can bind the port. A Unix socket has the name `lock_name` of the port until
-    `close`. Other runs of this MUSTER_HOME do not use a port whose lock name is taken. The kernel
-    removes both sockets when this process ends.
+    the component can bind the port. A Unix socket exists until `close`. The function `lock_name`
+    derives the name of this socket from the port. While the Unix socket exists, no other run of
+    this MUSTER_HOME uses the port. The kernel removes both sockets when this process ends.
     """
 
     def __init__(self, names: Iterable[str], key: bytes | None = None) -> None:

@@ -60,12 +60,13 @@ _log = logging.getLogger(__name__)
 _OWNER = "owner.json"
 #: Name of the lock file of a run. The owner of the run, its supervising process, holds the lock.
 _LOCK = "lock"
-#: Name of the file with the host name of the machine on which a run's supervising process runs.
+#: Name of the file with the host name of the machine that supervises a run.
 #: The file is needed if `owner.json` cannot be read.
 _HOST = "host"
 #: Name of the file that describes the supervising process of a run if `owner.json` cannot be read.
 _REBUILT = "owner-rebuilt.json"
-#: Beginning of the new name that a run's directory in the registry gets before it is removed.
+#: Prefix of directories in the registry that will be removed. The directory of a run is renamed to
+#: such a name before it is removed.
 _REMOVED = ".removed."
 #: Layout of `struct flock` on 64-bit Linux: type, whence, start, length, pid. Source: fcntl(2).
 _FLOCK = "hhqqi"
@@ -139,9 +140,8 @@ class _Entry(_Model):
     component: str
     #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
-    #: Longest time in seconds for which the end of the component is delayed while it writes a
-    #: checkpoint. None in an entry of an earlier version of Muster, which used `grace_s` for this
-    #: delay.
+    #: Largest delay of the component's end in seconds, while the component writes a checkpoint.
+    #: None in an entry of an earlier version of Muster, which used `grace_s` for this delay.
     save_grace_s: float | None = None
 
     @classmethod
@@ -588,7 +588,7 @@ def registered_runs() -> list[str]:
 
 
 def list_unreadable_files() -> list[UnreadableFile]:
-    """Return the files of all registered runs that exist, but cannot be read.
+    """Return all files in the registry that exist, but cannot be read.
 
     Raises:
         OSError: The registry cannot be read.
@@ -1017,7 +1017,7 @@ class LeftoverCleanup:
     #: `left[component]`: pids of the processes that survived SIGKILL.
     left: Mapping[str, tuple[int, ...]]
     #: `waiting[component]`: pid of the guardian, the process that owns the component, if the
-    #: guardian still waits for the grace period of the component.
+    #: guardian still waits for the end of the component's grace period.
     waiting: Mapping[str, int]
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]
@@ -1128,8 +1128,8 @@ def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[
 def _kill_component_once(entry: ProcessEntry) -> set[PidAndStart]:
     """Send SIGKILL once to all living processes of a component, and return these processes.
 
-    The registry entry of the component contains its cgroup and the number with which
-    `tree.mark_own` has marked its processes. The processes are found by both.
+    The processes are found in two ways: by the number with which `tree.mark_own` has marked them,
+    and by the cgroup of the component. The registry entry contains both.
     """
     living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):

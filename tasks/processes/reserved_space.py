@@ -27,7 +27,12 @@ _ROOM_BYTES = 32768
 
 
 def reserve(directory: Path) -> None:
-    """Reserve disk space for the run's final record with files in the run's registry directory.
+    """Reserve disk space for the run's final record.
+
+    Two new files in the run's registry directory occupy the space.
+
+    Args:
+        directory: Directory of the run in the registry.
 
     Raises:
         OSError: A file cannot be written, for example because the disk is full.
