@@ -78,7 +78,7 @@ def run_pipeline(
                 if path:
                     spec = add_code(client, spec, Path.cwd())
                 # Check the specs of all stages, so that an invalid pipeline does not start. The
-                # call is only needed for its error, which is raised if a spec is invalid.
+                # result is not needed: the call raises an error if a spec is invalid.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:

@@ -115,7 +115,7 @@ class PipelineDecision:
     #: Completed runs whose evaluations have not ended, in the order of the stages. The pipeline
     #: waits for these evaluations.
     evaluated: tuple[StageRun, ...]
-    #: Mapping from stage name to state, before the runs in `begins` are created.
+    #: Mapping from the name of each stage to its state.
     states: Mapping[str, StageState]
     #: Mapping from the name of a skipped stage to the reason.
     skipped: Mapping[str, str]
@@ -266,9 +266,11 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    The result is True without any run. It is also True if all runs have failed or were cancelled,
-    and a user has started or retried the pipeline after that. A run that was stopped early does not
-    count as cancelled.
+    The result is True in two cases:
+
+    - The stage or matrix point has had no run yet.
+    - All runs have failed or were cancelled, and a user has started or retried the pipeline since
+      then. A run that was stopped early does not count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 

@@ -76,10 +76,10 @@ def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
 
 
 def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
-    """Yield the faults of a function in the working directory of the pipeline's process.
+    """Check the function of a step in the pipeline's working directory, and yield the faults.
 
-    If the directory is no project, the fault contains another remedy, because Prefect may have
-    created the directory only for this process.
+    If there are faults and the directory is no project, yield only one fault: the project is
+    unknown. Prefect may have created such a directory only for this process.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

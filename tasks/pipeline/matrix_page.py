@@ -193,8 +193,9 @@ class MatrixPage:
 
 
 def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
-    """Return a mapping from training step to a number of the run's evaluations; empty if
-    unreadable.
+    """Return one result of a run's evaluations, as a mapping from training steps to values.
+
+    The mapping is empty if the evaluations cannot be read.
     """
     try:
         return read_evaluation_curve(RunPlace.of(run.name), key)

@@ -71,11 +71,11 @@ class RunResults:
         self._secrets |= frozenset(secrets)
 
     def check_result(self, stage: Stage, run: StageRun) -> StageRun:
-        """Return a run. If the pipeline cannot use a completed run yet, its state is changed.
+        """Return a run after a check of its result.
 
-        - A step (a function or a command) without a usable result becomes Failed.
-        - A run whose evaluations are compared by `best` gets `awaits_evaluations=True` until all
-          its evaluations have ended.
+        - A completed step (a function or a command) without a usable result becomes Failed.
+        - A completed run whose evaluations are compared by `best` gets `awaits_evaluations=True`
+          until all evaluations of the run have ended.
 
         Any other run is returned unchanged.
 

@@ -138,7 +138,7 @@ class PipelineSession:
         self._requests.end_soon()
 
     def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
-        """Check all stages before the first begins, and store a fault in `failure`.
+        """Check all stages before this process creates a run, and store a fault in `failure`.
 
         The method always checks the specs, deployments and secrets of the stages. It checks the
         functions and resources only if no stage has begun.
@@ -427,8 +427,8 @@ class PipelineSession:
     def _update_tags(self, client: SyncPrefectClient) -> None:
         """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
 
-        If a worker has started this process, the tag of an earlier process that a user started on
-        the command line is removed.
+        The flow run may have a tag for a process that a user started on the command line. If a
+        worker has started this process, that tag is removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
@@ -503,9 +503,9 @@ def open_pipeline(
 ) -> Iterator[PipelineSession]:
     """Open the pipeline of the active flow run, as a context manager.
 
-    While the context is open, a signal or a cancellation ends the pipeline and all active runs. The
-    only exception is a SIGTERM of a worker without a cancellation: the next worker then continues
-    the pipeline.
+    While the context is open, a signal or a cancellation ends the pipeline and all active runs.
+    There is one exception: if a worker sends SIGTERM and the pipeline was not cancelled, the next
+    worker continues the pipeline.
 
     Args:
         spec: Spec of the pipeline.

@@ -66,12 +66,12 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
 
 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
-    """Return the pipeline with a code version in the run spec of each of its stages.
+    """Return the pipeline with a key `code` in each step and in each run spec.
 
-    The function stores the project's code, and writes the version into each step and run spec
-    without a key `code`. An existing key `code` must name available code. If a run needs the
-    activated Python environment of this shell, its spec also gets the variable VIRTUAL_ENV or
-    CONDA_PREFIX.
+    If a step or a run spec has no key `code`, the function stores the project's code, and writes
+    the name of the stored code into the key. The code in an existing key must be available. If a
+    run needs the activated Python environment of this shell, its spec also gets the variable
+    VIRTUAL_ENV or CONDA_PREFIX.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.

@@ -109,7 +109,7 @@ class StageValues:
         return stopped | self.completed_points(name)
 
     def read_figures(self, name: str) -> dict[str, float | None]:
-        """Return the numbers of matrix points that the key `best` of a stage compares.
+        """Return, for each matrix point, the number that the key `best` of a stage compares.
 
         Args:
             name: Name of the stage.
