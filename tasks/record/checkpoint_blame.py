@@ -66,7 +66,8 @@ class Blame(Enum):
     #: failed for another reason.
     NONE = "none"
     #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
-    #: second attempt fails in the same way with the same checkpoint, its value is `GIVEN_UP`.
+    #: second attempt fails in the same way with the same checkpoint, the second attempt gets the
+    #: value `GIVEN_UP`.
     SUSPECTED = "suspected"
     #: The attempt died or stopped responding while it loaded the checkpoint. No later attempt
     #: starts from this checkpoint.
@@ -224,9 +225,10 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
-    # The reported step is below the step of the checkpoint. A report of an HTTP server may be from
-    # before the restart, so the report proves nothing. In all other cases, the trainer counts its
-    # steps from zero after each start, so the trainer has completed a step.
+    # A step above that of the checkpoint proves that the trainer has completed a step. A lower step
+    # from an HTTP server proves nothing, because the server may report a step from before the
+    # restart. A lower step from another source proves a completed step, because such a trainer
+    # counts its steps from zero after each start.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

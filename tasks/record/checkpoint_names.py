@@ -77,7 +77,7 @@ _WEAK_RESULT_WORDS = frozenset(
 class NameKind(IntEnum):
     """Kind of a file or folder according to its name.
 
-    The lower the value, the more likely is the name that of a checkpoint.
+    A lower value means that the file or folder is more likely to be a checkpoint.
     """
 
     #: The name contains only words that are usual for checkpoints, as in `global_step_10`,

@@ -64,7 +64,7 @@ class StorePath:
         return PurePosixPath(self.key).relative_to(other.key)
 
     def stat(self) -> StoreStat:
-        """Return size and times of a file. For a symbolic link, they are those of its target.
+        """Return size and times of a file, or of the target of a symbolic link.
 
         Raises:
             FileNotFoundError: The file does not exist.

@@ -293,8 +293,8 @@ def _foreign_checkpoints(
         place: Directory of the run.
         number: Number of the attempt whose folder of checkpoints is listed.
         name: Name of the component that writes checkpoints.
-        foreign: Mapping from the path of each checkpoint that existed before the run to its
-            signature, as returned by `find_foreign_checkpoints`.
+        foreign: Checkpoints that the run must not use, as a mapping from path to signature. See
+            `find_foreign_checkpoints`.
     """
     rivals = _rivals_of(place, number, name)
     return lambda checkpoint: (
@@ -343,8 +343,8 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 
     Args:
         checkpoint: The checkpoint.
-        foreign: Mapping from the path of each checkpoint that the run must not use to its
-            signature, as returned by `find_foreign_checkpoints`.
+        foreign: Checkpoints that the run must not use, as a mapping from path to signature. See
+            `find_foreign_checkpoints`.
     """
     known = foreign.get(str(checkpoint.path))
     if known is None:
@@ -368,7 +368,7 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 def find_foreign_checkpoints(
     spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
 ) -> dict[str, str]:
-    """Return a mapping from the path of each checkpoint that the run must not use to its signature.
+    """Return the checkpoints that the run must not use, as a mapping from path to signature.
 
     A signature identifies the content of a checkpoint. The signature changes if the checkpoint is
     saved again.
@@ -414,7 +414,8 @@ def _set_aside_checkpoints(
     """Return the run's own checkpoints that later attempts must not use.
 
     A person has retried the run from an earlier step, so checkpoints after this step must not be
-    used. If an attempt saves such a checkpoint again, its signature changes, and it may be used.
+    used. If an attempt saves such a checkpoint again, the signature changes. Later attempts may
+    then use the checkpoint.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -483,8 +484,8 @@ def judge_checkpoints(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Mapping from the path of each checkpoint that the run must not use to its
-            signature, as returned by `find_foreign_checkpoints`.
+        foreign: Checkpoints that the run must not use, as a mapping from path to signature. See
+            `find_foreign_checkpoints`.
         is_running: True if the trainer may still be writing checkpoints.
 
     Raises:
@@ -596,8 +597,8 @@ def find_superfluous_checkpoints(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Mapping from the path of each checkpoint that the run must not use to its
-            signature, as returned by `find_foreign_checkpoints`.
+        foreign: Checkpoints that the run must not use, as a mapping from path to signature. See
+            `find_foreign_checkpoints`.
 
     Raises:
         OSError: A file cannot be read: the folder of the checkpoints, the list of checkpoints from

@@ -116,7 +116,7 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
 
 
 def has_failed_by_loss(record: RunJson) -> bool:
-    """Return True if a run failed for the only reason that its flow process was killed."""
+    """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
     # Every other failure is recorded in an attempt. So a failed run without an attempt failed
     # because its flow process was killed.

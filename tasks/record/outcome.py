@@ -70,7 +70,7 @@ class Exit:
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal, such as `SIGSEGV`. If it has no name, return `signal 35`."""
+    """Return the name of a signal, such as `SIGSEGV`. An unnamed signal gives `signal NUMBER`."""
     try:
         return signals.Signals(signum).name
     except ValueError:
@@ -137,8 +137,7 @@ class Failure(Recorded):
     def has_ended(self) -> bool:
         """True if the component ended by itself.
 
-        False if the component was still alive, for example because it stopped responding. Muster
-        then ends the component.
+        False if Muster must end the component, for example because the component does not respond.
         """
         return self.exit_code is not None or self.signal is not None
 
@@ -258,7 +257,8 @@ class GiveUpReason:
     rule: str
     #: Message for the user that explains why Muster ends the component.
     message: str
-    #: Exit status of a child process whose end is the reason. None if there is another reason.
+    #: Exit status of the process whose end made Muster end the component. None if there is another
+    #: reason.
     exit: Exit | None = None
 
 

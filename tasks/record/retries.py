@@ -61,8 +61,8 @@ def decide_retry(
     """Decide whether the run is retried after an attempt.
 
     A failure of a kind in `REQUEUED` is not caused by the run itself. After such a failure, the run
-    returns to the queue. Each of these kinds is counted separately, and not against the retry limit
-    of the other kinds.
+    returns to the queue. For the retry limit, each of these kinds is counted separately. The
+    failures of all other kinds are counted together.
 
     Args:
         verdict: Result of the attempt.
@@ -173,7 +173,7 @@ def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -
 def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
     """Return the nodes that probably caused the failure of an attempt.
 
-    - If a node never causes this kind of failure, the result is empty.
+    - If failures of this kind are never caused by a node, the result is empty.
     - If the log line or the message of the failure contains nodes, these nodes are returned.
     - After a timeout of a collective operation, the result is empty if no rank is mentioned.
     - Otherwise, all nodes of the attempt are returned.

@@ -104,7 +104,7 @@ class AlarmRecord(Recorded):
 
 
 class RefusedCheckpoint(Recorded):
-    """Newer checkpoint from which an attempt does not start, with the reason."""
+    """Checkpoint that Muster did not choose as the start of an attempt, with the reason."""
 
     path: str = ""
     #: Reason for the user why the attempt does not start from the checkpoint.
@@ -188,11 +188,11 @@ class AttemptRecord(Recorded):
     #: if unknown.
     saved_checkpoint: bool | None = None
     #: Number of consecutive attempts without a lasting result, including this attempt. None if this
-    #: attempt had a lasting result, which is a newer checkpoint. If it is unknown whether a
-    #: checkpoint was saved, a higher training step counts instead.
+    #: attempt had a lasting result. A lasting result is a newer checkpoint, or a higher training
+    #: step if it is unknown whether the attempt saved a checkpoint.
     fruitless_attempts: int | None = None
-    #: Entries whose values differ from `RunJson.provenance`, such as another host or another
-    #: commit.
+    #: Keys and values of this attempt that differ from `RunJson.provenance`, for example another
+    #: host or another commit.
     provenance: Mapping[str, Any] = {}
     #: Text for the user with the decision about a retry, such as `requeued: ...` or `final: ...`.
     #: None if not decided yet.
@@ -293,14 +293,14 @@ class RunJson(Recorded):
     #: Method with which Muster ends all processes of the run, such as a cgroup. The mapping also
     #: says what the method guarantees, and why Muster could not use a better method.
     containment: Mapping[str, Any] | None = None
-    #: Code, Python interpreter, installed packages and host of the first attempt. The key `parent`
-    #: contains the checkpoint, and its run, from which a person started this run. The key
-    #: `spec_file` contains the spec file for a run of `muster train`.
+    #: Code, Python interpreter, installed packages and host of the first attempt. If a person
+    #: started this run from a checkpoint of another run, the key `parent` contains that run and
+    #: that checkpoint. The key `spec_file` contains the spec file for a run of `muster train`.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Mapping from the path of each checkpoint that this run must not use to its signature. A
-    #: signature identifies the content. The checkpoints existed before the run, or a person retried
-    #: the run from an earlier step and these checkpoints are after that step.
+    #: Checkpoints that this run must not use, as a mapping from path to signature. A signature
+    #: identifies the content. Such a checkpoint existed before the run, or a person retried the run
+    #: from an earlier step than that of the checkpoint.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
@@ -346,11 +346,11 @@ class RunJson(Recorded):
         return last if last is not None and last.ended_at is None else None
 
     def find_best_step(self, *, before: int, since: int = 1) -> float | None:
-        """Return the highest training step that certain attempts reported, or None.
+        """Return the highest training step in a range of attempts, or None if no step is known.
 
         Args:
-            before: Number of an attempt. Only attempts with lower numbers are used.
-            since: Number of the first attempt that is used.
+            before: Number of the first attempt after the range.
+            since: Number of the first attempt in the range.
         """
         steps = [one.highest_step for one in self.attempts if since <= one.number < before]
         return max((step for step in steps if step is not None), default=None)
@@ -390,16 +390,15 @@ class RunJson(Recorded):
         return self.with_last(last.with_changes(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
-        """Return a changed record, with which a flow process on another host continues the run.
+        """Return the record that a flow process on another host needs to continue the run.
 
-        An attempt that has not ended gets the state FAILED, because the Prefect server has given
-        the run to another host.
+        If the last attempt has not ended, it gets the state FAILED.
 
         Args:
-            now: End time of the attempt, in UTC epoch seconds.
-            adopts: True if the Ray jobs of the run continue without its flow process. The attempt
-                is then not ended, because a second attempt would run at the same time as those
-                jobs.
+            now: End time of the last attempt, in UTC epoch seconds.
+            adopts: True if the Ray jobs of the run continue after the loss of the flow process. An
+                active attempt then stays active, because a new attempt would run at the same time
+                as these jobs.
         """
         if adopts and self.state in (*_OPEN, RunState.STOPPING):
             return self
@@ -478,8 +477,8 @@ class RunRecord:
     ) -> None:
         """Start a new record, or continue the record of an earlier flow process of the run.
 
-        If the run has ended before, for example before a retry by Prefect, the run is queued again
-        and keeps its attempts.
+        If the recorded state is final, for example when Prefect retries the run, the state is set
+        to QUEUED. The recorded attempts are kept.
 
         Args:
             path: The file `run.json`.
@@ -639,8 +638,8 @@ class RunRecord:
         """Record checkpoints that this run must not use.
 
         Args:
-            signatures: Mapping from the path of each checkpoint to a text that identifies its
-                content.
+            signatures: Mapping from the path of each checkpoint to a text that identifies the
+                content of the checkpoint.
         """
         with self._lock:
             known = self.content.foreign_checkpoints

@@ -28,7 +28,7 @@ class RunState(Enum):
     COMPLETED = "completed"
     #: The run failed. The cause is in the field `failure` of its last attempt.
     FAILED = "failed"
-    #: A user cancelled the run, or another process stopped its flow process.
+    #: A user cancelled the run, or another process stopped the flow process of the run.
     CANCELLED = "cancelled"
 
     @property
