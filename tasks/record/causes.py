@@ -454,8 +454,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Mapping from a process and the role of a rule to the number of the last traceback that the
-    #: process printed and the rule matched. Tracebacks of caught exceptions do not count.
+    #: Mapping from a process and a role to the number of the process's last traceback that a rule
+    #: with this role matched. Tracebacks of caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line

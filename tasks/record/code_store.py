@@ -49,8 +49,8 @@ _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
 #: If a file has a different time, it was changed later. The time is after 1980, because zip files
 #: cannot store earlier times.
 _MADE_AT = 946684800
-#: Largest number of characters that are stored of the patch since the last commit. The rest of the
-#: patch is cut off.
+#: Largest number of characters in the stored patch with the changes since the last commit. The rest
+#: of the patch is cut off.
 _DIFF_BYTES = 16_384
 #: Minimum age in seconds of the entries that may be deleted. A new run may need a younger entry of
 #: the code store.
@@ -160,8 +160,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         fetch: Function that returns the content of an entry that is missing in this store.
 
     Raises:
-        NoCode: The entry is not available, or is not a snapshot. For example, the entry may contain
-            the files of a project.
+        NoCode: The entry is not available, or is not a snapshot. For example, the entry may be the
+            tar archive to which a snapshot refers.
         OSError: The entry could not be read.
     """
     try:

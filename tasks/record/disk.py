@@ -105,8 +105,8 @@ class DiskThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Lock for all attributes below. Threads that wait for this condition are notified about
-        #: new work and about completed work.
+        #: Condition whose lock protects all attributes below. Threads that wait for the condition
+        #: are notified about new work and about completed work.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._has_new_work = False
@@ -144,7 +144,7 @@ class DiskThread:
             self._wake()
 
     def do(self, function: Callable[[], T]) -> Future[T]:
-        """Let the disk thread call a function once, after it has tried all earlier writes.
+        """Let the disk thread call a function once. All earlier writes are tried before the call.
 
         Returns:
             A future with the result or the exception of the function.
@@ -233,7 +233,7 @@ class DiskThread:
                 self._changed.notify_all()
 
     def _try_write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Call a function that writes a file. If it fails, return False, so that it is retried."""
+        """Call a function that writes a file. Return False if the write must be retried."""
         try:
             write()
         except OSError as error:

@@ -131,8 +131,8 @@ def lock_evaluations(place: RunPlace) -> Iterator[None]:
     """Hold the lock of a run's `evaluations.json` while the context is open.
 
     The training and its evaluations write to the same file, so each of them takes the lock first.
-    On a file system without file locks, two writers may overwrite each other's changes of a state.
-    Results are not lost, because each evaluation has its own result file.
+    On a file system without file locks, one writer may overwrite a state that another
+    writer has just changed. Results are not lost, because each evaluation has its own result file.
 
     Raises:
         OSError: The lock file cannot be opened.

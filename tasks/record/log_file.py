@@ -346,7 +346,7 @@ class LogFile:
         """Open the older files of the log before the first read, so that their lines come first.
 
         An older file is skipped if the log file still contains the same lines. The log file is read
-        both before and after the search, because log rotation may happen during the search.
+        before and after the older files are opened, because log rotation may happen in between.
         """
         self._open(self._path)
         current = self._open_logs

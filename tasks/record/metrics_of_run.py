@@ -81,8 +81,8 @@ class MetricReader:
         """
         self._place = place
         self._key = key
-        #: Mapping from the number of an attempt to its metrics file, the key of the step in each
-        #: line, and the values of the metric. The values are a mapping from steps.
+        #: Mapping from the number of an attempt to three values: the metrics file, the key of the
+        #: step in each line, and a mapping from training steps to values of the metric.
         self._attempts: dict[int, tuple[MetricsFile, str, dict[float, float | None]]] = {}
 
     @property

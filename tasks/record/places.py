@@ -261,7 +261,8 @@ def _umask() -> int:
             "runs. Set MUSTER_UMASK to 077 (only you can read the files), 027 (your group can "
             "read them) or 022 (all users can read them)."
         )
-    # Remove only rights of other users. Without its own rights, this user could not read new files.
+    # Keep only the umask bits for the group and for other users. With the bits for the owner, this
+    # user could not read new files.
     return mask & 0o077
 
 
