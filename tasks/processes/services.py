@@ -543,8 +543,8 @@ class Services:
         for name, service in reversed(self._services.items()):
             if leftovers := await service.end():
                 left[name] = leftovers
-        # If the method `end` of a service has failed, processes of the service may still run. The
-        # next call kills these processes.
+        # If the method `end` of a service has failed, processes of the service may still run.
+        # `context.close` kills these processes.
         left_by_context = await self.context.close()
         self.context.release_logs()
         return {**left_by_context, **left}

@@ -71,7 +71,7 @@ class SharedMemoryScan:
         self._directory = directory
         #: Files that the last scan has found.
         self._known: set[_File] = set()
-        #: Existing files of the directory that processes of the run have made.
+        #: Files that processes of the run have made in the directory and that still exist.
         self._made: set[_File] = set()
         #: Mapping from each new file to the time at which the file was found, in CLOCK_MONOTONIC
         #: seconds. An entry is dropped when a process of the run uses the file, or after
@@ -80,7 +80,7 @@ class SharedMemoryScan:
         #: Modification time of the directory at the last scan, in nanoseconds.
         self._changed_at_ns = 0
         self._is_closing = False
-        #: Earliest time of the next scan because of a new file, in CLOCK_MONOTONIC seconds.
+        #: Earliest time at which a new file can cause a scan, in CLOCK_MONOTONIC seconds.
         self._next_scan_at = 0.0
         self._wake = threading.Event()
         self._watch: DirectoryWatch | None = None

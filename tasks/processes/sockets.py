@@ -370,7 +370,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address:
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """Return a mapping from inode to uid of the user, for all sockets that listen on a TCP port.
+    """Return the sockets that listen on a TCP port, as a mapping from inode to uid of the user.
 
     Raises:
         OSError: The kernel's table of TCP sockets cannot be read.
@@ -480,7 +480,7 @@ def verified_listeners(
 def _describe_holder(user: int, inodes: Iterable[str]) -> str:
     """Return a description of the process that has one of the sockets open.
 
-    The description names the user of the process, and its pid if the calling user may see the
+    The description names the user of the process, and its pid if the calling user can see the
     process.
 
     Args:

@@ -56,7 +56,7 @@ def _find_program(program: str, env: Mapping[str, str], cwd: Path) -> Path | Non
 
 
 def _read_interpreter(script: Path) -> str:
-    """Return the interpreter in the `#!` line of a file, or an empty string if it has none."""
+    """Return the interpreter in the `#!` line of a file; empty if the file has no such line."""
     try:
         with script.open("rb") as file:
             head = file.read(_HEAD_BYTES)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class SteadyThreads(ThreadPoolExecutor):
-    """An executor that starts all its threads at once, and never another thread.
+    """An executor that starts all its threads when it is created, and no thread later.
 
     The threads do not keep the process from exiting. If no thread can be started, `submit` executes
     the work in the calling thread.

@@ -64,7 +64,7 @@ def describe_survivor(pid: int) -> str:
 
 
 def _name_user(uid: int | None) -> str:
-    """Return the name of a user, or the user id if it has no name."""
+    """Return the name of a user, or the user id if the user has no name."""
     if uid is None:
         return "unknown"
     with contextlib.suppress(KeyError):

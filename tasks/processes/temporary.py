@@ -65,8 +65,8 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
 def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
     for folder in host_folder.iterdir():
-        # Keep the entry after an OSError. There are two possible reasons: a living process holds
-        # the lock of the folder, or the entry is the lock file of this host and no folder.
+        # After an OSError, do not remove `folder`. Either a living process holds the lock of the
+        # folder, or `folder` is the lock file of this host instead of a folder.
         with suppress(OSError):
             fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -26,8 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
 #: `mark_own` can use its value to mark processes. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-#: Smallest value of the resource limit on file locks that counts as a mark of Muster's processes,
-#: see `mark_own`. Limits that an administrator sets are smaller.
+#: Smallest number that `mark_own` uses as a mark. A process with a smaller limit on file locks has
+#: no mark: an administrator has set the smaller limit.
 _MARK_BASE = 1 << 62
 #: Byte that `spawn` writes to the new process to permit the execution of its program.
 _GO = b"g"
@@ -47,14 +47,15 @@ _ROUND_PAUSE_AT_LEAST_S = 0.02
 _ROUND_PAUSE_AT_MOST_S = 5.0
 #: Pause between two rounds of SIGKILL, as a share of the time since the first round.
 _ROUND_PAUSE_PART = 0.05
-#: Seconds after the first round of SIGKILL in which the next round may follow without a pause.
+#: For this number of seconds after the first round of SIGKILL, the rounds follow each other without
+#: a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: Seconds from the first SIGKILL to the report of the remaining processes, if this user may signal
-#: none of them. The report is delayed, because the processes may end by themselves when their
+#: Seconds from the first SIGKILL to the report of the remaining processes, if this user cannot
+#: signal any of them. The report is delayed, because the processes may end by themselves when their
 #: parent has ended.
 REFUSED_AFTER_S = 1.0
-#: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
-#: process is in uninterruptible sleep, for example on a broken disk.
+#: Processes that still exist this number of seconds after the first SIGKILL are reported as stuck.
+#: A stuck process is in uninterruptible sleep, for example on a broken disk.
 STUCK_AFTER_S = 5.0
 
 
@@ -270,7 +271,7 @@ def is_zombie(pid: int) -> bool:
 def living_or_all(pids: list[int]) -> list[int]:
     """Return the processes without the zombies. If all processes are zombies, return all.
 
-    A zombie can block the end of a process tree, for example if a debugger traces it.
+    A zombie can block the end of a process tree, for example if a debugger traces the zombie.
     """
     return [pid for pid in pids if not is_zombie(pid)] or pids
 
@@ -341,7 +342,7 @@ def belongs_to_own_user(pid: int, proc: str = "/proc") -> bool:
     """Return True if the user of the calling process also started the process `pid`.
 
     Check this before a process is treated as part of a run. Another user's process can copy the
-    environment variables of a run, and the number with which `mark_own` has marked its processes.
+    environment variables of a run, and the mark that the run's processes got from `mark_own`.
     """
     return read_real_user(pid, proc) == os.getuid()
 
@@ -451,7 +452,7 @@ def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
         True if the signal was sent.
 
     Raises:
-        PermissionError: The calling process may not signal the process.
+        PermissionError: The kernel does not allow the calling process to send the signal.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -471,8 +472,8 @@ def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
 def refuses_signals(pid: int) -> bool:
     """Return True if the kernel does not allow this process to signal the process `pid` (EPERM).
 
-    An ordinary user may not signal a process that `sudo` or another set-user-ID program has
-    started.
+    For example, an ordinary user cannot signal a process that `sudo` or another set-user-ID program
+    has started.
     """
     try:
         os.kill(pid, 0)
@@ -527,8 +528,9 @@ class KillRounds:
     def are_stuck(self, pids: Iterable[int]) -> bool:
         """Return True if the remaining processes must now be reported as survivors of SIGKILL.
 
-        The processes are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user may
-        signal none of the processes, they are reported earlier, after `REFUSED_AFTER_S` seconds.
+        The processes are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user
+        cannot signal any of the processes, they are reported earlier, after `REFUSED_AFTER_S`
+        seconds.
 
         Args:
             pids: The remaining processes.
@@ -547,7 +549,7 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
         True if the signal was sent.
 
     Raises:
-        PermissionError: The calling process may not signal the process.
+        PermissionError: The kernel does not allow the calling process to send the signal.
     """
     return signal_if(pid, signum, lambda: read_parent(pid) == parent)
 
@@ -617,7 +619,7 @@ def kill_below_once(
     """Send SIGKILL to all descendants of this process, in one round (see `kill_once`).
 
     This process must be a subreaper. Repeat the call until no child remains, with the pauses of
-    `KillRounds`. Processes that this user may not signal are skipped.
+    `KillRounds`. Processes that this user cannot signal are skipped.
 
     Args:
         reap: Reads the exit status of children that have ended. Returns True if no child remains.

@@ -81,7 +81,7 @@ class ListenerCheck:
             peer: Address of the server's end, as `getpeername` returns it.
 
         Raises:
-            UntrustedListener: The user of the server is not trusted or unknown. Also raised if
+            UntrustedListener: The user of the server is unknown or not trusted. Also raised if
                 another socket has begun to listen since this object was created: Muster then does
                 not know which socket accepted the connection.
         """
