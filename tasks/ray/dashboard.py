@@ -334,8 +334,8 @@ class Dashboard:
 
         Args:
             address: URL of the dashboard.
-            credentials: Credentials for the cluster. None to use the credentials of a process whose
-                run uses the cluster, see `Credentials.own`.
+            credentials: Credentials for the cluster. If None, the result of `Credentials.own` is
+                used.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)

@@ -165,7 +165,7 @@ def job_exit(
 
 
 def read_last_job_lines(log_end: str, job: JobState | None) -> str:
-    """Return the last lines of a job's output, in which Muster searches the cause of a failure.
+    """Return the last lines of a job's output, in which Muster searches for the cause of a failure.
 
     Args:
         log_end: The last lines of the job's log.

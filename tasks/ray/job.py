@@ -83,7 +83,7 @@ class LogCopy:
             node_id: Ray's id of the driver's node, in hex.
 
         Returns:
-            Reason why the end of the log may be missing, or an empty string if it is complete.
+            Reason why the end of the log may be missing, or an empty string for a complete log.
         """
         problem = ""
         for _ in range(_COPY_TRIES):
@@ -163,14 +163,17 @@ _EXAMINE_TIMEOUT_S = 60.0
 
 
 class RayJob(RunningComponent):
-    """A component that runs as a Ray job, from before its submission until its GPUs are free again.
+    """A component that runs as a Ray job.
+
+    The object manages the job from its submission until the GPUs of the job are free again.
 
     The future `exited` gets its result when the cluster reports a final state of the job. The
     future never has an exception. The result has the exit code or the signal of the job's driver if
     the cluster knows it. Otherwise, the result has a note with Ray's reason.
 
-    The result's `at_monotonic_s` is the earliest time at which the job can have ended. With a later
-    time, another component that failed because of the job could look like the first failure.
+    The result's `at_monotonic_s` is the earliest time at which the job can have ended. If Muster
+    used a later time, another component that failed because of the job could look like the first
+    failure.
 
     The object belongs to one asyncio loop and never blocks it.
     """
@@ -660,7 +663,7 @@ class RayJob(RunningComponent):
         """Copy the rest of the job's log.
 
         Returns:
-            Reason why the end of the log may be missing, or an empty string if it is complete.
+            Reason why the end of the log may be missing, or an empty string for a complete log.
         """
         assert self._state is not None
         if (last := self._tasks.pop("last", None)) is not None:

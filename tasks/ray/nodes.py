@@ -362,7 +362,7 @@ class NodeClient:
                 self._driver = await self._start_driver()
                 # Agents do not encrypt their replies. So if the operator has encrypted Ray's
                 # connections, the agents must open no port, and receive requests only through Ray.
-                # An agent that receives the modulus 0, and not that of the RSA key, opens no port.
+                # An agent opens no port if it receives 0 instead of the modulus of the RSA key.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
                 hello = {
                     "gcs_address": self._gcs_address,

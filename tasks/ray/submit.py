@@ -443,7 +443,7 @@ class Submitter:
 
         Args:
             settle: True if an earlier submit request may still reach the cluster. If the cluster
-                has no such job, the request is then repeated for some seconds.
+                has no such job, the state is then requested again for some seconds.
 
         Returns:
             The state of the job, or None if the cluster has no such job.

@@ -54,13 +54,13 @@ async def split_departed_nodes(
     Args:
         dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
         unreached: The nodes that could not be reached.
-        since: Time in UTC epoch seconds. The phrases also describe other nodes that the cluster has
-            lost since this time. If None, the phrases describe only nodes of `unreached`.
+        since: Time in UTC epoch seconds. The result also describes other nodes that the cluster has
+            lost since this time. If None, the result describes only nodes of `unreached`.
 
     Returns:
         A list of the unreachable nodes that still belong to the cluster, and a list with one phrase
-        for each node that no longer belongs to it. If the dashboard does not answer, all nodes of
-        `unreached` count as nodes of the cluster.
+        for each node that no longer belongs to the cluster. If the dashboard does not answer, all
+        nodes of `unreached` count as nodes of the cluster.
     """
     try:
         living_ids = {node.node_id for node in await dashboard.nodes()}
@@ -128,7 +128,7 @@ def _note_path(submission_id: str) -> Path:
 
 
 def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
-    """Yield the notes whose unchecked nodes `muster reconcile` must check from a given host.
+    """Yield the notes about the nodes that `muster reconcile` on a given host must check.
 
     A note is a file on disk. A file that cannot be read is skipped, and a warning is logged.
 

@@ -106,20 +106,19 @@ class ClusterNode:
     cpus: float | None = None
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs that the queue cannot grant, because other programs than Muster's runs use
-    #: them. The number also includes the CPUs of those actors and bundles of Muster's runs that use
-    #: no GPU.
+    #: Number of CPUs that the queue cannot grant. These CPUs are in use by other programs, or by
+    #: those parts of Muster's runs (actors and bundles) that use no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
     #: Numbers of the GPU devices that Muster's queue may grant to runs. Empty if Ray assigns the
     #: devices.
     devices: tuple[int, ...] = ()
-    #: Mapping from device number to holder, for the GPU devices that are in use. A holder is the
-    #: name of the flow run that has locked the device, or another description.
+    #: Mapping from device number to the owner of the lease, for all leased GPU devices. The owner
+    #: is the id of a flow run, or an empty string if unknown.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: Mapping from flow run id to run id, for the runs that work on this host. Empty if the node is
-    #: another host, or if Ray assigns the devices.
+    #: Mapping from flow run id to run id, for the registered runs of this machine. Empty if the
+    #: node is another machine, or if Ray assigns the devices.
     run_ids: Mapping[str, str] = field(default_factory=dict)
     #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
     #: node, or an operator has drained the node.
@@ -341,7 +340,7 @@ class ClusterReader:
     _dashboard: Dashboard | None = None
     #: Connection to the control store, or None before the first snapshot and after an error.
     _store: _ControlStore | None = None
-    #: Lock with which the methods of this object use the connection one after the other.
+    #: Lock for the connection. A method holds the lock while the method uses the connection.
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self, *, within_s: float) -> Cluster:

@@ -56,8 +56,8 @@ _PR_SET_DUMPABLE = 4
 #: signal. Ray's stop signal may miss such a young command: Ray first lists the processes of the
 #: tree and then sends the signal, so a process that starts after the listing gets no signal.
 _YOUNG_S = 0.5
-#: Message "stop the command" from the front process to the keeper process, if the stop request came
-#: from another process than Ray's.
+#: Message "stop the command" from the front process to the keeper process, if the stop request did
+#: not come from Ray.
 _STOP = b"s"
 #: Message "stop the command" from the front process to the keeper process, if the stop request came
 #: from Ray. Ray then also sends its stop signal to every process of the tree.
@@ -99,8 +99,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # Disable core dumps of this process. This process only repeats the death of another process,
-    # which may already have written a core dump. A second core dump would be misleading.
+    # Disable core dumps of this process. The kernel may already have written a core dump of the
+    # other process. A second core dump, of this process, would be misleading.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Ignore the error for SIGKILL, whose action cannot be set. SIGKILL always ends the process.
