@@ -107,7 +107,7 @@ class Artifacts:
     #: Id of the flow run that owns the artifacts. None if the artifacts belong to no flow run.
     _flow_run_id: UUID | None
     #: Keys of artifacts that another process may have already created. Before the first update,
-    #: these artifacts are searched on the server.
+    #: the server is searched for these artifacts.
     _keys: Collection[str]
     #: Function that replaces the secrets in a text.
     _mask: Callable[[str], str] = str
@@ -116,7 +116,7 @@ class Artifacts:
     _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
-        """Update the artifact that has a key, or create the artifact if it is missing.
+        """Update the artifact with the given key, or create the artifact if it is missing.
 
         Args:
             client: Client of the Prefect server.

@@ -370,8 +370,8 @@ def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **kno
 async def send_events(client: PrefectClient, *events: Event) -> None:
     """Send events in one request, without a retry. Log a warning if the server rejects the events.
 
-    Call this only just after the server has answered another request. Otherwise, the call could
-    wait for a server that does not answer.
+    Call this only if the server has just answered another request. Otherwise, the call could wait
+    for a server that does not answer.
     """
     if not events:
         return

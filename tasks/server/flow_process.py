@@ -66,9 +66,9 @@ def read_flow_run_id() -> str:
 def retry_while_server_starts() -> None:
     """Make Prefect's clients retry refused connections until the flow of this process begins.
 
-    By default, a Prefect client retries a refused connection only after an earlier connection. So a
-    run whose process starts at the same time as the server would become CRASHED. After the flow has
-    begun, Prefect's own rules apply.
+    By default, a Prefect client retries a refused connection only if the client has connected to
+    the server before. So a run whose process starts at the same time as the server would become
+    CRASHED. After the flow has begun, Prefect's own rules apply.
     """
     _is_starting.set(True)
 
@@ -115,7 +115,7 @@ def enter_project(file: Path) -> None:
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
     # Remove the variable PROJECT. If a run has started this process, the variable contains the
-    # project of that run, which may be another project than that of `file`.
+    # project of that run, which may differ from the project of `file`.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 

@@ -53,7 +53,7 @@ _REMEDY = "set PREFECT_API_AUTH_STRING to the value of PREFECT_SERVER_API_AUTH_S
 
 
 def read_refusal(answer: httpx.Response) -> str:
-    """Return the reason in a server's error response, or the HTTP status without a reason."""
+    """Return the reason in a server's error response, or the HTTP status if there is no reason."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
@@ -68,7 +68,8 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. In this state, the run skips its grace
-#: periods. A state is used instead of a label, because every user may set the state of a flow run.
+#: periods. A state is used instead of a label, because every user is allowed to set the state of a
+#: flow run.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
@@ -102,7 +103,7 @@ _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 #: For all other final states, the Prefect state is Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-#: Time since the last state change after which a flow run without a process counts as lost. The
+#: A flow run without a process counts as lost if its state has not changed for this time. The
 #: process of a submitted flow run needs some seconds to start.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: Time after which a flow run without a worker label counts as lost. A living worker that has taken
@@ -384,17 +385,17 @@ class Host:
 
     #: Name of the host, which is also the name of its worker.
     name: str
-    #: True if this is another host that is permanently lost.
+    #: True if the host is not this machine and is permanently lost.
     is_lost: bool = False
     #: Ids of the host's maintenance deployments. Their flow runs have no worker label.
     upkeep_deployments: frozenset[UUID]
-    #: Mapping from flow run id to the living processes of the host.
+    #: Living processes of the host, with the flow run id of each process.
     processes: Holders
     #: Ids and names of the flow runs in the host's registry on disk. If one of these flow runs is
     #: lost, `tasks.upkeep.lost_run` cleans up after it.
     registered: frozenset[str]
-    #: Names of the flow runs that wait for their next attempt without a process, according to notes
-    #: on the host's disk.
+    #: Names of the flow runs that have no process and wait for their next attempt, according to
+    #: notes on the host's disk.
     waiting: frozenset[str] = frozenset()
     #: Id of the flow `pipeline`, whose flow runs can continue in another process. None if unknown.
     pipeline_flow: UUID | None = None
@@ -410,9 +411,9 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # This user cannot find out the flow run of another user's process. So another user's
-        # process may belong to this flow run if the process has the recorded pid, or if no pid is
-        # recorded.
+        # Muster cannot read to which flow run a process in `suspects` belongs. The process may
+        # belong to this flow run if the server has recorded the pid of the process for the flow
+        # run, or has recorded no pid.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -663,7 +664,7 @@ def make_process_tag() -> str:
 
 
 def find_process_tags(tags: Iterable[str]) -> set[str]:
-    """Return the tags of a flow run that `make_process_tag` has made."""
+    """Return the tags from `tags` that name the process of a flow run, see `make_process_tag`."""
     return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
 
 
@@ -677,7 +678,7 @@ def has_lost_process(run: FlowRun) -> bool:
 
 
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
-    """Return the process in a flow run's tag, or None if no tag contains a process of the host."""
+    """Return the process that a flow run's tag names; None if no tag names a process of `host`."""
     for tag in run.tags:
         name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
         pid, _, ticks = numbers.partition(":")

@@ -48,7 +48,7 @@ _JOIN_TIMEOUT_S = 5.0
 #: deleted. A single answer may come from a server whose database is being restored.
 _MISSING_ANSWERS = 4
 _CANCELLED = "cancelled from Prefect"
-#: Beginning of the reason of an end that a signal has caused.
+#: If a signal ends a run or pipeline, the recorded reason begins with these words.
 INTERRUPTED_BY = "interrupted by"
 _DELETED = "cancelled, because its flow run was deleted on the Prefect server"
 _AFTER_HANGUP = (
@@ -203,9 +203,9 @@ class ForwardedRequests:
     def take_signal(self, signum: int, at_s: float) -> None:
         """End the run or pipeline after a signal, or end only this process.
 
-        After SIGTERM, which a stopping worker sends, only this process may end: a later process of
-        the same flow run then continues the run or pipeline. A second Ctrl-C also skips the grace
-        periods.
+        SIGTERM ends only this process if the flow run was not cancelled and a later process of the
+        flow run can continue the run or pipeline. For example, a worker that is being stopped sends
+        SIGTERM. A second Ctrl-C also skips the grace periods.
 
         Args:
             signum: number of the signal.
@@ -304,8 +304,8 @@ def end_on_request(
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)
-                # If the run or pipeline has ended during the request, ignore the answer. A final
-                # state in it may be from this process, and not from a user.
+                # If the run or pipeline has ended during the request, ignore the answer. This
+                # process, and not a user, may have set the final state that the answer contains.
                 if not is_over.is_set():
                     wishes.take_observation(observed)
 

@@ -125,7 +125,7 @@ def make_proxy_options(url: str) -> dict[str, Any]:
 
 @contextmanager
 def name_unusable_proxy(url: str) -> Iterator[None]:
-    """Turn the errors of an httpx constructor about its proxy into UnusableProxy.
+    """Raise UnusableProxy if an httpx client in the `with` block cannot use its proxy.
 
     Args:
         url: URL of the server to which the client sends its requests.

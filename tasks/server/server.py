@@ -193,7 +193,7 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
 
 
 def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidSpec:
-    """Return an error that lists each variable that uses a Secret block with a problem.
+    """Return an error that lists each variable whose Secret block has a problem.
 
     Args:
         spec: The run spec.
