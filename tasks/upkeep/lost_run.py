@@ -81,8 +81,8 @@ def complete_owner(lost: LostRun) -> None:
     """Add missing facts about a lost run if its file `owner.json` cannot be read.
 
     The added facts are the URL of this process's Prefect server, and the key `on_lost_flow` of the
-    run's spec. Without the URL, the flow run would not get its final state. Without the key, Ray
-    jobs that may continue would be ended.
+    run's spec. Without the URL, the flow run would not get its final state. Without the key,
+    Muster would end Ray jobs that the spec allows to continue.
     """
     owner = lost.owner
     if not owner.fault or owner.directory is None or owner.flow_run_id is None:
@@ -170,7 +170,7 @@ def _log_event(name: str, **fields: object) -> None:
 
 
 def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
-    """Keep the Ray jobs of a lost run running, and schedule the run's next flow process.
+    """Let the Ray jobs of a lost run continue, and schedule the run's next flow process.
 
     Args:
         lost: The lost run.

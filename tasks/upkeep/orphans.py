@@ -31,8 +31,8 @@ from tasks.upkeep.report import RunReport
 
 _log = logging.getLogger(__name__)
 
-#: Time that a run's own process has to end the run, after its flow run has ended on the server.
-#: After this time, Muster sends SIGTERM to the process.
+#: After the flow run of a run has ended on the server, the run's own process gets this time to end
+#: the run. Then Muster sends SIGTERM to the process.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: States of a run that is ending or has ended.
 _ENDING_STATES = (RunState.STOPPING, RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
@@ -63,7 +63,7 @@ def end_orphans() -> Iterator[RunReport]:
 
 
 def _is_working(owner: Owner) -> bool:
-    """Return True if a run neither ends nor has ended, according to its `run.json`.
+    """Return True if a run is neither ending nor ended, according to its `run.json`.
 
     False if `run.json` cannot be read.
 

@@ -362,7 +362,7 @@ def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
 
 
 def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the amount of used memory of a GPU that belongs to no running process, in MiB.
+    """Return the part of a GPU's used memory that belongs to no running process, in MiB.
 
     Args:
         gpu: The driver's report about the GPU.

@@ -285,7 +285,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
 
 
 def _ended_at(directory: Path) -> float:
-    """Return the time of a run's end in UTC epoch seconds, or infinity if it may not have ended."""
+    """Return the end time of a run in UTC epoch seconds, or infinity if no end is recorded."""
     with suppress(OSError, ValueError):
         content = RunJson.read(RunPlace(directory=directory).record)
         if content.state.is_final and content.ended_at is not None:

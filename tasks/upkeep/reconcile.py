@@ -89,7 +89,7 @@ def reconcile_host(lost: str | None = None) -> Report:
 
     - Ray nodes that could not be checked for leftover processes are checked again.
     - Leftover processes of lost runs in the registry are ended, and the records get final states.
-    - Runs of this host that work although their flow run has ended or was deleted are ended.
+    - Active runs of this host are ended if their flow run has ended or was deleted.
     - The records of runs that ended while they waited without a process are closed.
     - Flow runs that were assigned to the host, but have neither a process nor a registry entry, get
       their true state on the Prefect server.
@@ -233,8 +233,8 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         return []
     except Exception:
         # Only log an unexpected error, which can occur, for example, if the server has another
-        # release. With an exception, a worker could not start, and the caller would not get the
-        # reports about the runs that were already cleaned up.
+        # release. If this function raised the error, a worker could not start. The caller would
+        # also not get the reports about the runs that were already cleaned up.
         _log.exception(
             "Muster could not search the Prefect server %s for flow runs whose process has ended.",
             api_url,
@@ -386,9 +386,9 @@ def _call_in_thread(function: Callable[[], None], every_s: float) -> Iterator[No
 def give_up_host(name: str) -> Report:
     """Clean up after every run of a host that an operator has declared permanently gone.
 
-    Muster cannot decide by itself whether a host is gone. A host without network looks like a host
-    that is switched off, but its processes still use their GPUs. A host that has recently contacted
-    the Prefect server is rejected.
+    Muster cannot decide by itself whether a host is gone. A host that is switched off and a host
+    without network look the same, but processes of the host without network still use GPUs. A host
+    that has recently contacted the Prefect server is rejected.
 
     Args:
         name: Name of the host.
