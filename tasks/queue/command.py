@@ -105,7 +105,7 @@ async def _read_view(client: PrefectClient, pool: str) -> QueueView:
     """Return the queue and the nodes of a work pool, even if the pool was deleted.
 
     Raises:
-        MissingFromServer: The server has no such work pool, and never had one with settings.
+        MissingFromServer: The server has neither this work pool nor a copy of the pool's settings.
     """
     problems: tuple[str, ...] = ()
     try:

@@ -129,7 +129,7 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
 def _count_held_gpus(
     demand: Demand, granted: Mapping[str, int], used: Mapping[str, float]
 ) -> dict[str, int]:
-    """Return the Mapping from node name to the number of GPUs that a run holds on the node.
+    """Return a mapping from node name to the number of GPUs that a run holds on the node.
 
     A run holds the GPUs that it uses. If the run uses fewer GPUs than it needs, it also holds its
     granted GPUs.
@@ -322,8 +322,9 @@ class SchedulingPass:
         that was deleted.
 
         Args:
-            machine: This machine with the leases of its GPU devices, if no work pool lists this
-                machine. Programs that have leased GPUs without a grant are added to the result.
+            machine: This machine with the leases of its GPU devices, or None. If no work pool lists
+                this machine, and a program has leased a GPU of this machine without a grant, the
+                result contains this machine.
         """
         listed = {(key, node.name) for key, nodes in self.nodes.items() for node in nodes}
         held: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
@@ -490,8 +491,9 @@ class SchedulingPass:
     def list_needed_nodes(self, key: str, max_nodes: int) -> list[dict[str, float]]:
         """Return the nodes that the autoscaler of a Ray cluster should provide.
 
-        If runs wait for GPUs, these are all present nodes and the nodes that the first waiting run
-        lacks. Otherwise, these are only the nodes on which runs hold GPUs.
+        If runs wait for GPUs, the result contains all present nodes, and the new nodes that the
+        first waiting run needs. Otherwise, the result contains only the nodes on which runs hold
+        GPUs.
 
         Args:
             key: Address of the cluster.
@@ -827,8 +829,9 @@ def find_overgranted(
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()
 
-    # Of two runs with the same GPU, the first in this order keeps the GPU. Runs with a process come
-    # first. The other runs follow in the order of their grants.
+    # If two runs were granted the same GPU, the run that comes first in this list keeps the GPU.
+    # The list begins with the runs that have a process. The other runs are sorted by the time of
+    # their grants.
     granted = [
         (entry.is_scheduled and not entry.is_handed_over, entry.grant.at, entry, entry.grant)
         for entry in holding

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 
 #: Largest number of deployments in one answer of the server.
 _PAGE = 200
-#: Time, in seconds, after which a deployment without a concurrency limit is read again. Until then,
-#: the server itself enforces a new limit.
+#: Time, in seconds, between two readings of a deployment that has no concurrency limit. If a limit
+#: is added between these readings, the server itself enforces the limit.
 _READ_AGAIN_S = 10.0
 
 

@@ -643,9 +643,9 @@ class ForkServer:
 
         The worker is a subreaper while the number is above 0.
 
-        Only as a subreaper, the worker becomes the parent process of forked runs. The worker does
-        not stay a subreaper, because leftover processes of runs would also become its child
-        processes.
+        A forked run becomes a child process of the worker only if the worker is a subreaper. The
+        worker does not stay a subreaper, because leftover processes of runs would then become child
+        processes of the worker, too.
 
         Args:
             change: 1 at the beginning of a fork, -1 at its end.

@@ -136,7 +136,7 @@ def _describe_code() -> list[str]:
 
 
 def open_listener() -> socket.socket | None:
-    """Create the socket in MUSTER_HOME at which the fork server receives requests of commands.
+    """Create the socket in MUSTER_HOME to which `muster` commands send their requests.
 
     Returns:
         The listening socket. None if another fork server listens already, or if the socket cannot

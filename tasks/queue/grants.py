@@ -201,9 +201,9 @@ def heartbeat_labels() -> dict[str, Any]:
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
     """Return the labels to set on a flow run just before it is requeued.
 
-    The labels do not remove the GPU grant, because the change of the flow run's state at the
-    requeue makes the grant void. So other processes always see either a run with GPUs or a waiting
-    run.
+    The labels do not remove the GPU grant. The requeue itself makes the grant void, because it
+    changes the flow run's state. So the run loses its GPUs at the moment at which it begins to
+    wait.
 
     Args:
         not_before: Earliest next start, in UTC epoch seconds. 0 for a start at any time.

@@ -113,8 +113,9 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, unique among all hosts. None if this object does not hold the lock.
-    #: The scheduling lease contains the id of its holder's locked file. If another holder's lease
-    #: contains this id, that holder has lost the file lock, and will never give the lease back.
+    #: A scheduler writes the id into its scheduling lease. If this object holds the lock, and the
+    #: lease of another scheduler contains the same id, that scheduler has lost the lock, and will
+    #: never give the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -156,10 +157,11 @@ class HostLock:
 
 
 def _make_lock_id(fd: int) -> str:
-    """Return an id of an open file that is unique among all hosts.
+    """Return the id of an open file. The id is unique among all hosts.
 
-    The id contains the boot id of this host. On some NFS mounts, processes on two hosts can lock
-    the same file at the same time, so their ids must differ.
+    The id contains the boot id of this host, so the same file has another id on another host. This
+    is needed because, on some NFS mounts, processes on two hosts can lock the same file at the same
+    time.
     """
     status = os.fstat(fd)
     return f"{boot_id()} {status.st_dev} {status.st_ino}"
@@ -189,8 +191,8 @@ class HeldLease:
     lease: Lease
     #: Time at which this process requested the scheduling lease, as a value of `clock`.
     requested_at: float
-    #: Number of seconds after `requested_at` in which this process may write decisions to the
-    #: server.
+    #: This process may write decisions to the server until this number of seconds has passed since
+    #: `requested_at`.
     hold_s: float
     #: Function that returns the current time in seconds.
     clock: Callable[[], float]
@@ -238,9 +240,10 @@ class SchedulingLease:
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Seconds after the request of the scheduling lease during which the holder may write. A
-    #: scheduling pass that takes longer must be repeated. The value allows for a busy machine. All
-    #: schedulers of a server must use the same value, because `expire_s` depends on it.
+    #: The holder may write to the server until this number of seconds has passed since its request
+    #: of the scheduling lease. A scheduling pass that takes longer must be repeated. The value
+    #: allows for a busy machine. All schedulers of a server must use the same value, because
+    #: `expire_s` depends on it.
     hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches

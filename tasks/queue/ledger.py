@@ -54,8 +54,8 @@ FLOW = "train"
 _SPEC = "spec"
 #: Largest number of flow runs in one answer of the server.
 _PAGE = 200
-#: Number of waiting runs that are read together from a queue of a work pool (a window). Further
-#: windows are read if too few of these runs can start.
+#: Number of waiting runs in a window. One request reads one window of a queue. Further windows are
+#: read if too few of the runs can start.
 WINDOW = _PAGE
 #: Runs that will be due within this time are read in advance. Otherwise each run that becomes due
 #: would cost another request to the server.
@@ -436,13 +436,14 @@ class LedgerReader:
     ) -> Ledger:
         """Read the waiting runs and the runs that hold GPUs from the server.
 
-        A run that is requeued during this call is not missed. Otherwise, a later run of the queue
-        could start first.
+        The result also contains runs that are requeued during this call. If such a run were
+        missing, a later run of the queue could start first.
 
         Args:
-            earlier: Result of an earlier call whose waiting runs are reused, except the runs in
-                `changed`. Only new waiting runs are then read. Not allowed if another scheduler has
-                written a decision since that call. None to read all waiting runs.
+            earlier: Result of an earlier call, or None to read all waiting runs. The waiting runs
+                of the earlier result are reused, except the runs in `changed`, and only new waiting
+                runs are read. Pass None if another scheduler has written a decision since that
+                call.
             changed: Ids of waiting runs that must be read again.
         """
         if earlier is None:
@@ -564,7 +565,7 @@ class LedgerReader:
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
         # Remove the flow runs of other types of work pools from the cache. Otherwise `read` would
-        # request them again.
+        # request them again, because it requests all cached flow runs that were not returned yet.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -682,9 +683,10 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
-    # A flow run without a queue may also have a deployment without a work pool. So look for traces
-    # of a deleted queue: the server keeps its name, except for the default queue. A run of the
-    # default queue has the label of its worker, or a state that Muster's scheduler has set.
+    # A flow run also has no queue if its deployment has no work pool. So look for traces of a
+    # deleted queue. The flow run still contains the name of the queue, unless the queue was the
+    # default queue. A run of the default queue has the label of its worker, or a state that
+    # Muster's scheduler has set.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
