@@ -148,8 +148,8 @@ class Admission:
 
         Returns:
             True if the connection may stay open. False if the caller has to close the connection,
-            because there are too many. In both cases, the caller calls `leave` after the connection
-            is closed.
+            because too many connections are open. In both cases, the caller calls `leave` after the
+            connection is closed.
         """
         self._identify(connection)
         self._count += 1

@@ -245,12 +245,12 @@ _NOT_PASSED_ON = (
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
-#: Seconds that a client gets to read the data already sent to it, before the gateway closes its
-#: connection because the server was lost.
+#: If a server is lost during a response, the client gets this number of seconds to read the data
+#: that was already sent. Then the gateway closes the client's connection.
 _LAST_WORDS_S = 5.0
 #: Largest number of servers that are tried, one after another, for the same request.
 _TRIES = 3
-#: Number of seconds after the first failed attempt. Later, no further attempt begins.
+#: Time limit for further attempts, in seconds after the first failed attempt.
 _RETRY_FOR_S = 30.0
 #: Seconds that opening a connection to a server may take.
 _CONNECT_S = 5.0
@@ -336,8 +336,8 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # Empty the set of tasks. A cancelled task that is not in the set knows that this method
-            # has cancelled it. If it is in the set, its client has closed the connection.
+            # Empty the set of tasks. If a cancelled task is missing in the set, this method has
+            # cancelled the task. Otherwise the client of the task has closed the connection.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
@@ -446,8 +446,8 @@ class _ForwardedRequest:
             except LineFull:
                 raise
             except NoEntrypoint:
-                # Each available server has failed this request once. Allow all servers again,
-                # because a server still works if only the connection was lost.
+                # The request has failed on every available server. Allow all servers again: perhaps
+                # only a connection was lost, and the server still works.
                 if not self._tried_ranks or not router.entrypoints:
                     raise
                 self._tried_ranks.clear()
@@ -462,8 +462,8 @@ class _ForwardedRequest:
         """Make one attempt to get the response to the request from an entrypoint.
 
         Returns:
-            The HTTP status of the client's response. If the attempt failed before a response began,
-            the reason as text.
+            The HTTP status of the response that the client received. If the attempt failed before a
+            response began, the reason as text.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -148,8 +148,9 @@ class Access:
 
         Args:
             headers: Headers of the request.
-            token: The token that each request needs.
-            is_order: True if the request needs the order token.
+            token: The ordinary token, which allows all requests that do not change the fleet.
+            is_order: True if the request would change the fleet. Only the order token allows such
+                requests.
         """
         scheme, _, credentials = headers.get("Authorization", "").partition(" ")
         sent_token = credentials.strip().encode(errors="surrogateescape")
@@ -187,7 +188,7 @@ def _is_own_address(authority: str, port: int | None) -> bool:
     Args:
         authority: Host and optional port, as in a URL.
         port: Port of the gateway. None to accept every port. An authority without a port is always
-            accepted, because browsers, and so web pages, always send the gateway's port.
+            accepted: it cannot come from a web page, because browsers send the gateway's port.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None or not is_loopback(match[1]):

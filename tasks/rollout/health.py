@@ -120,8 +120,8 @@ class _Watch:
     #: answers probes but fails requests. A generated token resets the number to 0. At most one
     #: probe in each probe interval is counted.
     yes_after_failures: int = 0
-    #: Time of the last sign that the server works. The sign is a generated token, or a successful
-    #: probe that was counted in `yes_after_failures`.
+    #: Time of the last generated token, or of the last probe that `yes_after_failures` counts,
+    #: whichever is later.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf
@@ -238,14 +238,14 @@ class Health:
         watch.urgent.set()
 
     def note_tokens(self, rank: int, epoch: int, count: int) -> None:
-        """Record that a server has generated a token for a request.
+        """Record that a server has generated a piece of a response.
 
-        This is called for each piece of each response, so it has to be fast.
+        This method is called for each piece of each response, so it has to be fast.
 
         Args:
             rank: Rank of the server.
             epoch: Number of the last start of the server's group.
-            count: Number of pieces of responses that the server has generated since this start.
+            count: Number of response pieces that the server has generated since this start.
         """
         watch = self._watch_of(rank, epoch)
         if watch is None:
@@ -256,8 +256,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request has failed a moment ago, so do not clear the server's failures. Other
-            # concurrent requests may still get tokens.
+            # A request has failed a moment ago. Do not clear the server's failures: this token
+            # belongs to another request, and does not prove that the server works again.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)

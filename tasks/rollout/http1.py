@@ -661,10 +661,10 @@ class ServerConnection(Wire):
             self._queue_request(self._make_rejected_request(fault))
 
     def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
-        """Return a placeholder for the queue of requests, because the received input is invalid.
+        """Return a request that stands for invalid input in the queue of requests.
 
-        After the earlier requests, the connection sends an error response for the placeholder, and
-        closes.
+        After the responses to the earlier requests, the client gets an error response to this
+        request, and the connection is closed.
         """
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 

@@ -62,8 +62,8 @@ class Reply:
 
     #: HTTP status of the answer, or None if no answer came.
     status: int | None
-    #: Body of the answer as text. Without an answer, the reason, usually a `NoReply`, a
-    #: `NotChecked` or a `Foreign`.
+    #: Body of the answer as text. If no answer came, the reason for the missing answer, usually as
+    #: a `NoReply`, a `NotChecked` or a `Foreign`.
     body: str
 
 
@@ -115,8 +115,8 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Give `problem`, a plain `str`, the class of `reply.body`. Callers distinguish kinds of
-        # problems by the subclass of `str`, such as `NoReply`.
+        # Convert `problem` to the class of `reply.body`, because callers distinguish kinds of
+        # problems by subclasses of `str`, such as `NoReply`.
         for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)

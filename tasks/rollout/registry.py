@@ -157,7 +157,7 @@ class FleetView:
 
     @property
     def why_none(self) -> str:
-        """Reason, for clients, why no server accepts requests. Empty if a server does."""
+        """Reason why no server accepts requests; empty if a server accepts requests."""
         if self.entrypoints:
             return ""
         return "; ".join(_describe_unavailable(group) for group in self.groups)
@@ -444,7 +444,7 @@ class Registry:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the group's start (epoch) from which the caller's information comes.
+            epoch: Number of the group's start (epoch) that the caller refers to.
         """
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None

@@ -407,8 +407,9 @@ class Router:
 
         If too many sessions are remembered, the least recently used session is forgotten.
 
-        If the session's entrypoint is only at its limit, the session keeps it. Later requests then
-        return to that entrypoint, which has cached the prefix of their prompts.
+        If a request goes to another entrypoint only because the session's entrypoint is at its
+        limit, the session keeps its old entrypoint. Later requests then return to the old
+        entrypoint, which has cached the prefix of their prompts.
         """
         session_slot = self._active.get(self._sessions.get(session, key))
         if session_slot is None or not self._may_keep(session_slot):

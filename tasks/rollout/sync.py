@@ -83,7 +83,7 @@ class _Target:
 
     @property
     def why_without_weights(self) -> str:
-        """Description of the failed request because of which the engine lacks the new weights.
+        """Reason why the engine lacks the new weights: the description of a failed request.
 
         Empty if all requests of the weight sync to the engine's servers succeeded.
         """
