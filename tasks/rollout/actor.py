@@ -37,8 +37,8 @@ from tasks.record.log_bound import punch_hole
 
 #: The modules of Muster that are pickled by value and sent to the nodes.
 SENT = (sys.modules[__name__], ports, sockets, tree, log_bound)
-#: Seconds after the grace period in which the wrapper process kills the server and all descendants
-#: of the server.
+#: Seconds that the wrapper process gets to kill the server and all descendants of the server, after
+#: the grace period has passed.
 _KILL_WITHIN_S = 10.0
 #: If a server exits by itself, its descendants get this number of seconds to end. Then the wrapper
 #: kills the descendants.
@@ -254,14 +254,14 @@ class ServerActor:
 
 
 class PortKeeper:
-    """Reserves ports of one machine for the servers of a fleet.
+    """Ray actor that reserves ports of one machine for the servers of a fleet.
 
-    Until the server starts, the keeper binds the reserved port, so no other process can use the
-    port. Until this actor ends, no other run of Muster can reserve the port.
+    The actor binds a reserved port until the server starts, so that no other process can use the
+    port. Until the actor ends, no other run of Muster can reserve the port.
 
     Args:
         key: Secret of the Muster home directory of the fleet's run; see `ports.lock_name`. Two
-            keepers with the same secret never reserve the same port. None for a random secret.
+            actors with the same secret never reserve the same port. None for a random secret.
     """
 
     def __init__(self, key: bytes | None = None) -> None:

@@ -383,14 +383,15 @@ class FleetPlan(BaseModel):
         return mask_text(text, self.secrets | env_secrets | argument_secrets | self.tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
-        """Return the environment variables that a component of the run gets because of the fleet.
+        """Return the environment variables that the fleet adds to a component of the run.
 
         Args:
             component: Name of the component.
             others: Names of all components of the run.
 
         Returns:
-            The variable with the component's token; empty if the gateway requires no token.
+            The variable with the component's token for the gateway; empty if the gateway requires
+            no token.
         """
         gives_orders = component == TRAINER or TRAINER not in others
         token = self.order_token if gives_orders else self.token

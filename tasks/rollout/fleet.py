@@ -41,7 +41,8 @@ from tasks.spec.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 
-#: Number of failed starts of a server group, before the fleet has started, at which the run fails.
+#: While the fleet starts, the run fails after this number of consecutive failed starts of one
+#: server group.
 _MAX_FAILED_STARTS = 3
 #: Reason in messages if the stop of the fleet ends a request, a weight sync or a server.
 _STOPPED = "the fleet is stopped"

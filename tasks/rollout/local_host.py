@@ -169,8 +169,8 @@ class LocalHost:
             reason = error.strerror or str(error) or "its guardian process does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
-        # Add this callback only after a successful start. After a failed start, StartFailed is
-        # raised, and no death of the server must be reported.
+        # After a failed start, StartFailed already reports the failure. So add this callback, which
+        # reports the death of the server, only after a successful start.
         process.exited.add_done_callback(lambda _: self._on_exit(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:

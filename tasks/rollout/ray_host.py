@@ -55,8 +55,9 @@ _ACTOR_WITHIN_S = 180.0
 #: Seconds that a running actor may take to answer a call. Without this limit, a call to an actor on
 #: a lost node would take about a minute.
 _ANSWER_WITHIN_S = 10.0
-#: Seconds after the grace period in which an actor stops its server and kills leftover processes.
-#: This time plus the 5 s of `_LOG_END_WITHIN_S` must be below the 20 s of `STOPPED_WITHIN_S`.
+#: Seconds that an actor gets, in addition to the grace period, to stop its server and to kill
+#: leftover processes. This time plus the 5 s of `_LOG_END_WITHIN_S` must be below the 20 s of
+#: `STOPPED_WITHIN_S`.
 _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster has already granted
 #: these GPUs to the run, so other programs should free the GPUs soon.
@@ -260,8 +261,9 @@ class RayHost:
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Reserve a port for each name on a node, and return the ports.
 
-        `start` releases these ports again: `server.RANK` with the start of the server with this
-        rank, and `engine.INDEX` with the start of a server of this engine on the node.
+        `start` releases the ports again. The port `server.RANK` is released at the start of the
+        server with this rank. The port `engine.INDEX` is released when a server of this engine
+        starts on the node.
 
         Args:
             node: Index of the node in the plan.

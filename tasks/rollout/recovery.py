@@ -66,8 +66,8 @@ class Incident:
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers of the tries that were already subtracted from the budget of recoveries. Each server
-    #: group counts its own tries from 0. Tries of several groups with the same number are
-    #: subtracted only once.
+    #: group numbers its tries to restart, from 0. If several groups make a try with the same
+    #: number, only one of these tries is subtracted.
     paid: set[int] = field(default_factory=set)
 
 
@@ -95,8 +95,8 @@ class Incidents:
         Args:
             group: Index of the group.
             now_s: Time of the failure, in seconds of the event loop's clock.
-            window_s: Seconds after the begin of an incident during which further failures belong to
-                the incident.
+            window_s: Duration of a new incident in seconds. Failures during this time belong to the
+                incident.
         """
         # If the last incident already contains this server group, the group has failed again after
         # a restart. Then the new failure begins a new incident.
@@ -108,8 +108,8 @@ class Incidents:
     def pay(self, incident: Incident, attempt: int) -> bool:
         """Subtract a try to restart a server group from the budget of recoveries.
 
-        Nothing is subtracted if another group of the same incident has already made its try with
-        this number. The try is then allowed.
+        The first tries of all groups of an incident are subtracted together, as a single try. The
+        same applies to the second tries, and so on.
 
         Args:
             incident: The incident that the failure of the group belongs to.

@@ -289,8 +289,7 @@ def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
 
     Args:
         fleet: Spec of the fleet.
-        node_gpus: Number of GPUs on each node, which determines how many engines share a node. None
-            has the same meaning as for `build`.
+        node_gpus: Number of GPUs on each node, or None. See the same argument of `build`.
     """
     engines = range(fleet.engines)
     highest_node = max(
