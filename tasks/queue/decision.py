@@ -174,9 +174,9 @@ def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _current_names(granted: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
     """Return the granted GPUs of a run under the current names of the granted nodes.
 
-    Nodes of a cluster with the same host name get a suffix, and this suffix can appear or disappear
-    after the grant. If several nodes could be the granted node, the GPUs count on each of these
-    nodes.
+    If several nodes of a cluster have the same host name, their names get a suffix. This suffix can
+    appear or disappear after the grant. If several nodes could be the granted node, the granted
+    GPUs are counted on each of them.
 
     Args:
         granted: Mapping from node name, at the time of the grant, to the number of granted GPUs.
@@ -437,8 +437,7 @@ class SchedulingPass:
         Runs above the limit are added to `skipped`, except runs that have already had a process.
 
         Args:
-            active_runs: Mapping from the object with a concurrency limit to the number of its
-                active runs.
+            active_runs: Number of active runs of each work pool, queue and deployment.
         """
         places = {
             id: limit.limit - active_runs[id]
@@ -520,8 +519,7 @@ class SchedulingPass:
 
         Args:
             entry: The run.
-            active_runs: Mapping from the object with a concurrency limit to the number of its
-                active runs.
+            active_runs: Number of active runs of each work pool, queue and deployment.
         """
         demand = entry.request.demand
         key = entry.request.cluster
@@ -558,8 +556,7 @@ class SchedulingPass:
 
         Args:
             entry: The run.
-            active_runs: Mapping from the object with a concurrency limit to the number of its
-                active runs.
+            active_runs: Number of active runs of each work pool, queue and deployment.
 
         Returns:
             The message. None if the limits of the run's work pool, queue and deployment still allow
@@ -618,8 +615,8 @@ class SchedulingPass:
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # Leave out runs without a GPU grant that do not use Ray, because the GPUs of such a run
-            # are unknown.
+            # If a run does not use Ray, only its GPU grant shows its GPUs. So leave out runs that
+            # have neither Ray nor a grant.
             and (entry.grant is not None or key)
         ]
         # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs

@@ -245,8 +245,8 @@ class Caller:
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command has already closed the socket before the lines above, the kernel sends no
-        # signal. The socket is then readable, and this process must not begin to work.
+        # If the command closed the socket before the kernel was asked for the signal, no signal
+        # comes. The socket is then readable, and this process must not begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:

@@ -384,8 +384,8 @@ async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: S
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
     """Remove the process id that the server has recorded for a flow run without a process.
 
-    With the old process id, Prefect would wait forever for that process after a cancellation of the
-    waiting flow run.
+    Otherwise, if a user cancelled the waiting flow run, Prefect would wait forever for the end of
+    the old process.
     """
     path_parameters = {"id": flow_run.id}
     content = {"infrastructure_pid": None}

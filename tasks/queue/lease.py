@@ -57,8 +57,8 @@ _LAST_DECISION = f"{NAME}_turn"
 _REQUEST_TIMEOUT_S = 10.0
 #: Longest time, in seconds, for the request that gives the scheduling lease back.
 _RETURN_TIMEOUT_S = 2.0
-#: Delay, in seconds, before the scheduling lease of a killed process is deleted. During this delay,
-#: the last request of that process reaches the server.
+#: Delay, in seconds, before the scheduling lease of a killed process is deleted. The last request
+#: of that process may still be on the way to the server, and should arrive before the deletion.
 _SETTLE_S = 0.25
 #: Time, in seconds, between two tries to lock the file of this host.
 _LOCK_INTERVAL_S = 0.03

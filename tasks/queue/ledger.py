@@ -712,8 +712,8 @@ def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
     """Return the priority of a run. 1 is the highest priority.
 
     Args:
-        queue: The queue that contains the run. None if no queue contains the run: the result is
-            then the priority of the first queue with the name `default`.
+        queue: The queue of the run. None for a run without a queue, which gets the priority of the
+            first queue with the name `default`.
         pools: All work pools of type `gang`.
     """
     if queue is not None:

@@ -51,7 +51,8 @@ class Evidence:
     misses: int = 0
     #: Number of failed requests among the failures in `misses`.
     requests: int = 0
-    #: Number of failures in `misses` that were health checks answered with a status other than 200.
+    #: Number of probes among the failures in `misses` that got an answer with another status than
+    #: 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -331,8 +332,8 @@ class Health:
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # A slow probe delays the next probe. If the server has already failed a probe,
-                # shorten the timeout of the next probe by the delay, so that the failure is
+                # A slow probe delays the next probe. If probes or requests have already failed,
+                # shorten the timeout of the next probe by this delay. Then a failed server is
                 # detected in time.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)

@@ -201,7 +201,7 @@ def _describe_unconnected(error: Unconnected) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return the beginning of a text in one line."""
+    """Return the beginning of a text, without line breaks."""
     return " ".join(text.split())[:_QUOTED_CHARACTERS]
 
 

@@ -295,8 +295,8 @@ class ServedConnection(Wire):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         # The connection is not reusable during a response. `on_headers_complete` sets `_is_kept` to
-        # True again if the server keeps the connection open. After a second response to the same
-        # request, which is an error, the value stays False.
+        # True again if the server keeps the connection open. If the server sends a second response
+        # to the same request, which is an error, `_is_kept` stays False.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:
