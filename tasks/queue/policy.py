@@ -74,7 +74,7 @@ class Quota:
         return min(exceeded, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Count GPUs of a run for the GPU limit of each tag of the run.
+        """For each tag of a run, add the GPUs of the run to the number of GPUs in use.
 
         Args:
             tags: The tags of the run.

@@ -123,7 +123,7 @@ class PoolCopies:
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:
-        """Write the copies of the work pools that have changed, and restore empty new pools.
+        """Copy changed settings of work pools to the server, and restore the settings of new pools.
 
         An empty pool is restored only if its id differs from the id in the copy. So a user can
         still remove all settings of a pool.
@@ -151,7 +151,7 @@ class PoolCopies:
                 await self._update_pool(pool, copy)
 
     async def _update_pool(self, pool: WorkPool, copy: PoolCopy) -> None:
-        """Restore one work pool, or write its copy to the server."""
+        """Restore the settings of a work pool, or write a copy of the settings to the server."""
         stored_copy = await read_copy(self._client, pool.name)
         if is_empty(pool) and stored_copy is not None and stored_copy.pool_id != pool.id:
             await self._restore(pool, stored_copy)
@@ -161,7 +161,7 @@ class PoolCopies:
         self._done[pool.name] = copy
 
     async def _restore(self, pool: WorkPool, copy: PoolCopy) -> None:
-        """Write the settings in a copy to an empty work pool."""
+        """Restore the settings of an empty work pool from a copy of the settings."""
         current_pool = await self._client.read_work_pool(pool.name)
         if current_pool.id != pool.id or not is_empty(current_pool):
             return
@@ -177,7 +177,7 @@ class PoolCopies:
         )
 
     async def _write(self, pool_name: str, copy: PoolCopy) -> None:
-        """Write a copy to its Prefect variable."""
+        """Write the copy of a work pool's settings to the Prefect variable of the pool."""
         value = copy.model_dump(mode="json", exclude_defaults=True)
         length = len(json.dumps(value))
         if length > MAX_VARIABLE_VALUE_LENGTH:

@@ -50,7 +50,7 @@ class Message:
     #: True if the expected start is uncertain, because it depends on a run whose spec names no
     #: duration. A default duration was assumed for that run.
     is_start_assumed: bool = False
-    #: True if the end of other runs would not let the run start, for example because no worker
+    #: True if the run cannot start even after other runs have ended, for example because no worker
     #: serves its queue. The scheduler does not count such a run as startable.
     waits_for_no_end: bool = False
 
@@ -166,8 +166,7 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        Two values: the explanation, and True if the end of other runs would not let this run start
-            (the field `waits_for_no_end` of the message).
+        Two values: the explanation, and the value of the message's field `waits_for_no_end`.
     """
     waits_for_no_end = False
     parts = []

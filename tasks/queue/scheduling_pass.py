@@ -86,11 +86,11 @@ class QueueReader:
     #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
     #: so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs without an overwritten Cancelled state, as a mapping from flow run id to the id of
-    #: the state at the check. After a change of its state, a flow run is checked again.
+    #: Flow runs that were checked and have no overwritten Cancelled state: a mapping from flow run
+    #: id to the id of the checked state. If its state has changed, a flow run is checked again.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: Mapping from flow run id to the last result of `grants.was_set_back`, and the id of the flow
-    #: run's state at that check. The result is True if a user has set this state by hand while the
+    #: Mapping from flow run id to two values: the id of the last state that `grants.was_set_back`
+    #: checked, and the result. The result is True if a user has set this state by hand while the
     #: flow run was running.
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
@@ -114,8 +114,8 @@ class QueueReader:
                 the runs in `changed`, and the runs that the earlier pass admitted or found
                 cancelled.
             changed: Ids of waiting runs that must be read again.
-            in_flight: Ids of runs that this process is submitting. The time since their GPU grant
-                is not checked.
+            in_flight: Ids of runs that this process is submitting. The GPU grants of these runs do
+                not expire.
             never_refused: Ids of runs that must not fail if their cluster is too small.
             is_unchanged: True if nothing has changed on the server since the last pass, according
                 to its events. In that case the pass reads the clusters, but not the server.
@@ -153,8 +153,8 @@ class QueueReader:
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.
-            in_flight: Ids of runs that this process is submitting. The time since their grant is
-                not checked.
+            in_flight: Ids of runs that this process is submitting. The GPU grants of these runs do
+                not expire.
             never_refused: Ids of runs that must not fail if their cluster is too small.
         """
         settings, troubles = self._read_settings(ledger.pools)
@@ -567,8 +567,8 @@ class QueueView:
     running: int
     #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]
-    #: The nodes of all clusters, followed by missing nodes. A missing node is listed by no readable
-    #: cluster or pool, but programs hold GPUs on the node.
+    #: The nodes of all clusters, followed by missing nodes. A node is missing if programs hold GPUs
+    #: on the node, but no readable cluster or pool lists the node.
     nodes: tuple[ClusterNode, ...]
     #: Mapping from a tag with a GPU limit to the number of GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -655,7 +655,8 @@ def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number:
 async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     """Run a scheduling pass, and return the queue and the nodes of a work pool.
 
-    If the server has no such pool, the result contains only runs without a pool of type `gang`.
+    If the server has no such pool, the result contains only those runs that are in no pool of type
+    `gang`.
 
     Args:
         client: Client of the Prefect server.

@@ -326,8 +326,9 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: Kinds of settings with a name and a number, such as `node.NAME=8`. Each kind is mapped to the
-#: field for the name, the field for the number, and the value that stands for the number 0.
+#: Settings with a name and a number, such as `node.NAME=8`. The key is the kind of the setting. The
+#: values are the field for the name, the field for the number, and the value that is stored if the
+#: number is 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 

@@ -244,7 +244,7 @@ def _choose_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]
 
 
 def _print_other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]:
-    """Yield a line with the cells of a row whose columns do not fit into the table.
+    """Yield a line with those cells of a row that do not fit into the table.
 
     Args:
         row: The row.
@@ -296,8 +296,8 @@ class QueueArtifacts:
     clock: Callable[[], float] = time.monotonic
     #: Mapping from pool name to the two artifacts of the work pool.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
-    #: Mapping from an artifact key to the content of the last write, without the time in its
-    #: headline, and the time of the write (a value of `clock`).
+    #: Mapping from an artifact key to two values: the last written content, without the time in the
+    #: headline, and the time of that write (a value of `clock`).
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:

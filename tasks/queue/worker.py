@@ -128,8 +128,8 @@ _SERVED_EVERY_S = 25.0
 #: are scheduled before this time returns no flow run.
 _NEVER = datetime.fromtimestamp(0, UTC)
 #: Time, in seconds, between two scheduling passes of a worker that is not the leader. Such a worker
-#: normally waits for offers of the leader. Its own passes are needed to detect the end of the
-#: leader.
+#: normally waits until the leader offers a run. Regular passes are needed, too, because the leader
+#: may have ended.
 _PASS_ANYWAY_S = 30.0
 #: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
 #: changes without an event, for example deleted flow runs.
@@ -362,7 +362,7 @@ def _keep_grace_periods(processes: ProcessManager) -> None:
 async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) -> None:
     """End the process of a flow run when the worker stops.
 
-    The coroutine waits until the stopping worker cancels its task.
+    The stopping worker cancels the task of this coroutine. Until then, the coroutine only waits.
 
     Args:
         process: The process of the flow run.
@@ -426,8 +426,8 @@ class GangWorker(ProcessWorker):
     #: True if this worker is the leader, which decides for all workers of the server which runs
     #: start.
     _is_leader = True
-    #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. An
-    #: offer of the leader starts a pass earlier.
+    #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. If
+    #: the leader offers a run to the workers, the pass starts earlier.
     _next_pass_at = -math.inf
     #: True if the leader has offered a run since the last scheduling pass.
     _was_offered = False
@@ -514,9 +514,9 @@ class GangWorker(ProcessWorker):
     async def _complete_end(self, flow_run_id: UUID, began_at: float) -> None:
         """Set a final state for a flow run whose process has ended without setting one.
 
-        - A run that had completed or failed gets the state of this result.
-        - Another flow run that is being cancelled becomes Cancelled.
-        - A flow run that lost its concurrency lease before its start returns to the queue.
+        - If the run had completed or failed, the flow run gets the state of this result.
+        - Otherwise, if the flow run is being cancelled, it becomes Cancelled.
+        - If the flow run lost its concurrency lease before its start, it returns to the queue.
 
         Args:
             flow_run_id: Id of the flow run.

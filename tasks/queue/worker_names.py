@@ -33,7 +33,8 @@ def name_variable(pool: str, worker: str) -> str:
 
     Args:
         pool: Name of the work pool.
-        worker: Name of the worker. It may contain characters that a variable's name may not have.
+        worker: Name of the worker. It may contain characters that the name of a variable must not
+            contain.
     """
     digest = hashlib.sha256(f"{pool}/{worker}".encode()).hexdigest()
     return f"muster_worker_{digest[:24]}"
