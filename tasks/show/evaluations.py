@@ -103,7 +103,9 @@ def _choose_figure(evaluated: Sequence[EvaluatedCheckpoint], keep_best: KeepBest
 
 
 def _list_points(evaluated: Sequence[EvaluatedCheckpoint], name: str) -> list[tuple[float, float]]:
-    """Return pairs of training step and value for one number of the evaluations, sorted by step.
+    """Return the values of a number in the evaluations, as pairs of training step and value.
+
+    The pairs are sorted by step.
 
     Args:
         evaluated: The evaluations.

@@ -155,8 +155,8 @@ def read_spec_of_run(record: RunJson, place: RunPlace) -> RunSpec | None:
 def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> str:
     """Return the path of the checkpoint from which the run would be resumed.
 
-    Return an empty string without a complete checkpoint, or if the file system of the checkpoints
-    does not answer within five seconds.
+    Return an empty string if there is no complete checkpoint, or if the file system of the
+    checkpoints does not answer within five seconds.
     """
     paths: list[str] = []
 

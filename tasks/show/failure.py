@@ -143,7 +143,9 @@ def last_log_lines(failure: Failure) -> list[str]:
 
 
 def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
-    """Return a message that also names the log of the failed component and the next step.
+    """Return the message of a failed run, extended by two facts.
+
+    The facts are the path of the failed component's log, and whether Muster starts another attempt.
 
     Args:
         message: Message of the failed run. If no component failed, the message is returned

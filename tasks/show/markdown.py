@@ -64,9 +64,9 @@ def _escape_markup(words: str) -> str:
 def escape_cell(content: object) -> object:
     """Return the content of a cell of a Prefect table artifact, escaped if it is text.
 
-    The older version of the Prefect UI renders a cell as Markdown, but the newer version shows its
-    text unchanged. So a backslash is added only before a character that could create a link, an
-    image, HTML or formatting.
+    The older version of the Prefect UI renders a cell as Markdown. The newer version shows the text
+    of the cell unchanged, with every backslash. So a backslash is added only before a character
+    that could create a link, an image, HTML or formatting.
     """
     if not isinstance(content, str):
         return content

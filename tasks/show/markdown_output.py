@@ -30,7 +30,7 @@ def print_markdown(texts: Iterable[str]) -> None:
 
 
 def render_plain(text: str) -> str:
-    """Return a Markdown text as plain text with the layout of a terminal, without wrapped lines."""
+    """Return a Markdown text as a very wide terminal without colours would show it."""
     file = StringIO()
     # Without a colour system, Rich writes no escape sequences, even if FORCE_COLOR is set.
     console = SafeConsole(file=file, width=_PIPE_WIDTH, color_system=None)

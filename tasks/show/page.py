@@ -282,7 +282,7 @@ def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
 
 
 def _ray_pages(view: RunView) -> Iterator[tuple[str, str]]:
-    """Yield a link to the Ray dashboard for each Ray job, or a single link without a Ray job."""
+    """Yield a link to each Ray job in the Ray dashboard, or to the dashboard if there is no job."""
     if view.spec.ray is None or view.spec.ray.address is None:
         return
     parts = urlsplit(view.spec.ray.address.rstrip("/"))

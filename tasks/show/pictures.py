@@ -46,8 +46,8 @@ _LETTER_WIDTH = 0.54
 def svg(parts: Iterable[str], height: float) -> str:
     """Return an SVG document with a background and a border.
 
-    The Prefect UI shows the document as an image, whose text screen readers cannot read. So the
-    artifact with the picture repeats the content as text.
+    The Prefect UI shows the document as an image. A screen reader cannot read the text in an image,
+    so the artifact with the picture repeats the content as text.
 
     Args:
         parts: SVG elements of the picture, in drawing order.
@@ -251,14 +251,14 @@ def _draw_curve(points: Sequence[Point], color: str = _CURVE_COLOR) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCurve:
-    """Curve of one run or step of a matrix, in the picture that compares all of them."""
+    """Curve of one run or pipeline step of a matrix, in the picture with all curves."""
 
-    #: Number of the run or step in the matrix, from 1.
+    #: Number of the run or pipeline step in the matrix, from 1.
     number: int
     #: At least one point of the curve, as a pair of x and y. All values are finite, and the points
     #: are sorted by x.
     points: Sequence[Point]
-    #: True if this run or step is the best of the matrix so far.
+    #: True if this run or pipeline step is the best of the matrix so far.
     is_best: bool = False
     #: True if the run was stopped early.
     is_stopped: bool = False
@@ -279,7 +279,7 @@ _MAX_LABELLED_CURVES = 12
 def draw_matrix(
     curves: Sequence[MatrixCurve], *, x: str, y: str, title: str, caption: str = ""
 ) -> str:
-    """Return the curves of the runs or steps of a matrix as an SVG document.
+    """Return the curves of the runs or pipeline steps of a matrix as an SVG document.
 
     The best curve is drawn last, so that no other curve covers it. A curve with a single point is
     drawn as a dot.
@@ -488,9 +488,9 @@ def _title(view: RunView) -> str:
 
 
 def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
-    """Return the start time of an attempt, and a wait of at least 5 seconds before the start.
+    """Return the start time of an attempt, and how long the attempt has waited before.
 
-    Example: `12:00:03 UTC, waited 1 min 05 s`.
+    Example: `12:00:03 UTC, waited 1 min 05 s`. A wait of less than 5 seconds is left out.
     """
     earlier = [record for record in view.record.attempts if record.number < attempt.number]
     waiting_since = earlier[-1].ended_at if earlier else view.record.started_at
@@ -507,8 +507,9 @@ def _end_of(view: RunView, attempt: AttemptRecord) -> float:
 
 
 _LOSSES = ("loss", "train/loss")
-#: Names of metrics that can be drawn as a curve, for most workloads. If a metrics file contains
-#: several of these metrics, the first in this list is drawn.
+#: Names of metrics that can be drawn as a curve. If a metrics file contains several of these
+#: metrics, the first in this list is drawn. For some workloads, the metrics in `_FIRST_NAMES` are
+#: preferred.
 NAMES = (
     "reward",
     "mean_reward",

@@ -287,8 +287,8 @@ def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
     """Return the durations of a step, adjusted so that the parts add up to the whole step.
 
     - If the metrics do not contain the duration of the whole step, the sum of the parts is used.
-    - If the part `rollout` ran in parallel to the training, this part is removed. Signs of this are
-      a reported waiting time, and other parts that together take longer than the step.
+    - The part `rollout` is removed if it seems to have run in parallel to the training: a waiting
+      time was reported, and all other parts together take longer than the step.
     - Waiting time that overlaps with other parts is not counted twice.
     - Time that belongs to no part becomes the part `other`.
 
