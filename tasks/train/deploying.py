@@ -136,7 +136,7 @@ def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -
 
     The run later loads the snapshot by this name. If the spec already names a snapshot, that name
     is kept. If the run needs the Python environment of this shell, the returned spec also contains
-    its path.
+    the path of the environment.
     """
     code = store_submitted_code(client, spec.code, root)
     return add_active_environment(spec, root).model_copy(update={"code": code})

@@ -61,8 +61,8 @@ _AWAIT_ATTEMPT_EVERY_S = 0.5
 #: Longest time in seconds after the training to create the last evaluations, or to cancel all
 #: evaluations if the training was cancelled.
 _END_TIMEOUT_S = 15.0
-#: Longest wait in seconds at the end of an evaluation for the update of its training's page in the
-#: Prefect UI.
+#: Longest wait in seconds, at the end of an evaluation, until the training's page in the Prefect UI
+#: is updated.
 _REPORT_TIMEOUT_S = 15.0
 #: Largest number of figures in the message about the end of an evaluation. A figure is a number in
 #: the result.
@@ -88,11 +88,12 @@ def evaluate_checkpoints(
 ) -> Iterator[None]:
     """Evaluate the checkpoints of a run in the background while the context is open.
 
-    Close the context after the run has its final state. At this time:
+    Close the context after the run has its final state. Closing the context has these effects:
 
-    - The last evaluations are created. But if the training was cancelled, its evaluations are
-      cancelled.
-    - If the run itself is an evaluation, its end is reported to its training.
+    - If the run was cancelled, the evaluations of the run are cancelled. Otherwise the last
+      evaluations are created.
+    - If the run is the evaluation of a training that has already ended, the end of the evaluation
+      is recorded in the files of the training.
 
     Args:
         run: The run.
@@ -256,9 +257,9 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # Write this file before any request to the Prefect server. Only checkpoints in this
-            # file can be deleted because of the spec key `keep`, and this must also work if the
-            # server does not answer.
+            # Write this file before any request to the Prefect server. The spec key `keep` lets
+            # Muster delete only checkpoints that this file lists. The deletion must also work if
+            # the server does not answer.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
             with self._connect() as client:
@@ -427,9 +428,10 @@ class Evaluator:
 
 
 def _name_unit(note: EvaluationNote, checkpoint: CheckpointNote) -> str:
-    """Return the name of the task run for an evaluation in the flow run of the training.
+    """Return the name of the task run that shows an evaluation.
 
-    The name differs for each checkpoint, even if several checkpoints have the same step.
+    The task run belongs to the flow run of the training. The name differs for each checkpoint, even
+    if several checkpoints have the same step.
     """
     step = f"step-{checkpoint.step}-" if checkpoint.step is not None else ""
     return f"evaluate-{note.name}-{step}{note.checkpoint}"

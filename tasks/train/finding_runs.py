@@ -177,8 +177,8 @@ def find_run_with_files(name: str) -> Run:
     on this machine is complete. In this case, the Prefect server is not asked.
 
     Args:
-        name: See `find_run`. The server is also asked if the name is not the id of a run on this
-            machine, or the beginning of such an id.
+        name: See `find_run`. A run can be found without the server only by its id, or by the
+            beginning of its id.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.

@@ -15,7 +15,7 @@ MAX_RUNS = 1000
 
 
 def main(muster_run_id: str) -> None:
-    """Print the id of the parent run in MLflow. If it does not exist, create it first."""
+    """Print the id of the parent run in MLflow. If there is no parent run yet, create it first."""
     try:
         from mlflow import MlflowClient
     except ImportError:

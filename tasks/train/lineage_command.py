@@ -48,8 +48,8 @@ _PAGE = 100
 #: Largest number of levels in the tree. The first level is the run itself. The second level
 #: contains the runs that wrote its inputs, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs in the tree below an output: the runs that used the output. The same limit
-#: applies to the number of outputs below each of these runs.
+#: Largest number of runs that the tree shows below an output. These runs used the output. The same
+#: limit applies to the outputs that the tree shows below each of these runs.
 _MAX_USERS = 20
 
 

@@ -23,8 +23,8 @@ _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 def find_local_run(name: str) -> RunPlace | None:
     """Return the directory of a run with an attempt on this machine, or None.
 
-    The Prefect server is not asked, although it may have runs of other machines. So the beginning
-    of a run id must be long enough to be unique. `latest` is accepted only if no server is
+    The Prefect server is not asked, so the runs of other machines are unknown. A short name could
+    mean one of those runs, and is therefore not accepted. `latest` is accepted only if no server is
     configured.
 
     Args:

@@ -25,8 +25,8 @@ def read_local_view(run: Run) -> RunView | None:
     record = read_local_record(run.run_id)
     if record is None or record.attempt is None or run.is_on_another_host:
         return None
-    # If the flow process was killed, the run may have ended on the server only. The record on this
-    # machine shows the end after `muster reconcile`.
+    # If the flow process was killed, the run may have ended on the server, while the record on this
+    # machine does not contain the end yet. `muster reconcile` writes the end into the record.
     is_outdated = run.state in ENDED_STATES and not record.state.is_final
     spec = read_spec_of_run(record, run.place)
     if spec is None or is_outdated:

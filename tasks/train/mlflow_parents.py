@@ -42,8 +42,8 @@ def find_mlflow_parents(
 ) -> dict[str, str]:
     """Return a mapping from component names to the ids of their parent runs in MLflow.
 
-    Each attempt creates its own MLflow runs. The parent run groups these runs in the MLflow UI. It
-    is created when an earlier attempt has already started a run in MLflow.
+    Each attempt creates its own MLflow runs. The parent run groups these runs in the MLflow UI. A
+    parent run is created only if an earlier attempt has already started a run in MLflow.
 
     A component without a parent run is not in the result. An error of MLflow only causes a warning.
 

@@ -164,7 +164,7 @@ class RunPage:
             return self._seen.pace.remaining_s(now)
 
     def _schedule(self, *keys: str) -> None:
-        """Schedule an update of artifacts as soon as their minimum intervals allow."""
+        """Schedule an update of each artifact at the earliest time that its interval allows."""
         for key in keys:
             interval_s = max(_ARTIFACTS[key][0], self._interval_s())
             sent_at_s = self._sent_at_s.get(key)
@@ -291,7 +291,10 @@ class RunPage:
             self._figures = figures
 
     def _open_metrics(self, attempt: AttemptPlace) -> Figures:
-        """Return a reader of the attempt's metrics file, with the values of earlier attempts."""
+        """Return a reader of the attempt's metrics file.
+
+        The reader also contains the values of earlier attempts.
+        """
         path, step_key = find_metrics_file(self._run.resolved_spec.written(), attempt)
         attempts = self._run.record.content.attempts
         earlier_attempts = [record for record in attempts if record.number < attempt.number]

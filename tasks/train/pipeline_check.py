@@ -153,8 +153,8 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # The nodes are unknown. `compare_stages` then checks only the GPUs of the
-                    # stages, and not the CPUs, the memory and the labels of steps.
+                    # The nodes are unknown. `compare_stages` then checks only the GPUs, not the
+                    # CPUs, the memory and the labels.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,
@@ -165,7 +165,10 @@ async def _read_clusters() -> dict[str, KnownCluster]:
 
 
 def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
-    """Return the run spec of a stage, or of the first point if the stage has a matrix."""
+    """Return the run spec of a stage.
+
+    For a stage with a matrix, return the run spec of the first point of the matrix.
+    """
     spec = pipeline.fill_run_spec(stage.units[0], lambda _stage, _key: "stage")
     return RunSpec.model_validate(spec)
 
@@ -217,11 +220,11 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
 def _compare_nodes(
     spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
 ) -> Iterator[Fault]:
-    """Yield a fault if no node has enough CPUs and memory, and the needed labels, for a step.
+    """Yield a fault for each need of a pipeline step that no node meets: CPUs, memory or a label.
 
     Args:
-        spec: Run spec of the step.
-        stage: The stage.
+        spec: Run spec of the pipeline step.
+        stage: The stage. If it is not a step, nothing is checked.
         path: Dotted path of the stage in the pipeline.
         nodes: The living nodes of the Ray cluster.
     """

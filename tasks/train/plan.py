@@ -76,10 +76,10 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. The attempt has written only the
-    #: part of the file after this time. If it is None, the supervisor makes the fingerprint later.
-    #: But if an earlier process started the attempt, None means that the attempt has written the
-    #: whole file.
+    #: Fingerprint of the metrics file at the start of the attempt. Only lines that were added later
+    #: come from the attempt. In a new attempt, None means that the supervisor makes the fingerprint
+    #: later. If an earlier process started the attempt, None means that the whole file comes from
+    #: the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False

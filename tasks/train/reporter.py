@@ -157,7 +157,7 @@ class Reporter:
         self._is_closed.set()
 
     def _flush(self, timeout_s: float) -> bool:
-        """Send all reports in the queue. An activity that was not sent yet is dropped.
+        """Send all queued reports, and drop the activity of the run if it was not sent yet.
 
         Args:
             timeout_s: Longest wait in seconds.

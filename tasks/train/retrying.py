@@ -63,8 +63,8 @@ def retry_run(
         run: The run.
         from_step: Step of the checkpoint from which the attempt starts, or None for the newest
             complete checkpoint.
-        watch: True to show the run until it has ended, if it is queued.
-        json: True to print the ids of the run as JSON, if it is queued.
+        watch: True to show a queued run until it has ended. A run in this process is always shown.
+        json: True to print the ids of a queued run as JSON.
 
     Returns:
         The exit code of the command.

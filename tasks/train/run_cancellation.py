@@ -74,7 +74,9 @@ def _find_working_process(run: Run) -> Owner | None:
 
 
 def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
-    """Send signals to the process of a run, so that it ends the run. Used without a flow run.
+    """Send signals to the process of a run, so that the process ends the run.
+
+    Use this function only if the run has no flow run on the configured Prefect server.
 
     Raises:
         MusterError: The process belongs to another user, or the grace periods cannot be skipped.

@@ -241,13 +241,14 @@ def _explain_missing(
 
 
 def read_run_spec(place: RunPlace, attempts: Sequence[AttemptRecord]) -> RunSpec | None:
-    """Return the spec of a run, in which placeholders are not replaced, from the files of the run.
+    """Return the spec of a run from the files of the run, with secrets masked.
 
-    Secrets in the spec are masked. Runs of earlier versions of Muster have no such file. For these
-    runs, the spec of the last attempt is returned, in which placeholders are replaced.
+    Placeholders in this spec are not replaced. But an earlier version of Muster wrote only the
+    specs of the attempts. For a run of that version, the spec of the last attempt is returned, in
+    which placeholders are replaced.
 
     Returns:
-        The spec, or None if this machine has neither of the two files.
+        The spec, or None if this machine has none of these files.
     """
     files = [place.spec, *(place.attempt(one.number).spec for one in attempts[-1:])]
     for file in files:

@@ -303,7 +303,7 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
         code = _flatten_provenance(_read_submitted_code(spec.code if spec is not None else None))
     if spec is None:
         return {**{key: recorded[key] for key in recorded if key.startswith("spec.")}, **code}
-    # Convert the spec to YAML and back, as for an attempt, so that secrets are masked.
+    # `dump_spec` masks the secrets, so convert the spec to YAML and back.
     return {**_flatten_spec(yaml.safe_load(dump_spec(spec))), **code}
 
 

@@ -126,8 +126,8 @@ def _print_new_lines(
 def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[bytes]:
     """Yield the lines that were added to a log since the last call, in blocks.
 
-    Usually, each block consists of complete lines. With `is_last`, a block may begin or end within
-    a line if all lines are printed into a file or a pipe.
+    Each block consists of complete lines, with one exception: if `is_last` is True, and all lines
+    are written to a file or a pipe, a block can begin or end within a line.
 
     Args:
         log: The log.
@@ -144,7 +144,7 @@ def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[
 def _read_last_lines(
     log: LogFile, selection: Selection, count: int, *, is_last: bool
 ) -> Iterator[bytes]:
-    """Yield the last lines of a log from which nothing was read before.
+    """Yield the last lines of a log that has not been read yet.
 
     Args:
         log: The log.

@@ -59,7 +59,7 @@ class RunProgress:
 def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
     """Return a mapping from run ids to the training step and metric of each run.
 
-    For runs on this machine, they are read from files. For other runs, only the steps are read,
+    For runs on this machine, both are read from files. For other runs, only the steps are read,
     with one request to the Prefect server for all runs.
     """
     progress: dict[str, RunProgress] = {}

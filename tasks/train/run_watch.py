@@ -37,8 +37,8 @@ class RunEvents:
 
     def __init__(self, place: RunPlace, after_attempt: int) -> None:
         self._place = place
-        #: Number of the attempt whose event log is read. Before the first event log,
-        #: `after_attempt`.
+        #: Number of the attempt whose event log is read now. Until the first event log is opened,
+        #: the value is `after_attempt`.
         self._number = after_attempt
         self._log: LogFile | None = None
 
@@ -68,7 +68,7 @@ class RunEvents:
 
 
 class RunWatch:
-    """Shows the states of a run on the server, and its events if it is on this machine."""
+    """Shows the states of a run on the server. For a run on this machine, also shows the events."""
 
     def __init__(
         self,
@@ -84,8 +84,7 @@ class RunWatch:
             flow_run_id: Id of the flow run.
             run_id: Id of the run.
             terminal: Terminal on which the run is shown.
-            after_attempt: Number of the last attempt that is not shown. Attempts before `muster
-                retry` are not shown. 0 to show all attempts.
+            after_attempt: Number of the last attempt that is not shown. 0 to show all attempts.
         """
         self._client = client
         self._flow_run_id = flow_run_id
@@ -103,7 +102,7 @@ class RunWatch:
             self._terminal.say(f"{state.name}{message}")
 
     def show_news(self, state: State[object]) -> None:
-        """Show the new events of the run, or the training step if it is on another host.
+        """Show the new events of the run. For a run on another host, show the training step.
 
         Args:
             state: Present state of the flow run.

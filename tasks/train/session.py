@@ -554,7 +554,7 @@ class RunSession:
             secrets=self._secrets,
         )
         self._attempt_spec = attempt_spec
-        # If the attempt started on another host, this host may not have its `spec.yaml`.
+        # The `spec.yaml` of an adopted attempt is missing if the attempt started on another host.
         if adopted is None or not place.spec.exists():
             attempt_spec.write()
         self.attempt = place
@@ -764,7 +764,8 @@ class RunSession:
             is_cancelled: True if the flow run was cancelled on the Prefect server. The run then
                 ends as cancelled in any case, because the server accepts no other final state.
             cancellation: Reason for the cancellation on the Prefect server, or an empty string if
-                unknown. This reason is used instead of the signal.
+                unknown. The final message then contains this reason instead of the
+                `interrupt_reason`.
 
         Returns:
             The result of the run and its cause.

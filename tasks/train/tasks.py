@@ -163,8 +163,8 @@ def admit(run: RunSession) -> State[None]:
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")
-    # Import these modules only if needed. The import takes 0.1 s, and runs that returned above do
-    # not need these modules.
+    # Import these modules only if needed. The import takes 0.1 s, and the cases above do not need
+    # these modules.
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import MissingFromServer
@@ -213,7 +213,7 @@ def _download_code(name: str) -> bytes | None:
     """Download submitted code from the Prefect server, or return None if it does not exist.
 
     Args:
-        name: Name of the stored code, or of its entry with the project's files.
+        name: Name of the stored code, or of the file tree that belongs to the stored code.
     """
     with connect_to_server(PREFECT_API_URL.value() or "") as client:
         return download_code(client, name)

@@ -194,7 +194,7 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
 
 def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
     """Report the nodes that caused a failure to the scheduler, so that it avoids these nodes."""
-    # Import these modules only if needed. The import takes 0.1 s, and most runs report no nodes.
+    # Import these modules only here. The import takes 0.1 s, and few runs have a node to report.
     from tasks.queue.admission import note_failure
     from tasks.queue.settings import MissingFromServer
 
@@ -245,8 +245,9 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
 def _min_absence_s() -> float:
     """Return the smallest number of seconds from now to the scheduled start of the next process.
 
-    This process must exit at least `_MIN_ABSENCE_S` earlier. A worker starts a flow run up to
-    PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so these seconds are added.
+    This process must exit at least `_MIN_ABSENCE_S` before the next process starts. A worker starts
+    a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so these seconds are
+    added.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
