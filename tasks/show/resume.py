@@ -48,7 +48,7 @@ def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def describe_parent(record: RunJson) -> str:
-    """Return the run and the checkpoint that a user chose as the start of a run.
+    """Return a text about the checkpoint of another run from which a user has started a run.
 
     Returns:
         A text such as `step 20 of RUN, PATH`. Empty if the run started without a checkpoint.

@@ -425,7 +425,7 @@ def describe_ending(ended: ComponentRecord | Failure) -> str:
     """Return how a component ended, such as `killed by SIGSEGV` or `exit code 1`.
 
     Args:
-        ended: Record of the ended component, or the failure that names it.
+        ended: Record of the ended component, or the failure of the component.
     """
     prefix = "killed by " if ended.signal else ""
     return prefix + format_ending(ended.exit_code, ended.signal)

@@ -41,7 +41,7 @@ from tasks.train.session import RunSession
 _log = logging.getLogger(__name__)
 
 #: Longest time in seconds for sending the last reports when the run ends. The same limit applies to
-#: the last artifacts when the process exits. Later reports are dropped.
+#: the last artifacts when the process exits. Reports that take longer are dropped.
 _CLOSE_TIMEOUT_S = 10.0
 #: Longest time in seconds for sending the last reports to a temporary Prefect server that does not
 #: answer. The limit is short, because such a server ends with the run.
@@ -62,8 +62,8 @@ def _do_nothing() -> None:
 
     This function is used in two places:
 
-    - In the queue of reports: after each queued function, the thread of the reporter checks which
-      artifacts must be sent.
+    - In the queue of reports: the function wakes the thread of the reporter. The thread then
+      checks which artifacts must be sent.
     - As the body of a task run that shows a recovery of inference servers. Another process carries
       out the recovery.
     """
@@ -146,9 +146,10 @@ class Reporter:
             self.await_last_artifacts()
 
     def await_last_artifacts(self) -> None:
-        """Wait until the last artifacts are sent. The wait is limited. Later reports are dropped.
+        """Wait until the last artifacts are sent, but only for a limited time.
 
-        Call this method after the context is closed.
+        Reports that were not sent in this time are dropped. Call this method after the context is
+        closed.
         """
         self._is_awaited.set()
         self._thread.join(_CLOSE_TIMEOUT_OF_LOST_S)

@@ -84,16 +84,16 @@ class DiskFull(MusterError):
 _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
-#: Number of retries for the final state of a flow run if the server does not answer. The pauses
-#: start at 2 s and double each time, so 8 retries take about eight minutes. A restart of the server
-#: by `muster up` can take that long.
+#: Number of retries of the request that sets the final state of a flow run, if the server does not
+#: answer. The pauses start at 2 s and double each time, so 8 retries take about eight minutes. A
+#: restart of the server by `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: Number of retries for the final state of a run that a person started. The person waits at the
+#: Number of retries of the same request for a run that a person started. The person waits at the
 #: terminal, so there are fewer retries.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: Number of retries for the final state of an interrupted run. There are few retries, because the
-#: host or the Prefect server is probably being stopped. If they fail, `muster reconcile` reports
-#: the state later.
+#: Number of retries of the same request for an interrupted run. There are few retries, because the
+#: host or the Prefect server is probably being stopped. If all of them fail, `muster reconcile`
+#: sets the state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
@@ -399,7 +399,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
 
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
-    """Return the number of retries for the request with the final state."""
+    """Return the number of retries of the request that sets the final state of the run."""
     if find_lasting_api_url() is None:
         # The run has a temporary server. Nobody restarts such a server, so more retries would be
         # useless.
