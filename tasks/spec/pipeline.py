@@ -105,7 +105,7 @@ def _check_json(value: Any) -> Any:
 
 
 class Stage(Model):
-    """Stage of a pipeline, which is a run or a step.
+    """A run or a step of a pipeline.
 
     A run is a training with a run spec. A step is a Python function or a command.
     """

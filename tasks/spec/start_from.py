@@ -49,7 +49,7 @@ def find_run_id(path: str) -> str | None:
 
 
 class StartFrom(Model):
-    """The checkpoint from which a run starts, although the run did not write it."""
+    """Checkpoint of another run, from which the new run starts."""
 
     run: RunId = Field(
         description="Id of the run that wrote the checkpoint.",
