@@ -127,8 +127,8 @@ def make_ready() -> None:
 def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> dict[str, Any]:
     """Return the schedule, tags and description of a served flow's deployment.
 
-    At each start of this process, Prefect replaces the whole deployment. So the function reads
-    changes that a user made in the UI from the server, and keeps them.
+    At each start of this process, Prefect replaces the whole deployment. To keep changes that a
+    user made in the UI, the function returns the values of the existing deployment.
 
     Args:
         client: Client of the Prefect server.
@@ -160,9 +160,9 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 def serve() -> None:
     """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
-    # Limit the number of flow runs in this process to one of each flow, and another for a slow
-    # flow. Do not use a concurrency limit of the deployment, because Prefect's server never frees
-    # the slots of a killed process.
+    # Limit the number of simultaneous flow runs in this process: one for each flow, and one more in
+    # case a flow is slow. Do not use a concurrency limit of the deployment, because Prefect's
+    # server never frees the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:
         for served in SERVED:

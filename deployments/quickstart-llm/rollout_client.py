@@ -65,7 +65,7 @@ class Synced:
     version: int
     #: Indices of the engines that serve the committed weights.
     serving: tuple[int, ...]
-    #: Mapping from the index of an engine that did not get the weights to the reason.
+    #: Engines that did not get the weights: mapping from the index of the engine to the reason.
     left_out: Mapping[int, str]
     #: Seconds from the start of the weight sync to its commit. During this time, no engine samples
     #: answers.
@@ -164,9 +164,9 @@ class RolloutClient:
         timeout_s: float = 60.0,
         broadcast_s: float = 20.0,
     ) -> Synced:
-        """Let every engine load the weights in a folder, and commit the engines that succeed.
+        """Bring the weights in a folder to all engines in one weight sync.
 
-        Engines that are not committed receive no requests after the sync.
+        An engine that fails during the sync receives no requests after the sync.
 
         Args:
             folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
@@ -190,7 +190,7 @@ class RolloutClient:
 
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         failures = self._broadcast(path, "/collective_rpc", load, broadcast_s)
-        # Clear the prefix caches of the engines, which were computed with the old weights.
+        # Clear the prefix caches of the engines. The caches were computed with the old weights.
         cache_failures = self._broadcast(path, "/reset_prefix_cache", None, broadcast_s)
         left_out = cache_failures | failures
 
@@ -240,8 +240,7 @@ class RolloutClient:
         *,
         within_s: float = _ORDER_WITHIN_S,
     ) -> Mapping[str, Any]:
-        """Send a request that must not be executed twice to the gateway, and return the JSON
-        response.
+        """Send the gateway a request that must not be executed twice, and return the JSON response.
 
         The request is sent again only if the connection was refused.
 

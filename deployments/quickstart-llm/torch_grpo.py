@@ -76,16 +76,16 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCheck:
-    """Comparison of the log-probabilities that the engines reported with recomputed values.
+    """Comparison of recomputed log-probabilities with those that the engines reported.
 
     The values are recomputed with the weights that the engine should have used.
     """
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Like `gap`, but recomputed with wrong weights, those of the preceding version. The check can
-    #: detect wrong weights only if this value is much larger than `gap`. With answers of several
-    #: versions, this is the smallest of their values. None if no earlier weights are kept.
+    #: Like `gap`, but recomputed with wrong weights: those of the preceding version. The check can
+    #: detect wrong weights only if this value is much larger than `gap`. If the answers are of
+    #: several versions, the smallest value is used. None if no earlier weights are kept.
     gap_before: float | None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-#: Seconds between two checks of the driver for a received signal.
+#: Seconds between two checks whether the driver of the Ray job has received a signal.
 CHECK_EVERY_S = 0.2
 
 

@@ -188,8 +188,8 @@ def generate(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
         body: JSON body of the request: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
 
     Returns:
-        The JSON body. In the value of its key `logprobs`, `logprobs[answer][position]` is `[{token:
-        log_prob}]` for the sampled token.
+        The JSON body. The item `logprobs[answer][position]` is `[{token: log_prob}]`, with the
+        sampled token and the log-probability of this token.
 
     Raises:
         BadRequest: A value of the request is not valid.

@@ -27,8 +27,8 @@ POLL_LAST_S = 0.25
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
-#: Number of tokens from which on environments drop a sequence. A prompt with its answer is always
-#: shorter.
+#: Length, in tokens, of the shortest sequence that environments drop. A prompt with its answer is
+#: always shorter.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
@@ -176,7 +176,7 @@ class Training:
             return self._saved_step
 
     def _wait_for_groups(self) -> list[Mapping[str, Any]]:
-        """Fetch the next batch from the API, and wait until it is complete.
+        """Wait until the next batch is complete, and fetch the batch from the API.
 
         Returns:
             The groups of scored answers, as the environments sent them.

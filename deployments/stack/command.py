@@ -159,7 +159,7 @@ def down(*, port: Port = None) -> int:
 
 
 def _stop_with_reason(stack: Stack) -> None:
-    """Stop the stack, and let its runs record who has stopped it."""
+    """Stop the stack, and let each run of the stack record who stopped the stack."""
     reason = f"{user_name()} stopped the stack with `muster down` on {host_name()}"
 
     def is_run_of_stack(owner: Owner) -> bool:
@@ -170,7 +170,8 @@ def _stop_with_reason(stack: Stack) -> None:
     try:
         stop(stack)
     finally:
-        # Delete notes that were not used, because the run has ended by itself at the same moment.
+        # Delete the unused notes. A run does not use its note if it ended by itself just before the
+        # stop.
         for directory in directories:
             take_note(directory)
 

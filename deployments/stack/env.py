@@ -87,9 +87,9 @@ RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     """Return the password of the `muster up` stack's Prefect server, in the form `user:password`.
 
-    The password comes from the environment variable of the Prefect server, or else from that of its
-    clients, or else from the password file of this MUSTER_HOME. A missing file is created with a
-    new password.
+    The password comes from the first of these sources that contains a password: the environment
+    variable of the Prefect server, the environment variable of Prefect's clients, the password file
+    of this MUSTER_HOME. A missing file is created with a new password.
 
     Raises:
         OSError: The password file can be neither read nor created.

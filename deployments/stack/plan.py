@@ -57,9 +57,9 @@ PIPELINES = "pipelines"
 #: Name of the `muster up` stack's worker for the work pool of runs.
 WORKER = "worker"
 
-#: Mapping from an option of `ray start --head` that takes a port to the name of the reserved port.
-#: Ray's default ports are not used, because two Ray heads with the same ports on one machine end
-#: each other.
+#: Names of the reserved ports of the Ray head. Each key is the option of `ray start --head` for the
+#: port. Ray's default ports are not used, because two Ray heads with the same ports on one machine
+#: end each other.
 _RAY_PORTS = {
     "--port": f"{RAY}.gcs",
     "--ray-client-server-port": f"{RAY}.client",

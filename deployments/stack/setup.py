@@ -206,8 +206,8 @@ def ensure_quick_runs(client: SyncPrefectClient) -> None:
     """Let the button *Quick run* in the Prefect UI start a run without a form.
 
     The UI opens a form with some hundred fields if the flow requires a spec, even if the deployment
-    already has a value for it. So this function marks the parameters of a deployment as optional if
-    the deployment has values for all of them.
+    already has a spec. So if a deployment has values for all required parameters, this function
+    marks the parameters as optional.
     """
     spec_flows = FlowFilter(name=FlowFilterName(any_=list(_SPEC_FLOWS)))
     for deployment in client.read_deployments(flow_filter=spec_flows):

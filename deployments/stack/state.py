@@ -184,7 +184,7 @@ class StackStart(_Model):
 
 
 def _is_on_loopback(api_url: str, port: int) -> bool:
-    """Return True if a URL leads to `port` of this machine, by its loopback address."""
+    """Return True if a URL leads to `port` on the loopback interface of this machine."""
     try:
         url = urlsplit(api_url)
         return url.hostname in LOOPBACK and url.port == port
