@@ -36,7 +36,7 @@ def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = 
     waits in the queue of the Prefect server.
 
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a stage can never
-    fit the cluster, 130 interrupted (after its stage's end).
+    fit the cluster, 130 interrupted (after the running stages have ended).
 
     Args:
         resume: Id or name of a pipeline's flow run to continue. Complete stages are not repeated,

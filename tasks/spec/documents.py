@@ -21,6 +21,6 @@ def list_documents() -> list[Path]:
 
 
 def find_document(name: str) -> str:
-    """Return the path of a document such as `run-spec.md`, or its name if not installed."""
+    """Return the path of a document such as `run-spec.md`, or its name if it is not installed."""
     paths = (folder / name for folder in _FOLDERS)
     return next((str(path) for path in paths if path.is_file()), f"docs/{name}")

@@ -93,7 +93,7 @@ def format_duration(duration: float) -> str:
 def format_minutes(duration: float) -> str:
     """Return a duration in whole minutes, or in whole seconds if it is below one minute.
 
-    Use this function for a text that is written again after each change of the text. The text then
+    Use this function in a text that Muster updates after each change. With whole minutes, the text
     changes only once a minute.
 
     Args:

@@ -590,7 +590,7 @@ def load_pipeline(
 ) -> PipelineSpec:
     """Load a pipeline spec from a YAML file, and also the run specs of its stages.
 
-    The functions of `call` steps are searched in the project.
+    Muster looks for the functions of `call` steps in the project.
 
     Args:
         path: File of the pipeline spec.
@@ -634,8 +634,8 @@ def parse_pipeline(
         data: The pipeline spec as plain data.
         overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
         source: Name of the input for error messages.
-        root: Root directory of the project in which the functions of `call` steps are searched. If
-            None, the functions are not checked.
+        root: Root directory of the project that contains the functions of `call` steps. If None,
+            the functions are not checked.
 
     Raises:
         InvalidSpec: The data or the overrides have faults. The error lists all faults.
@@ -661,7 +661,7 @@ def parse_pipeline(
         path = f"stages.{index}"
         faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
         #: Mapping from the placeholder names of earlier stages, such as `stage.sft.run_id`, to
-        #: True. The value is False if the placeholder will never have a value.
+        #: True, or to False if the placeholder will never have a value.
         known_names: dict[str, bool] = {}
         for ancestor in list_ancestors(str(stage.get("name")), needs):
             known_names |= _list_placeholder_names(names_of_stages[ancestor])
@@ -754,9 +754,9 @@ def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
         stage: The earlier stage as plain data.
 
     Returns:
-        Mapping from each name, such as `stage.sft.run_id`, to True. The value is False if the
-        placeholder will never have a value. A name that ends with a dot stands for all names that
-        begin with it.
+        Mapping from each name, such as `stage.sft.run_id`, to True, or to False if the placeholder
+        will never have a value. A name that ends with a dot stands for all names that begin with
+        it.
     """
     name = f"{STAGE}{stage.get('name')}"
     if is_step(stage):
@@ -883,7 +883,7 @@ def _check_step(
 
 
 def _find_arg_uses(node: Any, path: str) -> Iterator[Use]:
-    """Yield the placeholders in the arguments of a step. Each contains the path of its text.
+    """Yield a `Use` for each placeholder in the arguments of a step.
 
     Args:
         node: The arguments, or a part of them.

@@ -37,11 +37,11 @@ class Kind(Enum):
     #: Argument of a command. An argument that is only `${rollout.engines}` becomes several
     #: arguments: one for each inference engine.
     WORD = "word"
-    #: Text of the component `rollout`. The process of the inference servers replaces `${server.x}`
-    #: and `$${` later, with other values for each server.
+    #: Text of the component `rollout`. `${server.x}` and `$${` stay in the text: the process of the
+    #: inference servers replaces them later.
     FLEET = "fleet"
-    #: Text of an evaluation. All placeholders stay in the text when an attempt of the training
-    #: starts.
+    #: Text of an evaluation. The placeholders in the text are replaced when the evaluation runs,
+    #: not when an attempt of the training starts.
     EVALUATION = "evaluation"
 
 
@@ -86,7 +86,8 @@ _EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
 #: Keys of an evaluation whose values may contain placeholders. Part of `_PLACES`.
 _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
 #: Tree of the keys of a run spec whose values may contain placeholders. The key "*" stands for any
-#: key or list item, and "" for the text itself. In all other values, `${` is plain text.
+#: key or list item. The key "" is used if the value is a text instead of a mapping or a list. In
+#: all other values, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -131,10 +132,9 @@ RESULT = "result"
 STATE = "state"
 #: Last part of `${stage.NAME.results}`: the JSON results of all points of an earlier matrix.
 RESULTS = "results"
-#: Part of `${stage.NAME.best.KEY}`, which is the value KEY of the best point of an earlier matrix.
+#: Part of `${stage.NAME.best.KEY}`: the value KEY of the best point of an earlier matrix.
 BEST = "best"
-#: Part of `${stage.NAME.best.point.KEY}`, which is the value of the matrix key KEY in the best
-#: point.
+#: Part of `${stage.NAME.best.point.KEY}`: the value of the matrix key KEY in the best point.
 POINT = "point"
 
 
@@ -190,7 +190,7 @@ def substitute(
 
 
 def rewrite_texts(data: object, change: Change) -> object:
-    """Return a run spec in which each text with possible placeholders is changed by a function.
+    """Return a run spec in which a function changes each text that may contain placeholders.
 
     All other values of the result are the same objects as in `data`. Levels that are deeper than in
     a valid spec are not searched, because a YAML mapping can contain itself.
@@ -347,7 +347,7 @@ def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
 
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder in a run spec with an unknown name or without `}`."""
+    """Return a fault for each placeholder with an unknown name or without `}` in a run spec."""
     run_names = sorted(list_known_names(data))
     names_by_kind = {
         Kind.FLEET: [*run_names, *_SERVER_NAMES],
@@ -421,7 +421,7 @@ def _find_unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tupl
     """Return a fault for each placeholder whose name is not in a list of allowed names.
 
     Args:
-        uses: Pairs of a placeholder and the names that are allowed in its text.
+        uses: Pairs of a placeholder and the list of names that are allowed for this placeholder.
     """
     faults = (
         _make_unknown_name_fault(use, known_names)

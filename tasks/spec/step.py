@@ -129,10 +129,11 @@ def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, A
 
 
 def rename_path(path: str) -> str:
-    """Return the key of a pipeline step for a path in the run spec that is created for the step.
+    """Translate a path in the run spec of a pipeline step to the key that the user wrote.
 
-    With this key, messages contain the name that the user wrote. Example: `ray.entrypoint_cpus`
-    becomes `resources.cpus`. Other paths are returned unchanged.
+    Muster creates the run spec of a step from the keys of the step, and messages must name these
+    keys. Example: `ray.entrypoint_cpus` becomes `resources.cpus`. Other paths are returned
+    unchanged.
     """
     component = f"components.{STEP}."
     for start, replacement in (

@@ -155,8 +155,8 @@ class Watch(Model):
         key `then` has a value.
 
         Args:
-            workload: Workload of the run. If the user chose no preset, it is also the name of the
-                preset.
+            workload: Workload of the run. If the user chose no preset, the preset with the name of
+                the workload is used.
         """
         preset = _load_presets().get(self.preset or workload, {})
         own_rules = {
@@ -178,8 +178,8 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
 
     Args:
         written: The mapping `watch` as the user wrote it. Its values are not validated yet.
-        workload: Workload of the run. If the user chose no preset, it is also the name of the
-            preset.
+        workload: Workload of the run. If the user chose no preset, the preset with the name of the
+            workload is used.
     """
     known = _load_presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping_or_empty(written.get("rules")).items():
@@ -308,9 +308,9 @@ class Alarms:
         self._last_step: float | None = None
         #: Metrics of the rules with the condition `finite`. Their values must be finite.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: Mapping from the possible names of a metric to its last value if this value is NaN or
-        #: infinite. Each entry has the name in the file, the value, and the first step of this
-        #: period.
+        #: Metrics whose last value is NaN or infinite. A key contains the possible names of the
+        #: metric. An entry contains the name in the file, the last value, and the step since which
+        #: the values are not finite.
         self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
 
     def describe_not_finite(self) -> str:
