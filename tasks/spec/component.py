@@ -269,8 +269,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     return ""
 
 
-#: Mapping from placeholders to example paths. Muster writes files into the directories with these
-#: placeholders. `_find_folder_fault` uses the example paths to compare folders.
+#: Placeholders for directories into which Muster writes files, each with an example path.
+#: `_find_folder_fault` uses the example paths to compare folders.
 _MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs/run/attempt-01"}
 
 
@@ -284,7 +284,7 @@ class ComponentsByName:
     user leaves out such a component. So null is a valid value for these components.
     """
 
-    #: Mapping from the names of components to descriptions. The form in the Prefect UI shows them.
+    #: Components in the form of the Prefect UI: mapping from the name to the description.
     offered: ClassVar[Mapping[str, str]] = {
         "api": "The server through which the other components exchange data, such as run-api of "
         "Atropos.",

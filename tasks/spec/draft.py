@@ -159,7 +159,7 @@ def draft_spec(
 def _find_candidate_files(directory: Path) -> Iterator[Path]:
     """Yield the paths of the files that may start a training, relative to the directory.
 
-    Files are searched in the directory, and up to two folders below it.
+    The function looks in the directory, and in folders up to two levels below the directory.
     """
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):

@@ -87,7 +87,8 @@ class Evaluation(Model):
 class KeepBest(Best):
     """Rule that chooses the best checkpoint of a run.
 
-    The key `keep` never deletes the best checkpoint.
+    Muster never removes the best checkpoint, even if the key `keep` limits the number of
+    checkpoints.
     """
 
     by: DottedKey = Field(

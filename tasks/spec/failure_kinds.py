@@ -34,7 +34,7 @@ class NodeBlame(StrEnum):
 
 
 class CheckpointBlame(StrEnum):
-    """Condition under which the checkpoint that an attempt loaded may have caused its failure."""
+    """Condition under which the checkpoint that an attempt loaded may be the cause of a failure."""
 
     #: A checkpoint never causes a failure of this kind.
     NEVER = "never"
@@ -59,7 +59,7 @@ class KindProperties:
     #: Advice for the user, in plain text. Shown if the failure itself has no advice.
     remedy: str
     #: True if the run itself does not cause this kind of failure. The run then returns to the queue
-    #: for another attempt. False if the run fails, unless the run spec lists the kind under
+    #: for another attempt. If False, the run fails, unless the run spec lists the kind under
     #: `retry`.
     is_requeued: bool = False
     #: False if the run fails before its first attempt, so that there is no attempt to repeat.

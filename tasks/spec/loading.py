@@ -435,8 +435,8 @@ def find_project_root(file: Path) -> Path:
         try:
             fault = find_folder_fault(folder)
         except OSError:
-            # The folder does not exist, so no user can have put a file into it. Continue with its
-            # parent folder. The caller may pass the path of a file that does not exist yet.
+            # The folder does not exist: the caller may pass the path of a file that will be created
+            # later. No user can have put a file into this folder, so continue with its parent.
             continue
         if fault:
             if folder is not folders[0]:

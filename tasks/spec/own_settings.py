@@ -297,8 +297,8 @@ SETTINGS: tuple[Setting[object], ...] = (
     RAY_CLUSTERS,
 )
 
-#: Mapping from each environment variable that Muster sets for the programs of a run to its meaning,
-#: as Markdown.
+#: Environment variables that Muster sets for the programs of a run, each with its meaning as
+#: Markdown.
 COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_RUN_ID": "the run's id",
     "MUSTER_ATTEMPT": "number of the attempt, from 1",
@@ -316,7 +316,7 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_RESULT": "file to which a [step of a pipeline](pipelines.md) may write a JSON result",
 }
 
-#: Mapping from each environment variable that Muster's processes set for each other to its meaning.
+#: Environment variables that Muster's processes set for each other, each with its meaning.
 INTERNAL_VARIABLES: Mapping[str, str] = {
     "MUSTER_ROLE": (
         "type of a Muster process, such as `guardian`, the parent process of a component"

@@ -246,7 +246,7 @@ class ReadyProbe(Probe):
         return self.within_s
 
 
-#: Mapping from each key that a liveness probe must not have to the problem and the advice.
+#: Keys that a liveness probe must not have, each with the problem and the advice for the message.
 _NOT_LIVENESS = {
     "log": (
         "this check cannot show that a component still works, because an old line stays in the log",

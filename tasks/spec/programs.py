@@ -40,8 +40,8 @@ _REMEDY = (
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
-#: Matches options of Python and of shells that have no value. After any other option, the next
-#: argument may be its value or the script.
+#: Matches options without a value, of Python and of shells. After any other option, the next
+#: argument may be the value of the option, or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: Matches an argument that is the path of one config file. URLs and lists of files do not match.
@@ -120,7 +120,7 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
 def find_active_environment(
     root: Path, env: Mapping[str, object], shell: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable for the spec that selects this shell's activated Python environment.
+    """Return the environment variable that selects this shell's activated Python environment.
 
     Commands that start or queue a run add this variable to the key `env` of the spec. Without it, a
     run that a worker starts would use the Python environment of the worker.
@@ -150,9 +150,9 @@ def find_active_environment(
 
 
 def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
-    """Return the spec with a variable for this shell's activated Python environment in `env`.
+    """Return the spec with the variable of `find_active_environment` added to the key `env`.
 
-    If `find_active_environment` returns no variable, the spec is returned unchanged.
+    If there is no such variable, the spec is returned unchanged.
 
     Args:
         spec: The run spec.
@@ -366,7 +366,7 @@ def _find_command_faults(
     if script is None:
         return
 
-    # A shell also searches the script in PATH. Python does not.
+    # A shell also looks for the script in PATH. Python does not.
     is_on_path = not is_python and _is_program(script, cwd, search_dirs)
     if not (cwd / script).exists() and not is_on_path:
         yield _make_missing_fault(f"{place}.{index}", "script", script, cwd)

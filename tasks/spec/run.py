@@ -494,9 +494,9 @@ class RunSpec(Document):
 
     @property
     def secret_blocks(self) -> dict[str, str]:
-        """Mapping from paths in the spec to the names of Prefect Secret blocks.
+        """Names of the Prefect Secret blocks that environment variables in the spec use.
 
-        A path is that of an environment variable, such as `env.HF_TOKEN`.
+        Each key is the path of a variable in the spec, such as `env.HF_TOKEN`.
         """
         envs = {"env": self.env}
         for component_name, component in self.components.items():
@@ -513,8 +513,8 @@ class RunSpec(Document):
     def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
         """Return the spec in which references to Secret blocks are replaced by the blocks' values.
 
-        Replace the placeholders of the spec before. Otherwise a `${` in a secret would become a
-        placeholder.
+        Call this method only after placeholders were replaced. Otherwise a `${` in a secret would
+        become a placeholder.
 
         Args:
             values: Mapping from the names of Secret blocks to their values.

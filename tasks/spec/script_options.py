@@ -67,7 +67,7 @@ class ScriptOption:
 def read_options(source: str) -> list[ScriptOption]:
     """Return the options of a Python script that have a value, in the order of the source.
 
-    The function searches calls of argparse's `add_argument`, and of Click's `option` and
+    The function reads the calls of argparse's `add_argument`, and of Click's `option` and
     `argument`.
 
     Args:

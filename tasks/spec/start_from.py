@@ -49,7 +49,7 @@ def find_run_id(path: str) -> str | None:
 
 
 class StartFrom(Model):
-    """Checkpoint of another run, from which the new run starts."""
+    """Checkpoint from which a run starts, written by another run or by an earlier attempt."""
 
     run: RunId = Field(
         description="Id of the run that wrote the checkpoint.",

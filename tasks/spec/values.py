@@ -56,13 +56,13 @@ _ALL_KEYS = "x-keys"
 
 
 def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping from the keys of a mapping in a spec to their JSON schemas.
+    """Return the JSON schema of each key that a mapping in a spec may have.
 
     Keys that the form in the Prefect UI does not show are included. All schemas are adapted to that
     form.
 
     Args:
-        schema: JSON schema of a mapping in a spec.
+        schema: JSON schema of the mapping.
     """
     outside_form = {
         pattern.removeprefix("^").removesuffix("$"): _adapt_field(key_schema)
@@ -380,7 +380,7 @@ Seconds = Positive
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 #: Type of the largest size of a log in bytes. Values below 64 KiB are rejected, because such a
-#: short log may not contain the cause of a failure.
+#: short log could lack the cause of a failure.
 LogBytes = Annotated[Count, Field(ge=65_536)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 #: Type of a key, or of several keys with dots between them, such as `train.step`.
@@ -394,7 +394,7 @@ EnvName = Annotated[Text, AfterValidator(_check_variable_name)]
 
 
 class SecretBlock(Model):
-    """Reference to a Prefect Secret block. Its value is used in place of a text."""
+    """Reference to a Prefect Secret block. The value of the block is used in place of a text."""
 
     secret: Text = Field(
         description="Name of a Secret block on the Prefect server. Muster reads the value of the "
@@ -561,8 +561,8 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest power of ten that the advice in an error message repeats in decimal notation. For larger
-#: numbers, the advice contains an example.
+#: Largest power of ten for which an error message writes a number with all its digits, such as 1000
+#: for `1e3`. For larger numbers, the message contains an example instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
