@@ -21,9 +21,9 @@ from tasks.record.states import RunState
 class StageRun:
     """One run of a pipeline's stage, as the Prefect server describes it."""
 
-    #: Name of the unit: the name of the stage, or `NAME.N` for the point N of its matrix.
+    #: Name of the stage. For the point N of a matrix, the name is `NAME.N`.
     stage: str
-    #: Number of the run among the runs of the same stage or point of a matrix, from 1.
+    #: Number of the run, from 1. The runs of a stage are counted, or those of a matrix point.
     number: int
     #: Prefect id of the run's flow run.
     flow_run_id: str

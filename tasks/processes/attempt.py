@@ -764,7 +764,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_places(self) -> None:
-        """Report repeatedly which files and folders do not answer, and which answer again."""
+        """Report in a loop each file or folder whose file system hangs, or answers again."""
         check_logs_at_s = 0.0
         while True:
             if time.monotonic() >= check_logs_at_s:

@@ -474,7 +474,7 @@ class SchedulingLease:
         return held_lease, lease
 
     async def _request_creation(self, holder: str, lock_id: str | None) -> Lease | None:
-        """Create the Prefect variable of the scheduling lease, and return the lease on the server.
+        """Create the Prefect variable of the scheduling lease, if no other scheduler has done so.
 
         Args:
             holder: Id that this process chose for the lease.

@@ -176,7 +176,7 @@ class Plan:
     #: Mapping from the id of a run that starts to the names of its nodes, in the order of the
     #: starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Mapping from the id of a run that does not start to the reason, in the order of the queue.
+    #: Mapping from run id to the reason why the run does not start, in the order of the queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
     #: Mapping from node name to the number of free GPUs after all starts of this scheduling pass.
     free: Mapping[str, int] = field(default_factory=dict)

@@ -86,8 +86,8 @@ class QueueReader:
     #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
     #: so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that were checked and have no overwritten Cancelled state: a mapping from flow run
-    #: id to the id of the checked state. If its state has changed, a flow run is checked again.
+    #: Flow runs whose history was searched for a Cancelled state, without success: a mapping from
+    #: flow run id to the id of the last state then. After a new state, the search is repeated.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: Mapping from flow run id to two values: the id of the last state that `grants.was_set_back`
     #: checked, and the result. The result is True if a user has set this state by hand while the

@@ -282,13 +282,12 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """The visible files below the folder, and the unfinished deletions of files, as two
-        mappings.
+        """Two mappings: of the visible files below the folder, and of the removal lists.
 
         - The first maps the key of each visible file to the size and times of the file.
-        - The second maps the key of each removal list to its content. A removal list is a small
-          file that names the files to delete. Its content maps the key of a file to a text with the
-          size, time and version of the file.
+        - The second maps the key of each removal list to the content of the list. A removal list is
+          a small file that names files to delete. For each file, it has the key of the file, and a
+          text with the size, time and version.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}

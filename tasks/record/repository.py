@@ -257,9 +257,8 @@ class GitView:
     def diff(self, commit: str) -> str:
         """Return the changes of the tracked files since a commit, as a patch.
 
-        Files with a git filter, such as git-lfs, are not part of the patch. Lines after the patch
-        list the changed files with a filter, and the files that cannot be compared without running
-        a filter.
+        Files with a git filter, such as git-lfs, are not part of the patch. After the patch, there
+        is a line for each such file that has changed, or that only its filter could compare.
 
         Raises:
             GitFailed: A git command failed.

@@ -257,8 +257,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request has failed a moment ago. Do not clear the server's failures: this token
-            # belongs to another request, and does not prove that the server works again.
+            # A request has failed a moment ago. Do not clear the server's failures: the new
+            # token belongs to another request, and does not prove that the server works again.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)

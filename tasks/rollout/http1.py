@@ -605,7 +605,7 @@ class ServerConnection(Wire):
             self.transport.abort()
 
     def let_in(self) -> None:
-        """Record that a request was authorized. Further requests may then wait in the queue."""
+        """Record that a request was authorized, so that the connection reads further requests."""
         self.is_let_in = True
         self._resume_reading_ahead()
 

@@ -105,7 +105,7 @@ class FleetView:
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The server groups that serve requests now or after the first commit of weights."""
+        """The server groups that serve requests, or will after the first weight commit."""
         up_states = SERVING_STATES
         if self.awaits_weights:
             up_states = SERVING_STATES | {GroupState.STALE}

@@ -234,8 +234,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
             has_flow_run = bool(found_run.flow_run_id and read_server_url())
-            # If the run was cancelled, the message of its state says who cancelled it. So print
-            # this message.
+            # The message of a cancelled run says who cancelled it, and is printed below. So ask the
+            # server only about other runs.
             if has_flow_run and found_run.state != RunState.CANCELLED.value:
                 # Import this module only if needed, because it imports Prefect, which takes
                 # seconds.
