@@ -309,9 +309,9 @@ def make_report(
 
 
 def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
-    """Return a text that says that the supervising process of a lost run has ended unexpectedly.
+    """Return a text about the unexpected end of a lost run's flow process.
 
-    The text also names the registry files of the run that cannot be read.
+    The text also names the unreadable registry files of the run.
     """
     process = f"the flow process (pid {loss.pid})" if loss.pid else "the flow process"
     parts = [f"{process} was gone", *lost.faults]

@@ -31,8 +31,8 @@ from tasks.upkeep.report import RunReport
 
 _log = logging.getLogger(__name__)
 
-#: After the flow run of a run has ended on the server, the run's own process gets this time to end
-#: the run. Then Muster sends SIGTERM to the process.
+#: Time from the end of a flow run on the server until Muster sends SIGTERM to the flow run's
+#: process. In this time, the process can end the run by itself.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: States of a run that is ending or has ended.
 _ENDING_STATES = (RunState.STOPPING, RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)

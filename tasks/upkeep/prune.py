@@ -461,10 +461,10 @@ def prune(
 ) -> int:
     """List old files of ended runs and pipelines in MUSTER_HOME, and delete them with --yes.
 
-    The copy of a run's code is deleted with its files, and unused code is deleted from the code
-    store. run.json and the specs of a run are always kept. Files that the run's own programs wrote
-    are kept unless --outputs is given. These runs are skipped: runs that have not ended or wait for
-    their next attempt, and runs from whose files another run has started.
+    The copy of a run's code is deleted together with the run's files. Unused code is deleted from
+    the code store. run.json and the specs of a run are always kept. Files that the run's own
+    programs wrote are kept unless --outputs is given. These runs are skipped: runs that have not
+    ended or wait for their next attempt, and runs from whose files another run has started.
 
     Exit: 0 files deleted or listed; 1 a file could not be deleted; 2 a rule is invalid.
 

@@ -85,7 +85,9 @@ _FLUSH_TIMEOUT_S = 5.0
 
 
 def reconcile_host(lost: str | None = None) -> Report:
-    """Clean up after each run of a host whose flow process was lost, and correct the records.
+    """Clean up after the lost runs of a host, and correct the records of the host's runs.
+
+    A lost run is a run whose flow process has died.
 
     - Ray nodes that could not be checked for leftover processes are checked again.
     - Leftover processes of lost runs in the registry are ended, and the records get final states.
@@ -158,7 +160,7 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
 
 
 def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
-    """Yield a report for each run that has a file in the registry that cannot be read.
+    """Yield a report for each run that has an unreadable file in the registry.
 
     Args:
         reported: Ids of runs that already have another report. These runs are skipped.
@@ -183,7 +185,7 @@ def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
 def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
     """End the leftover processes of a lost run, and write the run's final state into its record.
 
-    If another process will resume the run, its Ray jobs are not ended.
+    If another process will resume the run, the run's Ray jobs are not ended.
 
     Args:
         lost: The lost run, whose flow process has died.

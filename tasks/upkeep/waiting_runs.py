@@ -90,7 +90,7 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
 
 
 def cancel_evaluations_of_closed_run(client: SyncPrefectClient, place: RunPlace) -> None:
-    """Cancel the evaluations of a cancelled training that have not ended.
+    """Cancel the unfinished evaluations of a cancelled training.
 
     Call this after the record of the training has its final state. If the training was not
     cancelled, its evaluations continue. Errors are only logged, because they must not prevent the
