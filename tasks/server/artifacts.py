@@ -80,7 +80,7 @@ def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
 def find_artifacts(
     client: SyncPrefectClient, flow_run_id: UUID | None, keys: Iterable[str]
 ) -> list[Artifact]:
-    """Return the artifacts with these keys, last updated first.
+    """Return the artifacts with the given keys, most recently updated first.
 
     Args:
         client: Client of the Prefect server.
@@ -213,7 +213,7 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
 
 
 def upload_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload stored code of this machine and its file tree. A repeated call has no effect.
+    """Upload stored code and its file tree from this machine. A repeated call has no effect.
 
     Args:
         client: Client of the Prefect server.

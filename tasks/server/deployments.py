@@ -44,9 +44,9 @@ _PAGE = 200
 #: Slug (identifier) of the schedule that `muster deploy --cron` makes. Schedules that a user makes
 #: in the Prefect UI have no slug.
 CRON_SLUG = "cron"
-#: Treatment of a new run that is due before the last run of its deployment has ended. `skip`
-#: cancels the new run. `queue` lets the new run wait for the end of the last run. `allow` lets both
-#: run at the same time.
+#: Treatment of a new run that is due before the previous run of the deployment has ended. `skip`
+#: cancels the new run. `queue` lets the new run wait for the end of the previous run. `allow` lets
+#: both run at the same time.
 Overlap = Literal["skip", "queue", "allow"]
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
@@ -268,7 +268,7 @@ def _read_zone(schedule: SCHEDULE_TYPES) -> str:
 
 
 def find_start_of_deployment(deployment: DeploymentResponse, now: datetime) -> datetime | None:
-    """Return the next start of a deployment by its schedules, or None without a next start.
+    """Return the earliest next start of a deployment's schedules, or None if there is none.
 
     Paused schedules are ignored, and so are schedules whose dates the server cannot compute.
     """

@@ -92,7 +92,7 @@ _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
 #: The tag contains the host, the pid and the start time (in kernel clock ticks) of the flow run's
 #: process.
 _PROCESS_TAG = "process:"
-#: Types of workers that run flow runs as processes on the worker's host.
+#: Types of workers that start each flow run as a process on the worker's host.
 _LOCAL_TYPES = ("process", "gang")
 #: Names of the Prefect work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
@@ -319,8 +319,8 @@ def read_upkeep_deployments(
 def find_worker(run: FlowRun) -> str | None:
     """Return the name of the last worker of a flow run.
 
-    Returns: None if no worker took the flow run. Also None if the worker does not run flow runs as
-        processes on its own host.
+    Returns: None if no worker took the flow run, or if the worker does not start processes on its
+        own host.
     """
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
@@ -411,9 +411,9 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # Muster cannot read to which flow run a process in `suspects` belongs. The process may
-        # belong to this flow run if the server has recorded the pid of the process for the flow
-        # run, or has recorded no pid.
+        # Muster cannot read to which flow run a process in `suspects` belongs. If the server has
+        # recorded a pid for this flow run, only the process with this pid can belong to the flow
+        # run. Otherwise, any process in `suspects` may belong to the flow run.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -431,9 +431,9 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         host: host that may have run the process.
         now: present time by the server's clock.
 
-    Returns: The new state, for example Crashed. None if the flow run may have a process now or
-    soon, if it belongs to another host, or if it is in `host.registered`, whose flow runs are
-    handled by `tasks.upkeep.lost_run`.
+    Returns: The new state, for example Crashed. None in three cases: the flow run may have a
+    process or may soon get a process; the flow run belongs to another host; or the flow run is in
+    `host.registered`, so that `tasks.upkeep.lost_run` handles the flow run.
     """
     state = run.state
     if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
@@ -508,8 +508,8 @@ def decide_closed_state(
         run: record of the run. None if there is no record.
         cause: reason why the process of the run has ended.
 
-    Returns: None if the state on the server must not be changed, because it is neither running nor
-        cancelling.
+    Returns: The new state. None if the flow run is neither running nor cancelling on the server.
+        In that case, the state on the server must not be changed.
     """
     if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None

@@ -76,7 +76,9 @@ class Change(Enum):
 
     @staticmethod
     def of_state(state: State[Any] | None) -> Change:
-        """Return the change that explains the state of a flow run whose process is running.
+        """Return the `Change` that led to a flow run's state.
+
+        The process of the flow run is still running.
 
         Args:
             state: state of the flow run, or None if the state is unknown.
@@ -90,7 +92,7 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFlowRun:
-    """State of a flow run on the Prefect server, and the change that the state shows."""
+    """State of a flow run on the Prefect server, and the `Change` that led to this state."""
 
     change: Change
     #: State of the flow run. None if the state is unknown, or if the flow run does not exist any
@@ -111,9 +113,9 @@ class ObservedFlowRun:
 
 
 def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
-    """Ask the Prefect server for a flow run, and return the change that the answer shows.
+    """Return a flow run's state on the Prefect server, and the `Change` that led to this state.
 
-    Returns: Change.NONE if the server does not answer.
+    If the server does not answer, the state is None and the change is `Change.NONE`.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -189,13 +191,15 @@ class ForwardedRequests:
         Args:
             session: the run or pipeline that this process executes.
             flow_run_id: id of the flow run of the run or pipeline.
-            may_be_left: True if the next worker can continue the run or pipeline after a SIGTERM
-                without a cancellation. False if every SIGTERM ends the run or pipeline.
+            may_be_left: True if a worker can later continue the run or pipeline. SIGTERM from a
+                worker then ends only this process, unless the flow run was cancelled. False if
+                every SIGTERM ends the run or pipeline.
         """
         self._session = session
         self._flow_run_id = flow_run_id
         self._is_direct = find_worker_flow_run() is None
-        #: Number of consecutive answers of the server that the flow run does not exist.
+        #: Number of consecutive requests to which the server answered that the flow run does not
+        #: exist.
         self._missing_answers = 0
         self._may_be_left = may_be_left and not self._is_direct
         self._ctrl_c = CtrlC()
@@ -290,9 +294,9 @@ def end_on_request(
     Args:
         session: the run or pipeline that this process executes.
         flow_run_id: id of the flow run of the run or pipeline.
-        may_be_left: True if the next worker can continue the run or pipeline after a SIGTERM
-            without a cancellation. A worker sends SIGTERM when the flow run is cancelled, and when
-            the worker itself is stopped.
+        may_be_left: True if a worker can later continue the run or pipeline. SIGTERM from a worker
+            then ends only this process, unless the flow run was cancelled. A worker sends SIGTERM
+            when the flow run is cancelled, and when the worker itself is stopped.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
