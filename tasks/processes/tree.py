@@ -26,8 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
 #: `mark_own` can use its value to mark processes. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-#: Smallest number that `mark_own` uses as a mark. A process with a smaller limit on file locks has
-#: no mark: an administrator has set the smaller limit.
+#: Smallest mark of `mark_own`. A smaller limit on file locks is not a mark: an administrator has
+#: set this limit.
 _MARK_BASE = 1 << 62
 #: Byte that `spawn` writes to the new process to permit the execution of its program.
 _GO = b"g"

@@ -222,8 +222,8 @@ def is_address_of_this_machine(address: IPv4Address | IPv6Address) -> bool:
 def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
     """Change a client, so that it checks the server of each new connection before it sends data.
 
-    Afterwards, the client raises httpx.ConnectError if the server on this machine does not belong
-    to a trusted user.
+    If a server on this machine does not belong to a trusted user, the client then raises
+    httpx.ConnectError.
 
     httpx has no public way to replace its network backend, so this function sets private
     attributes. If a later release of httpx renames them, this function raises AttributeError.

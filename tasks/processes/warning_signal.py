@@ -61,8 +61,8 @@ def send_warning(
 ) -> list[ProcessKey]:
     """Send a signal to those processes of process trees that handle the signal.
 
-    If a process handles the signal, its descendants get no signal, even if they have inherited its
-    handler.
+    If a process handles the signal, its descendants get no signal, even if they inherited the
+    signal handler.
 
     Args:
         roots: Pids of the first processes of the trees.

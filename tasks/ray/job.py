@@ -52,8 +52,8 @@ class LogCopy:
 
     Ray can send a log only from the log's beginning. This class skips the bytes that were copied
     before. Copying can therefore continue after a lost connection, and after log rotation has
-    moved, truncated or removed the local file. In another process, copying continues after the
-    bytes that the local file contains.
+    moved, truncated or removed the local file. A new process of the run continues after the bytes
+    that the local file already contains.
     """
 
     _dashboard: Dashboard

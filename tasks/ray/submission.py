@@ -61,8 +61,8 @@ class JobPlan:
     #: Number of GPUs that the actors and tasks of the job must take together. 0 if the job needs no
     #: GPU.
     gpus: float = 0
-    #: Longest time in seconds that the job may be pending. After the start of its driver, the job
-    #: has the same time to take its GPUs.
+    #: Longest time in seconds that the job may be pending. Also the longest time from the start of
+    #: the driver until the job has taken its GPUs.
     start_within_s: float = 600.0
     #: If the cluster does not answer for more than this number of seconds, the job counts as lost.
     lost_after_s: float = 180.0

@@ -81,8 +81,9 @@ _BOOTSTRAP = (
     'run_name="__main__")'
 )
 #: Shell expression for the path of the Python interpreter that runs Ray on the node. Ray starts the
-#: job's command with a shell, so the parent process of the shell runs this interpreter. `python3`
-#: in the PATH is only used if that fails, because the PATH may contain another Python or none.
+#: job's command with a shell, so the parent process of the shell runs this interpreter. If
+#: the path of this interpreter cannot be read, `python3` in the PATH is used. `python3` is only the
+#: second choice, because the PATH may contain another Python or none.
 _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
