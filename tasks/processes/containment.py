@@ -28,8 +28,8 @@ _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
 #: second command works without privileges, because it also makes a user namespace.
 _UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
 #: Python program of the first process of a PID namespace. The kernel makes this process the parent
-#: of all orphans in the namespace. The process ignores SIGCHLD, so that the kernel reaps its ended
-#: children. It ends when its standard input closes.
+#: of all orphans in the namespace. The process ignores SIGCHLD, so that the kernel reaps children
+#: that have ended. The process ends when its standard input closes.
 _INIT = """
 import os, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

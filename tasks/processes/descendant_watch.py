@@ -59,7 +59,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class DeathEvidence:
     """Facts that the kernel knows about the deaths of a component's processes."""
 
-    #: Clause about the kill of the kernel's OOM killer, with the memory limit. Empty if the OOM
+    #: Clause about the kill by the kernel's OOM killer, with the memory limit. Empty if the OOM
     #: killer has killed no process of the component shortly before its end.
     oom_kill: str = ""
     #: Sentence that says why the OOM killer did not send SIGKILL. Empty if this is unknown.
@@ -102,7 +102,8 @@ class DescendantWatch:
 
     process: GuardedProcess
     _began_monotonic_s: float = field(default_factory=time.monotonic)
-    #: Number of kills of the OOM killer on this machine at the start of the component.
+    #: Number of processes that the OOM killer had killed on this machine at the start of the
+    #: component.
     _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
     #: Mapping from the directory of a memory cgroup to the first state that was read from it.
     _first_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
@@ -235,7 +236,7 @@ class DescendantWatch:
         os.close(pidfd)
 
     def _follow_groups(self, chain: tuple[Path, ...]) -> None:
-        """Record the state of memory cgroups, so that later kills of the OOM killer are noticed.
+        """Record the state of memory cgroups, so that later kills by the OOM killer are noticed.
 
         A cgroup whose state is already recorded is skipped.
 
@@ -258,7 +259,7 @@ class DescendantWatch:
                 self._last_groups[path] = group
 
     def _describe_oom_kill(self, exit: Exit) -> str:
-        """Return a clause about the last kill of the OOM killer in this component.
+        """Return a clause about the last kill by the OOM killer in this component.
 
         The clause is empty if the OOM killer has killed no process of the component.
         """
@@ -306,8 +307,8 @@ class DescendantWatch:
         if kill.limiting_group is None:
             return _describe_machine_limit()
         if not kill.limiting_group:
-            # An old kernel does not write the name of the cgroup into its log. So look for a memory
-            # limit that was reached among the cgroups of the killed process.
+            # An old kernel does not write the name of the cgroup into its log. So search the
+            # cgroups of the killed process for a cgroup that has reached its memory limit.
             return (
                 self._describe_reached_limit(chain)
                 or "the cgroup of this process reached its memory limit"
@@ -350,8 +351,8 @@ class DescendantWatch:
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
         """Return a cgroup in which the OOM killer killed a process, and the cgroups around it.
 
-        The kill must have happened shortly before the exit. If the cgroup was removed, the kills of
-        its nearest remaining parent cgroup are used.
+        The kill must have happened shortly before the exit. If the cgroup was removed, kills in
+        its nearest remaining parent cgroup count, too.
 
         Args:
             exit: Exit of the component.

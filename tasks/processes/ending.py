@@ -44,9 +44,9 @@ from tasks.processes.tree import (
 )
 from tasks.record.places import muster_home
 
-#: All processes count as ended after this number of consecutive rounds of SIGKILL that found no
-#: process. A single round can miss a process that forks and exits quickly. The next rounds find the
-#: child or the zombie of that process.
+#: Number of consecutive rounds of SIGKILL that must find no process. Only then do all processes
+#: count as ended. A single round can miss a process that forks and exits quickly. The next rounds
+#: find the child or the zombie of that process.
 CLEAN_ROUNDS = 3
 #: Seconds between two rounds of SIGKILL.
 ROUND_S = 0.02

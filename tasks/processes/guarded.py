@@ -100,7 +100,7 @@ class Command:
 
     @property
     def saves_within_s(self) -> float:
-        """Longest time in seconds that the program gets to finish a checkpoint before its end."""
+        """Longest time in seconds that the program gets to finish a checkpoint."""
         return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
     @property
@@ -370,8 +370,8 @@ class GuardedProcess:
             cgroup: Cgroup directory for the command. If the kernel refuses to put the command
                 there, the command starts without a cgroup.
             memory_cgroup: Cgroup directory with the memory limit of the command. `register` must
-                put the command there. The guardian process removes the directory only if this
-                process has ended before the guardian.
+                put the command there. The guardian process removes the directory only if the
+                calling process has ended before the guardian.
             register: Coroutine function that is called with this object and awaited before the
                 command is executed. If it raises OSError, `launch` raises the error and the command
                 is not executed.
@@ -421,8 +421,9 @@ class GuardedProcess:
         """
         if not self.guardian.is_alive():
             return []
-        # If the command runs in a PID namespace, `guardian_pid` is a process outside the namespace.
-        # Its child inside the namespace is the guardian process and not part of the command.
+        # If the command runs in a PID namespace, the process `guardian_pid` is outside the
+        # namespace. The child of that process is the guardian process inside the namespace. Leave
+        # out this child, because it is not part of the command.
         inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 

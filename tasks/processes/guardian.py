@@ -166,7 +166,8 @@ class Guardian:
     def _remove_cgroups(self) -> None:
         """Remove the cgroups of the component, whose processes have all ended.
 
-        The supervisor removes a memory cgroup itself, after it has read the counters of the cgroup.
+        This method removes the memory cgroup only if the supervisor has ended. Otherwise the
+        supervisor reads the counters of the memory cgroup, and then removes the cgroup.
         """
         memory_cgroup = self._order.memory_cgroup
         paths = {self._cgroup, memory_cgroup} - {None}
@@ -278,14 +279,14 @@ class Guardian:
                     self._stragglers[pid] = tree.read_command_line(pid) or f"pid {pid}"
 
     def _note_ended_stragglers(self, statuses: dict[int, int]) -> None:
-        """Record the stragglers among the processes that have ended now.
+        """Record each straggler that has just ended.
 
         A straggler is a descendant that outlived the first process. A straggler that ends by itself
-        within a second counts as a helper process, such as Python's resource tracker, and is
-        omitted.
+        within a second is not recorded, because it counts as a helper process, such as Python's
+        resource tracker.
 
         Args:
-            statuses: Mapping from pid to wait status, for the processes that have ended now.
+            statuses: Mapping from pid to wait status, for all processes that have just ended.
         """
         lasted_s = time.monotonic() - self._left_alone_at
         for pid in self._stragglers.keys() & statuses.keys():

@@ -49,9 +49,9 @@ class ProcessRegistry(Protocol):
 class Guards:
     """Owns the processes of one attempt on this machine, each under its own guardian process.
 
-    Run each process in the context `running`. If the start must be fast, call `begin`, then
-    `prepare` for each process, then `settle`, all before the first process is started. Call `close`
-    at the end of the attempt.
+    Run each process inside `async with guards.running(...)`. If the start must be fast, call
+    `begin`, then `prepare` for each process, then `settle`, all before the first process is
+    started. Call `close` at the end of the attempt.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Guards:
         await asyncio.shield(ending)
 
     async def dismiss(self, component: str, part: str = "") -> None:
-        """End the guardian process of a process that was prepared and not started.
+        """End a prepared guardian process that has started no command. Otherwise do nothing.
 
         Args:
             component: Name of the component.
@@ -308,8 +308,8 @@ class Guards:
         self._namespace = None
         if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:
             # The first process of a PID namespace ends after all other processes in the namespace.
-            # The first process has not ended in time, so some process in the namespace remains. Its
-            # pid is unknown, so report the first process.
+            # The first process has not ended in time, so some process in the namespace remains. The
+            # pid of the remaining process is unknown, so report the first process.
             names = [process.name for process in self._processes] or ["run"]
             left[names[-1]] = await describe_survivors([namespace.init_pid])
         return left

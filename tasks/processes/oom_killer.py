@@ -145,7 +145,7 @@ def _read_number(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedKill:
-    """Kill of the OOM killer according to the kernel log."""
+    """A kill by the OOM killer, as the kernel log reports it."""
 
     #: Pid of the killed process in the first PID namespace of the machine.
     pid: int
