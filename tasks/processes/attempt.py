@@ -218,7 +218,7 @@ def make_failure(
     cause = None if is_explained else find_cause(own_text, is_consequence=is_later_error)
     is_early_end = first_rank is not None and first_rank is evidence.early_end
     if is_early_end:
-        # The errors in the log come from other ranks, which lost the connection to this rank.
+        # The errors in the log come from other ranks, which lost the connection to `first_rank`.
         cause = None
     elif traceback and (cause is None or cause.rule.role >= Role.CASCADE):
         cause = find_cause(traceback) or cause
@@ -313,8 +313,8 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     """Return the component's process that failed first, or None if unknown.
 
     Args:
-        text: End of the component's log, in which a launcher may name this process.
-        evidence: Facts from the kernel, which may contain the death of this process.
+        text: End of the component's log. A launcher may name the failed process there.
+        evidence: Facts from the kernel about the deaths of the component's processes.
     """
     logged = find_first_rank(text)
     death = evidence.first_death
@@ -342,9 +342,9 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         # A program that fails may kill its own workers before it ends. So if the log explains the
         # failure, a killed worker is not the cause. But a worker that crashed is the cause.
         return death if is_crash or not is_explained else None
-    # Two processes have failed: the kernel reports the death of `death`, and the log contains a
-    # traceback of `logged`. If `death` crashed, `death` failed first. Otherwise `death` failed
-    # first only if the traceback just reports the loss of another process.
+    # Two processes have failed. The process `death` is known from the kernel. The process `logged`
+    # has written a traceback into the log. If `death` crashed, `death` failed first. Otherwise
+    # `death` failed first only if the traceback just reports the loss of another process.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
@@ -764,7 +764,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_places(self) -> None:
-        """Report in a loop each file or folder whose file system hangs, or answers again."""
+        """Check repeatedly whether files and folders answer, and report each change to the user."""
         check_logs_at_s = 0.0
         while True:
             if time.monotonic() >= check_logs_at_s:
@@ -790,7 +790,8 @@ class SupervisedAttempt:
     async def _follow_checkpoints(self, plan: ComponentPlan) -> None:
         """Check repeatedly that the file system of a component's checkpoints responds.
 
-        Because of these checks, a file system that hangs does not delay the end of the attempt.
+        If these checks find that the file system hangs, the end of the attempt does not wait for
+        the file system.
         """
         assert plan.is_saving is not None
         reader = self._context.readers.of(plan.checkpoints)
@@ -910,9 +911,8 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # While an earlier event is examined, all later events are ignored. But this failure may be
-        # an error in that examination, and must not be ignored. So give the failure the time of the
-        # earlier event.
+        # While an earlier event is examined, all later events are ignored. But an error in the
+        # examination itself must not be ignored. So give the failure the time of the earlier event.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -1420,7 +1420,7 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         await self._cancel_watchers()
         # Record the size of the logs before any component is examined or stopped. The examination
-        # appends call stacks to the log, and a launcher reports its stop signal as an error. The
+        # appends call stacks to the log, and a launcher reports the stop signal as an error. The
         # search for the cause skips these lines.
         for component in self._launched:
             is_blamed = component.name == decision.component and component.exit is None

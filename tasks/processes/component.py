@@ -112,16 +112,16 @@ class AttemptPlan:
     resume: ResumeRecord | None = None
     #: Highest step that earlier attempts have reached; None if they have reached no step.
     best_step_before: float | None = None
-    #: Seconds that the attempt has to end after the last step of the training. None if there is no
-    #: limit.
+    #: Longest time in seconds from the last step of the training to the end of the attempt. None if
+    #: there is no limit.
     finish_within_s: float | None = None
     #: Longest time in seconds without progress and output. None if there is no limit.
     stall_after_s: float | None = None
     #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
     #: None if there is no limit.
     time_limit_s: float | None = None
-    #: Text about the time limit for messages: the key in the run spec that sets the limit, and the
-    #: limit.
+    #: Text for messages, such as `time limit of 60 seconds (timeout_s)`. Empty if another key of
+    #: the run spec sets the time limit, such as `gang.max_hours`.
     time_limit_text: str = ""
     #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
@@ -618,12 +618,12 @@ class RunningComponent(ABC):
         return
 
     async def read_planned_end(self) -> PlannedEnd | None:
-        """Return the time and the reason of a planned end of the component by its machine.
+        """Return the time at which the component's machine will end the component, and the reason.
 
         An example is a shutdown that an administrator has scheduled on the machine.
 
         Returns:
-            The time and the reason, or None if no such end is known.
+            The time and the reason, or None if no planned end is known.
         """
         return None
 

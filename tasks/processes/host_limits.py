@@ -219,8 +219,8 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
     if not description:
         return failure
     message = failure.message
-    # If a component could not be started (rule `spawn`), the message already names the limit of
-    # this machine that was reached.
+    # The rule `spawn` means that a component could not be started. The message then already names
+    # the limit of this machine that was reached.
     if failure.rule != "spawn":
         message = f"{message}; {description}"
     return failure.with_changes(rule=rule, message=message, hint=failure.hint or hint)

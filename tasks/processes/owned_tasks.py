@@ -45,7 +45,7 @@ class OwnedTasks:
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         """
         Args:
-            on_error: Called with the error of a task that raises one.
+            on_error: Called with each error that a task raises.
         """
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
