@@ -85,7 +85,7 @@ class HttpProgress:
         """
         Args:
             url: The URL.
-            key: Key in the JSON object whose value is the training step.
+            key: Key of the training step in the JSON object.
             client: HTTP client for the requests.
         """
         self._url = url
@@ -151,7 +151,7 @@ class JsonlProgress:
         """
         Args:
             path: The file. It need not exist yet.
-            key: Key in the JSON object of each line whose value is the training step.
+            key: Key of the training step in the JSON object of each line.
             before: Fingerprint of the file at the start of the attempt. Lines that the file
                 contained at that time are skipped. If None, the attempt starts now, and this object
                 takes the fingerprint itself.
@@ -355,11 +355,11 @@ class StepSource(Protocol):
         """Return the reason why the training step was never known.
 
         Args:
-            is_over: True if the training is over. Before the end, a missing step is a fault only if
-                the source was read several times and contained no step.
+            is_over: True if the training is over. During the training, a reason is returned only
+                if the source was read several times and contained no step.
 
         Returns:
-            None if a step was ever known, or if no fault is likely yet.
+            None if a step was read, or if the training continues and may still report a step.
         """
 
 
@@ -545,7 +545,7 @@ class Silence:
 
     @property
     def seconds_since_progress(self) -> float:
-        """Seconds since the last progress, regardless of the growth of checkpoints."""
+        """Seconds since the last progress. The growth of a checkpoint does not count."""
         return self._clock() - self._progress_s
 
     def measure_logs(self) -> dict[Path, int]:

@@ -140,8 +140,8 @@ class _Entry(_Model):
     component: str
     #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
-    #: Largest delay of the component's end in seconds, while the component writes a checkpoint.
-    #: None in an entry of an earlier version of Muster, which used `grace_s` for this delay.
+    #: The end of the component is delayed while it writes a checkpoint, by at most this number of
+    #: seconds. None in an entry of an earlier version of Muster, which used `grace_s` instead.
     save_grace_s: float | None = None
 
     @classmethod
@@ -475,7 +475,7 @@ class LostRun:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if the owner of the run was started in this boot of the machine or container.
+        """True if the supervising process was started in this boot of the machine or container.
 
         If the value is False, no process of the run can exist any more.
         """
@@ -679,8 +679,8 @@ def teardown_s(process: int | None = None) -> float:
     The components of a run are stopped one after the other. Each may first finish a checkpoint.
 
     Args:
-        process: Pid of a flow process, to consider only its run. If None, every run of this
-            MUSTER_HOME is considered.
+        process: Pid of a process that supervises a run. Only this run is considered. If None,
+            every run of this MUSTER_HOME is considered.
 
     Returns:
         0 if no such run is registered. If a part of the registry cannot be read, a time is returned
