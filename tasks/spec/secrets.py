@@ -21,8 +21,8 @@ from urllib.parse import quote
 MASK = "***"
 
 
-#: Words that make the value of a variable probably secret, at any position in the variable's name.
-#: Examples: DB_PWD, PWD_OLD.
+#: A variable is probably secret if one of these words is at any position in its name. Examples for
+#: PWD: DB_PWD, PWD_OLD.
 _SECRET = frozenset(
     {
         "SECRETS",
@@ -41,8 +41,8 @@ _SECRET = frozenset(
         "PAT",
     }
 )
-#: Endings of words that make the value of a variable probably secret. Some names have no separator
-#: between words, such as PGPASSWORD.
+#: A variable is probably secret if a word in its name ends with one of these texts. Some names have
+#: no separator between words, such as PGPASSWORD.
 _SECRET_ENDS = (
     "PASSWORD",
     "PASSWD",
@@ -55,16 +55,15 @@ _SECRET_ENDS = (
     "AUTHTOKEN",
     "ACCESSTOKEN",
 )
-#: Words that make the value of a variable probably secret if they are the last word in its name:
-#: SSH_KEY, DB_PASS. A number may follow: API_KEY_2. At other positions, these words are harmless:
-#: KEY_COUNT.
+#: A variable is probably secret if the last word in its name is one of these words: SSH_KEY,
+#: DB_PASS. A number can follow: API_KEY_2. At other positions, these words are harmless: KEY_COUNT.
 _SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
-#: Words that make the value of a variable probably secret if KEY follows them, at any position in
-#: the name: AWS_ACCESS_KEY_ID.
+#: A variable is probably secret if its name contains one of these words directly before KEY:
+#: AWS_ACCESS_KEY_ID.
 _SECRET_KEY_PREFIXES = frozenset(
     {"API", "ACCESS", "PRIVATE", "SECRET", "SIGNING", "ENCRYPTION", "MASTER", "ACCOUNT"}
 )
-#: Words that make a value harmless if they precede KEY at the end of its name: PUBLIC_KEY.
+#: If one of these words precedes KEY at the end of a name, KEY is harmless: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = frozenset(
     {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "GROUP", "STEP", "METRIC"}
 )
@@ -93,8 +92,8 @@ _MODEL_TOKEN_PREFIXES = frozenset(
 _MODEL_TOKEN_SUFFIXES = frozenset(
     {"ID", "IDS", "LEN", "LENGTH", "LIMIT", "COUNT", "BUDGET", "LEVEL", "MEAN", "SIZE", "RATE"}
 )
-#: Last words of names whose values are not secret. They only describe the place or the use of a
-#: secret: SSH_KEY_FILE.
+#: A variable is not secret if the last word in its name is one of these words. Such a variable only
+#: describes the place or the use of a secret: SSH_KEY_FILE.
 _DESCRIPTIVE_LAST = frozenset(
     {"FILE", "PATH", "DIR", "SOCK", "PORT", "HOST", "TIMEOUT", "TTL", "ENABLED", "TYPE", "MODE"}
 )
