@@ -43,7 +43,7 @@ import_server_runs()
 class RunHandle:
     """Handle on one run. Its methods inspect the run, wait for its end, or cancel it."""
 
-    #: Id of the run, which is also the name of the run's flow run.
+    #: Id of the run. The run's Prefect flow run has the same name.
     run_id: str
 
     @property

@@ -21,6 +21,9 @@ def list_documents() -> list[Path]:
 
 
 def find_document(name: str) -> str:
-    """Return the path of a document such as `run-spec.md`, or its name if it is not installed."""
+    """Return the path of a document such as `run-spec.md`.
+
+    If the document is not installed, return a relative path such as `docs/run-spec.md`.
+    """
     paths = (folder / name for folder in _FOLDERS)
     return next((str(path) for path in paths if path.is_file()), f"docs/{name}")

@@ -379,7 +379,7 @@ class _SpecWriter:
     def _counts_from_zero(self) -> bool:
         """True if the script has a loop over its steps that probably starts with step 0.
 
-        False if the trainer of a framework runs the steps, because it counts from 1.
+        False if the trainer class of a framework runs the steps, because such classes count from 1.
         """
         if "loop_hook" not in self._framework["parts"]:
             return False

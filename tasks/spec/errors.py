@@ -32,7 +32,7 @@ class Fault:
 class MusterError(Exception):
     """Base class of all errors that Muster raises on purpose.
 
-    Callers should catch subclasses, because each subclass has its own reaction.
+    Callers should catch the subclasses, because each subclass needs a different reaction.
     """
 
     #: Exit code of a Muster command that ends with this error.

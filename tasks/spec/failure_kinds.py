@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-#: Text in an advice to the user that stands for the path of a hang report. Before the advice is
-#: shown, this text is replaced by the path of the failed component's hang report.
+#: Text that stands for the path of a hang report in advice to the user. Before the advice is shown,
+#: this text is replaced by the path of the failed component's hang report.
 HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
 
 
@@ -68,7 +68,7 @@ class KindProperties:
     #: depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
     #: Largest number of attempts of a requeued run, including the first, if the run spec contains
-    #: no number. None for no limit. There is a limit if failed attempts of this kind occupy the
+    #: no number. None for no limit. A limit is useful if failed attempts of this kind occupy the
     #: GPUs for some time.
     attempts: int | None = None
     #: Delay in seconds before the first retry, if the run spec contains no delay. None for the

@@ -332,7 +332,7 @@ def _find_evaluation_faults(written: Mapping[str, Any]) -> list[Fault]:
     """Return the faults in the run specs that are created for the evaluations of a run.
 
     Args:
-        written: The run spec as plain data. It has no other faults.
+        written: The run spec as plain data, after all other checks have found no faults.
     """
     faults: list[Fault] = []
     # The checkpoint is not known yet, so use any text as its value for the validation.

@@ -317,9 +317,9 @@ class Stage(Model):
 
     @property
     def best_evaluation(self) -> str:
-        """Name of the evaluation whose result contains the number in the key `best`.
+        """Name of the evaluation whose results decide which run of the matrix is the best.
 
-        Empty if the number is a metric of the training, or belongs to the result of a step.
+        Empty if a metric of the training or the result of a step decides instead.
         """
         name = self.best.by.partition(".")[0] if self.best is not None else ""
         return name if name in mapping_or_empty((self.spec or {}).get("evals")) else ""
@@ -333,7 +333,8 @@ class Stage(Model):
     def units(self) -> tuple[str, ...]:
         """Names of the points of the matrix: `NAME.1`, `NAME.2` and so on.
 
-        Without a matrix, it is only the name of the stage. Each of these units has its own run.
+        Without a matrix, the result contains only the name of the stage. There is one run for each
+        name.
         """
         if self.matrix is None:
             return (self.name,)
@@ -804,7 +805,7 @@ def _check_stage(
 def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
     """Check that a stage with the key `stop_early` has a metrics file in its run spec.
 
-    `stop_early` compares the metrics of the points of a matrix.
+    Muster compares the metrics of the runs to decide which run it stops early.
 
     Args:
         stage: The stage as plain data, with the changes in `set` applied to its run spec.

@@ -192,8 +192,8 @@ def substitute(
 def rewrite_texts(data: object, change: Change) -> object:
     """Return a run spec in which a function changes each text that may contain placeholders.
 
-    All other values of the result are the same objects as in `data`. Levels that are deeper than in
-    a valid spec are not searched, because a YAML mapping can contain itself.
+    All other values of the result are the same objects as in `data`. Only the keys of a valid spec
+    are searched. So the search also ends if a YAML mapping contains itself.
     """
     return _rewrite_node(data, _PLACES, "", change)
 

@@ -140,7 +140,7 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 class Probe(Model):
     """Check of a component, which succeeds or fails."""
 
-    #: Keys for the kind of check that this class of probes allows, such as `http`.
+    #: Spec keys for the kinds of check that this class of probes allows, such as `http`.
     questions: ClassVar[tuple[str, ...]] = QUESTIONS
 
     http: Url | None = Field(

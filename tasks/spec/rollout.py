@@ -348,7 +348,7 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of inference servers that a command of the user starts."""
+    """Yield the faults in a component `rollout` with the backend `command`."""
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
@@ -361,7 +361,7 @@ def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal
 
 
 def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of inference servers that Muster starts for a known backend."""
+    """Yield the faults in a component `rollout` with another backend, such as `vllm`."""
     name = _MODEL_BACKENDS[backend]
     health = mapping_or_empty(written.get("health"))
     if written.get("model") is None:

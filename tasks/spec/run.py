@@ -475,7 +475,7 @@ class RunSpec(Document):
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Secret values in the spec. Muster masks them in all its output.
+        """Secret values in the spec. Muster masks these values in logs, messages and files.
 
         The secrets of each component are collected separately, because two components may have
         variables with the same name and different secrets.

@@ -44,8 +44,8 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_words, suggest_name
 
-#: Titles in the form of the Prefect UI for an optional mapping of the spec, such as `gang`. The
-#: user selects one of them, to fill in the mapping or to omit it.
+#: Titles of two choices in the form of the Prefect UI: to fill in an optional mapping of the spec,
+#: such as `gang`, or to omit the mapping.
 GIVEN = "Given"
 LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for large fields, which the form shows last.
@@ -379,8 +379,8 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
-#: Type of the largest size of a log in bytes. Values below 64 KiB are rejected, because such a
-#: short log could lack the cause of a failure.
+#: Type of a size limit for logs, in bytes. Values below 64 KiB are rejected, because such a short
+#: log could lack the cause of a failure.
 LogBytes = Annotated[Count, Field(ge=65_536)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 #: Type of a key, or of several keys with dots between them, such as `train.step`.

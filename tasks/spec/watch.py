@@ -308,9 +308,9 @@ class Alarms:
         self._last_step: float | None = None
         #: Metrics of the rules with the condition `finite`. Their values must be finite.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: Metrics whose last value is NaN or infinite. A key contains the possible names of the
-        #: metric. An entry contains the name in the file, the last value, and the step since which
-        #: the values are not finite.
+        #: Metrics whose last value is NaN or infinite. Each key lists the possible names of one
+        #: metric. Each value contains the name in the metrics file, the last number, and the first
+        #: step of the period without a finite number.
         self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
 
     def describe_not_finite(self) -> str:
@@ -433,7 +433,7 @@ class _RuleState:
         """Return an alarm if the metric is null in unusually many consecutive lines.
 
         Some trainers write null in the lines between two values of a metric, so a few nulls are
-        normal. The limit depends on the longest such gap until now.
+        normal. The limit depends on the largest number of consecutive nulls until now.
         """
         metric = has_null(entry, self.rule.metric)
         if not metric:
