@@ -32,7 +32,7 @@ from tasks.show.output import guard_output
 
 #: Exit status if Ray ended all processes that it can end, and no exit code was lost.
 EXIT_HOLDS = 0
-#: Exit status if Ray left a process running that it can end, or if an exit code was lost. An exit
+#: Exit status if Ray did not end a process that Ray can end, or if an exit code was lost. An exit
 #: code is lost if a parent process in a Ray job sees 0 instead of the exit code of its child.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
@@ -42,7 +42,7 @@ EXIT_INVALID = 2
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
-#: Exit code of child processes that are started to check that a parent process sees this exit code.
+#: Exit code of the child processes that test whether a parent process sees their exit code.
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)

@@ -102,8 +102,8 @@ MusterError = _errors.MusterError
 InvalidSpec = _errors.InvalidSpec
 BadArgument = _errors.BadArgument
 
-# Let these classes name this module, because a pickled object contains the module name of its
-# class. With the name `tasks.client`, Python could load a package `tasks` of the user's project
-# instead.
+# Set the module name of these classes to this module. A pickled object contains the module name of
+# its class. With the module name `tasks.client`, Python could load a package `tasks` of the user's
+# project instead of Muster's.
 for _class in (RunHandle, MusterError, InvalidSpec, BadArgument):
     _class.__module__ = __name__

@@ -48,8 +48,8 @@ def main() -> None:
     # background. After SIGTERM, a Prefect worker sends SIGINT to itself, and would never end if it
     # ignored SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Do not ignore SIGCHLD, even if the parent of this process did. Otherwise, the kernel would
-    # discard the exit codes of the worker's child processes, which execute the runs.
+    # Do not ignore SIGCHLD, even if the parent of this process ignores SIGCHLD. Otherwise, the
+    # kernel would discard the exit codes of the worker's child processes, which execute the runs.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (*make_own_command("deployments.prefect_worker"), *sys.argv[1:])
     os.execv(worker[0], worker)

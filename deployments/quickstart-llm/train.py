@@ -309,8 +309,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
     add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
-    # Do not offer the third action, `interrupt`. With `interrupt`, an answer could be sampled with
-    # two versions of the weights, and its log-probabilities could not be checked.
+    # Do not offer the gateway's third action, `interrupt`. With `interrupt`, an answer could be
+    # sampled with two versions of the weights. The log-probabilities of such an answer could not be
+    # checked.
     actions = ("wait", "abort")
     add(
         "--in-flight",

@@ -82,8 +82,9 @@ class CopyEnvironment(BaseEnv):
             total_steps=-1,
             wandb_name=cls.name,
             use_wandb=False,
-            # Keep groups whose answers all have the same reward, which Atropos would drop. A good
-            # policy makes no mistake in most groups, and the trainer needs these groups, too.
+            # Keep groups whose answers all have the same reward. By default, Atropos drops such
+            # groups. A good policy makes no mistake in most groups, and the trainer needs these
+            # groups, too.
             ensure_scores_are_not_same=False,
             steps_per_eval=0,
             max_batches_offpolicy=1,

@@ -126,8 +126,9 @@ class Fleet:
                     f"engine {answer['engine']} did not load the weights of step {step}: {answer}",
                     flush=True,
                 )
-        # Send the epoch of each engine, which counts its starts. A changed epoch shows the gateway
-        # that the engine was restarted during the weight sync and has lost the weights.
+        # Send the epoch of each engine. The epoch counts the starts of the engine. A changed epoch
+        # shows the gateway that the engine was restarted during the weight sync and has lost the
+        # weights.
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200
         }

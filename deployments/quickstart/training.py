@@ -41,7 +41,10 @@ class Api(Protocol):
 
 
 class Servers(Protocol):
-    """The methods of `Fleet`, a client of inference servers, that training needs."""
+    """The methods of `Fleet` that training needs.
+
+    `Fleet` is the client of the inference servers.
+    """
 
     def push(self, policy: Policy, *, step: int) -> object: ...
 
@@ -68,8 +71,8 @@ class Plan:
 class Training:
     """One training, from a given state to the last step in its plan.
 
-    Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time,
-    which refer to the last finished step.
+    Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
+    refer to the last finished step.
     """
 
     def __init__(

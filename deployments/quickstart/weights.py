@@ -22,7 +22,7 @@ class Weights:
     step: int
 
     def as_bytes(self) -> bytes:
-        """Return the content of an .npz file, which `of` reads."""
+        """Return the weights as the content of an .npz file. `Weights.of` reads this content."""
         content = io.BytesIO()
         arrays = {name: getattr(self.policy, name) for name in WEIGHT_NAMES}
         np.savez(content, step=np.array(self.step), **arrays)

@@ -170,8 +170,8 @@ def _stop_with_reason(stack: Stack) -> None:
     try:
         stop(stack)
     finally:
-        # Delete the unused notes. A run does not use its note if it ended by itself just before the
-        # stop.
+        # Delete the notes that no run has read. A run that ended by itself just before the stop has
+        # not read its note.
         for directory in directories:
             take_note(directory)
 
@@ -352,7 +352,7 @@ def _describe_nodes(stack: Stack) -> str:
 
 
 def _default_port() -> int:
-    """Return the port of PREFECT_API_URL if it is the URL of this machine, otherwise 4200."""
+    """Return the port in PREFECT_API_URL if that URL leads to this machine, otherwise 4200."""
     try:
         parts = urlsplit(os.environ.get("PREFECT_API_URL", ""))
         host, port = parts.hostname or "", parts.port

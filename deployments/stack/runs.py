@@ -47,9 +47,9 @@ def end_runs(worker: int, *, within_s: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of a worker, and return the exit code. The argument is the worker's process id.
+    """End the runs of a worker, and return the exit code 0.
 
-    The exit code is also 0 if the worker has already ended.
+    The argument is the process id of the worker. If the argument is empty, do nothing.
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
