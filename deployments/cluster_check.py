@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
-    # Make Ray read the new environment variables. Ray has read the old ones at its import.
+    # Make Ray read the new environment variables. Ray read the old variables during its import.
     Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_read_cluster(options.address))

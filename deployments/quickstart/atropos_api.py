@@ -14,7 +14,7 @@ import numpy as np
 from grpo import Batch, group_advantages
 from policy import take_context
 
-#: Value in the list `masks` of an answer for a token that the policy did not generate.
+#: In the list `masks` of an answer, this value marks a token that the policy did not generate.
 NOT_GENERATED = -100
 
 

@@ -21,9 +21,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-#: Start of the name of a directory for Ray below /tmp.
+#: Prefix of the names of Ray's directories in /tmp.
 RAY_TEMP_PREFIX = "muster-ray-"
-#: Name of the directory for Ray in a MUSTER_HOME.
+#: Name of Ray's directory in a MUSTER_HOME.
 _NAME_IN_HOME = "ray"
 #: Name of the subdirectory in which Ray keeps its files. Ray lets all users read this subdirectory.
 #: So only the user of the stack may enter its parent directory.

@@ -162,7 +162,10 @@ class Stack(_Model):
 
     @property
     def ray_health(self) -> str:
-        """URL of the health check of Ray's dashboard and control store. Needs no access token."""
+        """URL of the health check of Ray's dashboard and control store.
+
+        A request to this URL needs no access token.
+        """
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:

@@ -82,7 +82,7 @@ class Setting(Generic[_ValueT]):
     meaning: str
     #: Description of the default, as Markdown for the document `settings.md`.
     default_text: str
-    #: Value if the variable is not set or empty.
+    #: Value if the variable is unset or empty.
     default: _ValueT
     #: Function that converts the text of the variable to the value of the setting. For an invalid
     #: text, the function raises ValueError with a description of a valid text.

@@ -10,7 +10,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-#: Mapping from files in the working directory to the table in which Prefect reads settings.
+#: Mapping from files in the working directory to the keys of the table with Prefect's settings.
 _SETTINGS_FILES: dict[str, tuple[str, ...]] = {
     "prefect.toml": (),
     "pyproject.toml": ("tool", "prefect"),

@@ -27,9 +27,9 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Spec keys for the kind of check of a probe, such as an HTTP request. A probe has exactly one of
-#: these keys. Exceptions: a readiness probe may have the key `exit` instead, and a liveness probe
-#: may have only the key `processes`.
+#: Spec keys that choose the kind of check, such as `http` for an HTTP request. A probe has exactly
+#: one of these keys. Exceptions: a readiness probe may have the key `exit` instead, and a liveness
+#: probe may have only the key `processes`.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
 #: Marks a value that is missing in JSON data. It differs from every JSON value.

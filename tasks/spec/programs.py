@@ -40,8 +40,8 @@ _REMEDY = (
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
-#: Matches options without a value, of Python and of shells. After any other option, the next
-#: argument may be the value of the option, or the script.
+#: Matches flags of Python and of shells, which are options without a value. After any other option,
+#: the next argument may be the value of the option, or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: Matches an argument that is the path of one config file. URLs and lists of files do not match.

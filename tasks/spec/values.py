@@ -561,8 +561,8 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest power of ten for which an error message writes a number with all its digits, such as 1000
-#: for `1e3`. For larger numbers, the message contains an example instead.
+#: Error messages write out all digits of numbers up to about this power of ten, such as 1000 for
+#: `1e3`. For larger numbers, the message contains an example instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")

@@ -317,7 +317,7 @@ class Alarms:
         """Return a text about metrics that are not finite now, such as `loss is nan since step 12`.
 
         Returns:
-            An empty string if the last value of each metric is finite.
+            The text, or an empty string if the last value of each metric is finite.
         """
         return " and ".join(
             f"{name} is {value} since step {step:g}"
