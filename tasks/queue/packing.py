@@ -175,7 +175,7 @@ class NodesAhead:
         return self._spare >= 0
 
     def is_sufficient(self, node: int) -> bool:
-        """Return True if a node has enough free GPUs and CPUs for its part of the waiting run."""
+        """Return True if a node has enough free GPUs and CPUs to be a node of the waiting run."""
         return self._is_enough(self._gpus[node], self._cpus[node])
 
     def release(self, node: int, gpus: int, cpus: float) -> None:

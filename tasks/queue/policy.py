@@ -101,8 +101,8 @@ class Waiting:
     estimate_s: float
     #: True if `estimate_s` is the default, because the spec of the run names no duration.
     is_estimate_assumed: bool = False
-    #: Earliest start in seconds, as the argument `now` of `plan`. A requeued run has a short delay,
-    #: and keeps its position in the queue during the delay.
+    #: Earliest start in seconds, by the same clock as the argument `now` of `plan`. A requeued run
+    #: has a short delay, and keeps its position in the queue during the delay.
     not_before: float = 0.0
     #: Tags of the run. All runs with the same tag may share a limit of GPUs.
     tags: frozenset[str] = frozenset()
@@ -125,7 +125,7 @@ class Held:
     cpus_per_gpu: float
     #: Sort key that the run had in the queue before its start.
     place: tuple[float | int | str, ...]
-    #: Expected end in seconds, as the argument `now` of `plan`.
+    #: Expected end in seconds, by the same clock as the argument `now` of `plan`.
     ends_at: float
     #: True if `ends_at` is computed with a default duration, because the spec names no duration.
     is_end_assumed: bool = False
@@ -157,7 +157,8 @@ class Reason:
     #: Ids of the runs that this run waits for: either the first run of the queue, or the active
     #: runs that must end to free enough GPUs.
     waits_for: tuple[str, ...] = ()
-    #: Expected start in seconds, as the argument `now` of `plan`. None if unknown.
+    #: Expected start in seconds, by the same clock as the argument `now` of `plan`. None if
+    #: unknown.
     starts_at: float | None = None
     #: True if the expected start is uncertain, because it depends on a run whose spec names no
     #: duration. A default duration was assumed for that run.

@@ -38,7 +38,7 @@ class PoolCopy(BaseModel):
     pool_id: UUID
     #: Description of the work pool.
     description: str | None = None
-    #: Largest number of runs that may run at the same time, or None without a limit.
+    #: Largest number of simultaneous runs. None if there is no limit.
     concurrency_limit: int | None = None
     #: True if the work pool is paused, so that no run starts.
     is_paused: bool = False
@@ -118,8 +118,8 @@ class PoolCopies:
             client: Client of the Prefect server.
         """
         self._client = client
-        #: Mapping from pool name to the last copy of the work pool on the server. An equal copy
-        #: needs no further request.
+        #: Mapping from pool name to the copy that the server stores. If the settings of the work
+        #: pool have not changed since this copy, no request is necessary.
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:

@@ -48,9 +48,9 @@ _SPAWN_TIMEOUT_S = 2.0
 #: Longest time, in seconds, between two changes of the label HEARTBEAT by the process of a waiting
 #: run. After a longer pause, the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
-#: A user may set a run to Scheduled by hand. A working process of the run then sets Running again
-#: within this number of seconds. After that time, the process counts as ended, and the run can
-#: start again.
+#: A user can set an active run to Scheduled by hand. A live process of the run then sets Running
+#: again within this number of seconds. After that time, the process counts as ended, and a worker
+#: can start the run again.
 _CORRECTED_WITHIN_S = 60.0
 #: Number of startable waiting runs at which a scheduling pass reads no further waiting runs from
 #: the server.
@@ -86,8 +86,8 @@ class QueueReader:
     #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
     #: so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs whose history was searched for a Cancelled state, without success: a mapping from
-    #: flow run id to the id of the last state then. After a new state, the search is repeated.
+    #: Flow runs for which `grants.find_lost_cancel` found nothing: a mapping from flow run id to
+    #: the id of the state at the time of the search. Each new state causes a new search.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: Mapping from flow run id to two values: the id of the last state that `grants.was_set_back`
     #: checked, and the result. The result is True if a user has set this state by hand while the
@@ -240,10 +240,10 @@ class QueueReader:
         return time.monotonic() - seen_at > _SILENT_AFTER_S
 
     async def _was_set_back(self, entry: QueueEntry, now: float) -> bool:
-        """Return True if a user has set a run to Scheduled, and its process may still work.
+        """Return True if a user has set a run to Scheduled, but the old process may still be alive.
 
-        The process then sets the state Running again within some seconds. Until then, no worker may
-        start the run, because the run would have two processes.
+        A live process sets the state Running again within some seconds. Until then, no worker may
+        start the run. Otherwise, the run could have two processes.
 
         Args:
             entry: The run.
@@ -560,7 +560,7 @@ class QueueView:
     policy: str
     #: True if the work pool is paused.
     is_paused: bool
-    #: Largest number of runs that may run at once, or None without a limit.
+    #: Largest number of simultaneous runs. None if there is no limit.
     limit: int | None
     #: Number of pending and running runs of the work pool. If the server has no such pool, the
     #: number of pending and running runs without a pool.

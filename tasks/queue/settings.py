@@ -326,9 +326,9 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: Settings with a name and a number, such as `node.NAME=8`. The key is the kind of the setting. The
-#: values are the field for the name, the field for the number, and the value that is stored if the
-#: number is 0.
+#: Kinds of settings that have a name and a number, such as `node` in `node.NAME=8`. Three values
+#: belong to each kind: the field that stores the name, the field that stores the number, and the
+#: value that is stored instead of the number 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 

@@ -383,14 +383,14 @@ async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) ->
 
 
 def _read_result(flow_run: FlowRun, began_at: float) -> State[Any] | None:
-    """Return the Prefect state of a run that has completed or failed, from its `run.json`.
+    """Return the Prefect state that corresponds to the result in a run's `run.json`.
 
     Args:
-        flow_run: The flow run.
-        began_at: Earliest time of the result, in UTC epoch seconds.
+        flow_run: The flow run of the run.
+        began_at: Time in UTC epoch seconds. A result before this time is ignored.
 
     Returns:
-        The state. None if there is no such result.
+        The state. None if the run has neither completed nor failed since `began_at`.
     """
     try:
         run = RunJson.read_for_flow_run(RunPlace.of(flow_run.name).record, str(flow_run.id))
@@ -423,8 +423,8 @@ class GangWorker(ProcessWorker):
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
     #: event loop. The request shows the server that a worker serves the queues.
     _served_at = -math.inf
-    #: True if this worker is the leader, which decides for all workers of the server which runs
-    #: start.
+    #: True if this worker is the leader. The leader decides which runs start, for all workers of
+    #: the server.
     _is_leader = True
     #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. If
     #: the leader offers a run to the workers, the pass starts earlier.
@@ -493,9 +493,9 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, this method is cancelled. The shield lets the task that
-                # watches the process continue. Only the task of `_end_with_worker` is cancelled,
-                # and then ends the process.
+                # When the worker stops, this method is cancelled. Because of the shield, the
+                # task that watches the process is not cancelled. Only the task of
+                # `_end_with_worker` is cancelled, and then ends the process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -719,9 +719,9 @@ class GangWorker(ProcessWorker):
     async def _run_pass(self) -> None:
         """Run a scheduling pass if a pass is due, and add the runs that must start to `_granted`.
 
-        One worker, the leader, decides for all workers which runs start. The leader offers a run to
-        a worker by an event. The other worker then grants free GPU devices of its host to the run,
-        in its own scheduling pass.
+        One worker, the leader, decides which runs start, for all workers. The leader sends an event
+        to offer a run to another worker. That worker then grants free GPU devices of its host to
+        the run, in its own scheduling pass.
         """
         now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_leader:
