@@ -44,8 +44,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
         words: Arguments of the command, without the name of the command.
 
     Returns:
-        The path of the spec and the changes. None if `words` contain a help option, no path, or
-        possibly several paths.
+        The path of the spec and the changes. None if `words` contain a help option, or if
+        it is unclear which word is the path.
     """
     if any(word in _HELP_OPTIONS for word in words):
         return None

@@ -488,7 +488,7 @@ def _title(view: RunView) -> str:
 
 
 def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
-    """Return the start time of an attempt, and how long the attempt has waited before.
+    """Return the start time of an attempt, and the duration of the wait before the start.
 
     Example: `12:00:03 UTC, waited 1 min 05 s`. A wait of less than 5 seconds is left out.
     """
@@ -522,7 +522,8 @@ NAMES = (
     *_LOSSES,
 )
 #: Mapping from the workload of a run to metrics that are preferred to those in `NAMES`. For a
-#: reward model (`rm`), a loss is preferred, because its rewards do not measure its quality.
+#: reward model (`rm`), a loss is preferred, because the rewards from the model do not show how good
+#: the model is.
 _FIRST_NAMES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("rewards/margins", "train/rewards/margins", *_LOSSES),
     "rm": _LOSSES,
@@ -593,8 +594,8 @@ class Figures:
         #: was replaced.
         self._restarts = 0
         self._points: dict[float, float] = {}
-        #: Training step from which on the metric has been NaN or infinite, and this value. None if
-        #: the last value of the metric is finite.
+        #: First step of the present series of NaN or infinite values, and the value at this step.
+        #: None if the last value of the metric is finite.
         self.not_finite_since: Point | None = None
 
     @property

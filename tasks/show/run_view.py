@@ -83,8 +83,8 @@ class ServerSeen:
 
     #: Number of the server in the fleet, from 0.
     rank: int
-    #: State of this server and of the servers that are always started together with it, such as
-    #: `active`.
+    #: State of the server, such as `active`. Servers that are always started together have the same
+    #: state.
     state: str = GroupState.STARTING.value
     #: Address of the server, or an empty string if it has not been started.
     url: str = ""
@@ -201,7 +201,7 @@ class ObservedRun:
     def snapshot(self) -> ObservedRun:
         """Return a copy of this object that later events do not change.
 
-        The copy is shallow, and therefore fast, because other threads wait during the copy.
+        Other threads wait during the copy. So the copy is shallow, because a shallow copy is fast.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}

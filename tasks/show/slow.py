@@ -30,11 +30,11 @@ _RECENT_COUNT = 10
 _KEPT_COUNT = 2000
 #: Smallest number of earlier values with which recent values are compared.
 _MIN_EARLIER_COUNT = 3
-#: Recent steps count as slower than earlier steps if they take at least this number of times as
-#: long.
+#: Recent steps count as slower only if their duration is at least this multiple of the earlier
+#: duration.
 _SLOWER_RATIO = 1.2
-#: Recent steps count as slower only if the increase of their duration is larger than this multiple
-#: of its standard error. Smaller increases may be random.
+#: Recent steps count as slower only if their duration has increased by more than this number of
+#: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
