@@ -79,8 +79,8 @@ def record_provenance(
     """Write the code, the software versions and the host of an attempt into the run's record.
 
     If the run uses the files in `root` directly, a copy of this folder is stored, and the record
-    names the copy. But if the folder contains the home folder of the user or MUSTER_HOME, it is
-    copied only if it is a project.
+    names the copy. But a folder that contains the user's home folder or MUSTER_HOME is copied only
+    if the folder is the root of a project.
 
     Args:
         record: The record of the run.

@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two searches for new checkpoints and ended evaluations.
 _CHECK_EVERY_S = 5.0
-#: Seconds between two searches if the checkpoints are in an object store such as S3. The interval
-#: is longer, because each request may cost money.
+#: Seconds between two searches if the checkpoints are in an object store such as S3. This
+#: interval is longer than `_CHECK_EVERY_S`, because each request may cost money.
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
@@ -127,10 +127,10 @@ def evaluate_checkpoints(
 
 
 def report_late_evaluation(run: RunSession, training_id: str, connect: Connect) -> None:
-    """Record the end of an evaluation that ends after its training, and update the page.
+    """Record the end of an evaluation whose training has already ended.
 
-    The page is that of the training in the Prefect UI. If the training has not ended, do nothing:
-    the training itself records the end. Errors are logged.
+    Also update the page of the training in the Prefect UI. If the training has not ended, do
+    nothing: the training then records the end of the evaluation itself. Errors are logged.
 
     Args:
         run: The run of the evaluation, which has its final state.

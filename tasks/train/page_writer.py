@@ -192,8 +192,8 @@ class RunPage:
                 the remaining artifacts are sent by the next call of `send`.
 
         Raises:
-            Exception: The error of Prefect's client. The remaining artifacts are sent again after a
-                pause.
+            Exception: The error of Prefect's client. A later call sends the remaining artifacts,
+                after a pause.
         """
         now_s = self._clock()
         with self._lock:
@@ -293,7 +293,7 @@ class RunPage:
     def _open_metrics(self, attempt: AttemptPlace) -> Figures:
         """Return a reader of the attempt's metrics file.
 
-        The reader also contains the values of earlier attempts.
+        The values of earlier attempts are already in the returned object.
         """
         path, step_key = find_metrics_file(self._run.resolved_spec.written(), attempt)
         attempts = self._run.record.content.attempts

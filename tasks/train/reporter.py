@@ -107,7 +107,7 @@ class Reporter:
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         #: True if the server did not answer when the last report was sent.
         self._is_server_away = False
-        #: Set when nothing more must be sent.
+        #: Set when the thread must stop sending.
         self._is_closed = threading.Event()
         #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
@@ -291,7 +291,7 @@ class Reporter:
     def _note_activity(self, activity: str, event_name: str) -> None:
         """Log the activity of the run, and queue it as a message for the flow run's state."""
         # The states of many inference servers change at nearly the same time. Skip a message if the
-        # activity has changed again since.
+        # activity has already changed again.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))

@@ -142,7 +142,7 @@ def _queue_again(
 
 
 def _retry_here(train: Flow[..., State[Any]], run: Run, from_step: int | None) -> int:
-    """Run the next attempt in this process, for a run that `muster train` started."""
+    """Run the next attempt in this process. `muster train` must have started the run."""
     place = run.place
     if not place.record.exists():
         host = run.host or "another host"

@@ -96,7 +96,7 @@ class RunWatch:
         self._ask_step_at = 0.0
 
     def show_state(self, state: State[object]) -> None:
-        """Show a new state of the flow run, unless an event of the run already shows the same."""
+        """Show a new state of the flow run, unless the events of the run already show the state."""
         if not state.is_final() and not (state.is_running() and self._events.has_begun):
             message = f": {state.message}" if state.message else ""
             self._terminal.say(f"{state.name}{message}")

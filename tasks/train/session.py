@@ -80,7 +80,7 @@ _ANSWERS_AT_END_WITHIN_S = 2.0
 #: Longest wait in seconds for reading the checkpoints before the run gets its GPUs.
 _STORE_WITHIN_S = 60.0
 #: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
-#: run has no GPUs yet.
+#: pause may be long, because the run occupies no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
 #: Longest time in seconds that a run without GPUs waits for a store that does not answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
@@ -164,7 +164,7 @@ class RunSession:
         # run gets its final state, `muster reconcile` finds the run.
         atexit.register(self._register.close)
         self.place.directory.mkdir(parents=True, exist_ok=True)
-        # Remove the note about a cancellation if an earlier process has not used it.
+        # An earlier process of the run may have left a note about a cancellation. Delete the note.
         take_note(self.place.directory)
 
         self._secrets = RunSecrets(spec)
@@ -313,7 +313,8 @@ class RunSession:
         self._guardian_template = start_guardian_template(self.spec, self.run_id, number)
 
     def enter_code(self, fetch: code_store.Fetch) -> None:
-        """Write the submitted code of the run into a folder, and make it the working directory.
+        """Write the submitted code of the run into a folder, and make this folder the
+        working directory.
 
         Do nothing if the run has no submitted code.
 
@@ -674,8 +675,8 @@ class RunSession:
         if verdict is self._verdict:
             return verdict
         self._verdict = verdict
-        # Record the end of the attempt only for a final state. Otherwise the Ray jobs of the
-        # attempt continue, and the next process of the run continues the attempt.
+        # Record the end of the attempt only for a final state. Without a final state, the Ray jobs
+        # of the attempt are still running, and the next process of the run will supervise the jobs.
         if verdict.state.is_final:
             self._release_grant()
             self._end_in_record(verdict)

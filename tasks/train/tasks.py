@@ -88,12 +88,12 @@ _RETRY_EVERY_S = 2.0
 #: answer. The pauses start at 2 s and double each time, so 8 retries take about eight minutes. A
 #: restart of the server by `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: Number of retries of the same request for a run that a person started. The person waits at the
-#: terminal, so there are fewer retries.
+#: Number of retries of the request that sets the final state, if a person started the run. The
+#: person waits at the terminal, so there are fewer retries than for a run of a worker.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: Number of retries of the same request for an interrupted run. There are few retries, because the
-#: host or the Prefect server is probably being stopped. If all of them fail, `muster reconcile`
-#: sets the state later.
+#: Number of retries of the request that sets the final state, if the run was interrupted. There are
+#: few retries, because the host or the Prefect server is probably being stopped. If all retries
+#: fail, `muster reconcile` sets the state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
