@@ -72,7 +72,7 @@ def list_runs_with_specs(
 
 
 def _read_local_records(at_most: int) -> dict[str, RunJson]:
-    """Return a mapping from run ids to the newest `run.json` files on this machine."""
+    """Return the records of the newest runs with files on this machine, by run id."""
     # A run id ends with the time at which it was created, so sort the ids by this time.
     newest = sorted(list_local_run_ids(), key=_RUN_ID_END.findall, reverse=True)[:at_most]
     records = [read_local_record(name) for name in newest]

@@ -54,9 +54,9 @@ _MAX_USERS = 20
 
 
 def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
-    """Show the data and the checkpoints from which a run was made, with the runs that made them.
-    Also show the checkpoints of the run, and the evaluations, exports and further runs that used
-    the checkpoints.
+    """Show the data and the checkpoints that a run used, with the runs that wrote these inputs.
+    Also show the run's own checkpoints, and the evaluations, exports and further runs that used
+    these checkpoints.
 
     Exit: 0 shown; 2 there is no such run.
 

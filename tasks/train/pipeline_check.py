@@ -68,7 +68,7 @@ def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
     """Return a fault for each stage that is too large for its cluster.
 
     Args:
-        pipeline: A valid pipeline, in which each stage has a run spec or is a step.
+        pipeline: A valid pipeline. Each stage that runs a training must contain a run spec.
 
     Raises:
         NoServer: The Prefect server does not answer.
@@ -179,7 +179,7 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
     Such a stage needs more GPUs, CPUs or memory than the nodes have, or a label that no node has.
 
     Args:
-        pipeline: The pipeline, in which each stage has a run spec or is a step.
+        pipeline: The pipeline. Each stage that runs a training must contain a run spec.
         clusters: Mapping from Ray addresses to the clusters of the queue. The nodes without Ray
             form one cluster, whose key is an empty string.
     """
@@ -224,7 +224,7 @@ def _compare_nodes(
 
     Args:
         spec: Run spec of the pipeline step.
-        stage: The stage. If it is not a step, nothing is checked.
+        stage: The stage. A stage that runs a training, not a step, is not checked.
         path: Dotted path of the stage in the pipeline.
         nodes: The living nodes of the Ray cluster.
     """

@@ -88,8 +88,8 @@ class PlanInputs:
     resume: ResumeRecord | None = None
     #: Highest training step of all earlier attempts. None if no earlier attempt completed a step.
     best_step_before: float | None = None
-    #: Mapping from the path of each checkpoint that another run wrote into the same folder to the
-    #: hash of the checkpoint.
+    #: Checkpoints that other runs wrote into the same folder: a mapping from the path to the hash
+    #: of each checkpoint.
     foreign: Mapping[str, str] = field(default_factory=dict)
     #: Mapping from component names to the ids of their parent runs in MLflow. A component may have
     #: no parent run.

@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def differences(self) -> dict[str, tuple[object, object]]:
-        """Mapping from each property that differs to its two values.
+        """The properties whose values differ: a mapping from the name to both values.
 
         A missing property has the value None.
         """
@@ -308,7 +308,7 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
 
 
 def _read_submitted_code(name: str | None) -> dict[str, object]:
-    """Return the properties of submitted code, or an empty dict if the code is not here.
+    """Return the properties of submitted code, or an empty dict if this machine lacks the code.
 
     Args:
         name: Name of the code in the spec.

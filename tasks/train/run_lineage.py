@@ -86,7 +86,7 @@ class LineageRecorder:
             if find_lasting_api_url():
                 stack.enter_context(override_client_settings(retries=0))
                 # HTTP settings make `get_client` return a separate client. Without these settings,
-                # it would return the client of the flow, which the flow closes.
+                # `get_client` would return the client of the flow, and the flow closes that client.
                 client = stack.enter_context(
                     get_client(httpx_settings={"timeout": _REQUEST_TIMEOUT_S}, sync_client=True)
                 )

@@ -46,8 +46,8 @@ def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool =
 
     Args:
         spec: The spec of the run.
-        root: Root of the spec's project, which contains its files. If None, the files are in the
-            working directory.
+        root: Root folder of the project with the files that the spec names. If None, these files
+            are in the working directory.
         checks_stores: True to check the access to an object store of the checkpoints, too.
 
     Raises:
