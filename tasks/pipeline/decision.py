@@ -23,7 +23,7 @@ class StageRun:
 
     #: Name of the stage. For the point N of a matrix, the name is `NAME.N`.
     stage: str
-    #: Number of the run, from 1. The runs of a stage are counted, or those of a matrix point.
+    #: Number of the run among the runs of the stage or matrix point, from 1.
     number: int
     #: Prefect id of the run's flow run.
     flow_run_id: str
@@ -311,8 +311,8 @@ def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
     """Return the time at which a user last started or retried a flow run.
 
     This is the time of the first state after the last final state. Without a final state, it is the
-    time of the first state. A new process after a lost process does not change the result, because
-    Muster then sets no final state.
+    time of the first state. The loss of a flow process does not change the result, because
+    Muster sets no final state before the next process starts.
 
     Args:
         states: A pair for each state that the flow run has had, in any order: the time of the state

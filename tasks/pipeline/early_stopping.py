@@ -157,8 +157,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # `min_resource` is the first step at which the pruner compares trials. Use the step `step`,
-        # because the trials have a value only there.
+        # `min_resource` is the first step at which the pruner compares trials. The trials have a
+        # value only at `step`.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )

@@ -18,7 +18,7 @@ _ANSWERS_WITHIN_S = 5.0
 
 
 class PointHistories:
-    """Reads metrics of the runs that belong to the matrices of a pipeline, while they run.
+    """Reads the metrics that the runs of matrix points have written so far.
 
     Each call reads only the lines that were added to the metrics files since the previous call.
     """
@@ -41,7 +41,7 @@ class PointHistories:
         If the metrics files cannot be read now, return the values of the last successful call.
 
         Args:
-            run: The run of the point.
+            run: The run of a matrix point.
             key: Key of the metric.
         """
         metric = (run.name, key)

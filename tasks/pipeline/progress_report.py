@@ -58,7 +58,7 @@ class ProgressReport:
         self.say(f"stage {run.stage}{try_text}: queued ({format_link(run)})")
 
     def report(self, decision: PipelineDecision, runs: Sequence[StageRun]) -> None:
-        """Report new, ended and skipped stage runs since the last call.
+        """Report the changes since the last call: new runs, ended runs and skipped stages.
 
         The state message of the pipeline's flow run is set to a text with the states of the active
         runs.

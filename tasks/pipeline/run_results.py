@@ -107,7 +107,7 @@ class RunResults:
         return self._results[run.flow_run_id]
 
     def _awaits_evaluations(self, stage: Stage, run: StageRun) -> bool:
-        """Return True if `best` of a stage compares evaluations, and some have not ended.
+        """Return True if `best` of a stage compares evaluations, and an evaluation has not ended.
 
         The method also asks the Prefect server, because the record of the evaluations may be
         outdated after the end of the run.

@@ -265,10 +265,10 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a stage, or of one point of its matrix, before the run starts.
+        """Return the run spec of a stage or matrix point, without the results of other stages.
 
-        A fixed text replaces each placeholder for a result of another stage, `${stage.NAME.KEY}`,
-        because the result may still be unknown.
+        A fixed text replaces each placeholder for a result, `${stage.NAME.KEY}`, because the result
+        may still be unknown.
         """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
@@ -411,7 +411,7 @@ class PipelineSession:
         return self._results.check_result(self.spec.unit_stage(run.stage), run)
 
     def _values(self, states: Mapping[str, StageState]) -> StageValues:
-        """Return the values of the stages that placeholders and conditions of later stages can use.
+        """Return the values that later stages can use in placeholders and conditions.
 
         Args:
             states: Mapping from the name of a stage to its state.
@@ -427,8 +427,8 @@ class PipelineSession:
     def _update_tags(self, client: SyncPrefectClient) -> None:
         """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
 
-        The flow run may have a tag for a process that a user started on the command line. If a
-        worker has started this process, that tag is removed.
+        A flow run that was started on the command line has a tag that names its process. If a
+        worker has started the present process, this old tag is removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
@@ -488,9 +488,9 @@ def _describe_handover(decision: PipelineDecision) -> str:
 
 
 def pipeline_id_of_flow_run() -> str:
-    """Return the name for the flow run of the pipeline in this process.
+    """Return the run id of the current flow run, whose flow is the pipeline.
 
-    Each process of the same flow run returns the same name.
+    All processes of the flow run have the same run id.
     """
     return flow_process.make_current_run_id(
         flow_process.get_current_spec(PipelineSpec).name, "pipeline"

@@ -323,7 +323,7 @@ def use_cached_run(
 
 
 def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
-    """Return the earlier runs whose results a pipeline uses instead of new runs of its steps.
+    """Return the earlier runs whose results a pipeline reuses for its steps.
 
     `use_cached_run` has recorded these runs on the Prefect server. Deleted runs are omitted.
 
