@@ -154,9 +154,9 @@ def find_attempts_failed_by_checkpoint(
 ) -> list[AttemptRecord]:
     """Return the attempts that failed because of their checkpoint.
 
-    These attempts do not count against the limit in the spec key `retry.attempts`, except an
-    attempt that reached its time limit. If the run spec has the key `progress`, the result also
-    contains attempts whose checkpoint is only suspected (`Blame.SUSPECTED`).
+    The returned attempts do not count against the limit in the spec key `retry.attempts`. An
+    attempt that reached its time limit is never returned. If the run spec has the key `progress`,
+    the result also contains attempts whose checkpoint is only suspected (`Blame.SUSPECTED`).
     """
     blames = blame_attempts(spec, attempts)
     return [
@@ -225,10 +225,11 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
-    # A step above that of the checkpoint proves that the trainer has completed a step. A lower step
-    # from an HTTP server proves nothing, because the server may report a step from before the
-    # restart. A lower step from another source proves a completed step, because such a trainer
-    # counts its steps from zero after each start.
+    # If the reported step is above that of the checkpoint, the trainer has completed a step. If the
+    # reported step is lower, the source of the step decides:
+    # - An HTTP server may report a step from before the restart. So the step proves nothing.
+    # - With any other source, the trainer counts its steps from zero after each start. So the
+    #   trainer has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

@@ -616,7 +616,8 @@ def _find_missing_shard(content: Content) -> str:
 def _find_missing_rank(content: Content) -> str:
     """Return a text that names a missing file of a rank, or an empty string.
 
-    Each rank between the lowest and the highest rank with a file must have a file.
+    The file names contain ranks. Each rank between the lowest and the highest of these ranks must
+    have a file.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in content.names:

@@ -286,8 +286,8 @@ class FsspecStore:
 
         - The first maps the key of each visible file to the size and times of the file.
         - The second maps the key of each removal list to the content of the list. A removal list is
-          a small file that names files to delete. For each file, it has the key of the file, and a
-          text with the size, time and version.
+          a small file that names files to delete. The content maps the key of each listed
+          file to a text with the size, time and version of the file.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
@@ -646,9 +646,9 @@ def _connect(protocol: str) -> Any:
 
 
 def _find_client_fault(protocol: str) -> tuple[str, str] | None:
-    """Return the problem with the Python package for a store and the advice to the user, or None.
+    """Return why checkpoints with a protocol cannot be read, and the advice to the user.
 
-    The result is None if the package can be used.
+    The result is None if the protocol is known and its Python package can be imported.
     """
     client = _CLIENTS.get(protocol)
     if client is None:

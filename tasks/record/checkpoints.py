@@ -754,8 +754,9 @@ class CheckpointGrowth:
         self._read_at = now
         if not changed_at:
             return None
-        # The file has changed since the last call of this method. A time outside of this period
-        # comes from the wrong clock of a file server, so move the time into the period.
+        # A file has changed between the last call of this method and now. If the time of the change
+        # is not in this period, the clock of a file server is wrong. So use the nearest time in the
+        # period.
         return now - min(max(*changed_at, last_read_at), now)
 
     def _read(self) -> dict[CheckpointPath, _FileState] | None:

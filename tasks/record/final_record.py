@@ -44,7 +44,7 @@ class FlowLoss:
     #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server, or None if the server did not
-    #: answer. In both cases, a run that was waiting continues to wait.
+    #: answer. With True or None, a run that was waiting continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that continued the run, or an empty string. The run may
     #: already have ended on that host.

@@ -103,8 +103,8 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         attempts: All attempts of the run. All of them have ended.
 
     Returns:
-        The sentence. An empty string if the last attempt had a lasting result, or if only this
-        attempt had none and took less than 10 minutes.
+        The sentence. An empty string in two cases: the last attempt had a lasting result, or only
+        the last attempt had no lasting result and this attempt took less than 10 minutes.
     """
     fruitless = list_fruitless_attempts(attempts)
     durations = [

@@ -257,8 +257,8 @@ class GiveUpReason:
     rule: str
     #: Message for the user that explains why Muster ends the component.
     message: str
-    #: Exit status of the process whose end made Muster end the component. None if there is another
-    #: reason.
+    #: Exit status of the process whose end made Muster end the component. None if Muster ends the
+    #: component for another reason.
     exit: Exit | None = None
 
 

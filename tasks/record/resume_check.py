@@ -11,8 +11,8 @@ from tasks.record.run_json import ResumeRecord
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
     """Return a warning if the trainer has probably not loaded the checkpoint that Muster chose.
 
-    Some trainers ignore the path that Muster passes. Such a trainer loads the checkpoint whose name
-    is in a file of its own, such as `latest_checkpointed_iteration.txt`.
+    Some trainers ignore the path that Muster passes. Such a trainer loads the checkpoint that a
+    file such as `latest_checkpointed_iteration.txt` names.
 
     Args:
         resume: Record of the checkpoint that Muster chose for the attempt.

@@ -66,8 +66,8 @@ def decide_retry(
 
     Args:
         verdict: Result of the attempt.
-        before: Kinds of failure of the earlier attempts that count, in order, with None for an
-            attempt that did not fail; see `list_counted_failures`.
+        before: Kinds of failure of the earlier attempts that count against the retry limit, in
+            order. None stands for an attempt that did not fail; see `list_counted_failures`.
         policy: Retry policy of the spec for this kind of failure. None if a run is never retried
             after a failure of this kind.
         start: Phrase about the checkpoint of the next attempt: `from PATH`. Empty if the next
@@ -105,8 +105,8 @@ def decide_retry(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return RetryDecision(text=text)
 
-    # Some failures end an attempt before its components start. In this case, the delay depends only
-    # on the number of consecutive failures of this kind.
+    # Some failures end an attempt before its components start. After such a failure, the delay
+    # depends only on the number of such failures in a row.
     delay_step = used_attempts
     if kind.properties.ends_before_components_run:
         delay_step = 1 + sum(1 for _ in takewhile(_has_never_run, reversed(before)))

@@ -107,7 +107,7 @@ class RefusedCheckpoint(Recorded):
     """Checkpoint that Muster did not choose as the start of an attempt, with the reason."""
 
     path: str = ""
-    #: Reason for the user why the attempt does not start from the checkpoint.
+    #: Text for the user: the reason why the attempt does not start from the checkpoint.
     why: str = ""
 
 
