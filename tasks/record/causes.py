@@ -104,8 +104,8 @@ RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encodi
 
 #: Length of the shortest error message, "Killed", in characters. Shorter log lines are skipped.
 _SHORTEST_LINE = 6
-#: Smallest number of training steps after an error that proves that the error was not fatal. Fewer
-#: steps prove nothing: other processes may complete a few steps after a fatal error.
+#: An error was not fatal if at least this number of training steps are completed after the error.
+#: Fewer steps prove nothing: other processes may complete a few steps after a fatal error.
 STEPS_OF_SURVIVAL = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -195,8 +195,8 @@ def read_lines(text: str) -> list[LogLine]:
         parser = parsers[process]
         traceback, message = parser.parse_line(message)
 
-        # If a process prints "Retrying ..." after an error, the error was not fatal. So mark the
-        # line with the error as a line without a failure.
+        # If a process prints "Retrying ..." after an error, the error was not fatal. So set
+        # `is_mention` for the line with the error.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:
@@ -454,8 +454,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Mapping from a process and a role to the number of the process's last traceback that a rule
-    #: with this role matched. Tracebacks of caught exceptions do not count.
+    #: Mapping from a process and a role to the number of the process's last traceback. Tracebacks
+    #: that no rule with this role matched, and tracebacks of caught exceptions, do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line

@@ -52,8 +52,8 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
             disk. If False, a power failure can leave an empty file on some file systems.
 
     Raises:
-        OSError: The file was not replaced. If `durable` is True, the file may have been replaced,
-            but is not protected against a power failure.
+        OSError: The file was not replaced. If `durable` is True, there is a second possibility: the
+            file was replaced, but is not protected against a power failure.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -176,7 +176,8 @@ class DiskThread:
     def describe_unwritten_files(self) -> str:
         """Return a text that lists each file that could not be written, with the reason.
 
-        The text is empty if no write has failed. If a disk does not respond, there is no reason.
+        The text is empty if all files were written. If no write of a file has failed yet, the
+        reason is that the disk does not respond.
         """
         with self._changed:
             reasons = dict.fromkeys(

@@ -35,7 +35,7 @@ from tasks.spec.step import ARGS_VARIABLE, RESULT_FILE, RESULT_VARIABLE
 _MAX_OUTPUTS = 500
 #: Largest number of inputs in a lineage.
 _MAX_INPUTS = 100
-#: Largest number of paths in the commands and variables of a run spec that are recorded.
+#: Largest number of recorded paths from the commands and variables of a run spec.
 _MAX_PATHS = 200
 #: Largest number of figures that are recorded for one output. A figure is a number in the result of
 #: a pipeline step.
@@ -75,7 +75,7 @@ class DataKind(StrEnum):
 class LineageInput(Recorded):
     """Data that a run reads, such as a data set or a checkpoint."""
 
-    #: Absolute path, URI, or name of a data set as in the command of the run.
+    #: Absolute path or URI, or the name of a data set as written in the command of the run.
     uri: str = ""
     kind: DataKind = DataKind.DATA
     #: Id of the run that wrote the data, as found in the path. None if the path contains no run id.
@@ -461,7 +461,8 @@ class LineageIndex:
             lineages: Mapping from run ids to lineages.
         """
         self.lineages = lineages
-        #: Mapping from the URI of an output to the id of the run that wrote it, and the output.
+        #: Mapping from the URI of an output to a pair: the id of the run that wrote the output, and
+        #: the output.
         self._outputs: dict[str, tuple[str, LineageOutput]] = {}
         for run_id, lineage in lineages.items():
             for output in lineage.outputs:

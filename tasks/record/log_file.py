@@ -289,7 +289,7 @@ class LogFile:
                 yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
 
     def skip_to_last_lines(self, count: int) -> bool:
-        """Skip all lines before the last lines of the log file.
+        """Skip all lines of the log file except the last `count` lines.
 
         Call this method before the first read.
 

@@ -164,8 +164,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Move the read position to the beginning if the content that was read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # Count a replacement of the file only if this attempt has read the file before.
-            # Otherwise, the file was replaced before the attempt.
+            # At the first read, do not count a replacement: the caller has no lines of the old
+            # file yet.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

@@ -49,7 +49,7 @@ def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[P
 
 
 def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[MetricsRow]:
-    """Yield the lines of the metrics files that contain a training step, attempt by attempt.
+    """Yield the lines of the metrics files, attempt by attempt. Lines without a step are skipped.
 
     If several attempts share a file, each line is yielded only for the attempt that wrote it.
 

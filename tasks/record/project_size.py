@@ -26,7 +26,7 @@ _SMALL_PROJECT = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedFiles:
-    """Files of a folder that were counted before the limit was reached."""
+    """The files that `count_until` has counted in a folder."""
 
     #: Mapping from the path of each counted file, relative to the folder, to its size in bytes.
     sizes: dict[str, int]
@@ -48,7 +48,8 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
         excluded: Names of files and folders that are not counted.
 
     Returns:
-        The counted files. None if the folder is small, or if all its files are below the limit.
+        The counted files. None if the folder is small, or if the total size of all files does not
+        exceed the limit.
 
     Raises:
         GitFailed: A git command failed.

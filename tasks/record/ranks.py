@@ -106,7 +106,7 @@ _EXCEPTION_EXIT_CODE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """The process of a distributed training that failed before all others."""
+    """The process that failed before all others in a distributed training."""
 
     #: Name of the process: `rank 1`, `local rank 1`, `process 1` or `Process-2`.
     name: str
@@ -153,7 +153,7 @@ class RankFailure:
 
 
 def find_first_rank(text: str) -> RankFailure | None:
-    """Return the process of a distributed training that failed first.
+    """Return the process that failed first in a distributed training.
 
     Args:
         text: The end of the log of the launcher and of its processes.
@@ -246,9 +246,9 @@ def has_lost_peer(text: str) -> bool:
 def has_error_file(text: str, failure: RankFailure) -> bool:
     """Return True if torchrun's error file may be about the failed process.
 
-    torchrun writes the error of the rank that it saw failing first. The last entry in torchrun's
-    table is about the same rank. If the log contains no table, the rank of the error file is
-    unknown.
+    The error file contains the error of the rank that torchrun saw failing first. The last entry in
+    torchrun's table is about the same rank. If the log contains no table, the rank of the error
+    file is unknown.
 
     Args:
         text: The end of the log.

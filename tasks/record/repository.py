@@ -131,7 +131,7 @@ def repository_at(work_tree: Path) -> Repository | None:
 
 
 def _named_in(file: Path, prefix: str) -> Path:
-    """Return the folder whose path is the content of a file, such as the file `.git`.
+    """Return the folder whose path is in a file such as `.git`.
 
     Args:
         file: The file, which belongs to a git repository.
@@ -257,8 +257,8 @@ class GitView:
     def diff(self, commit: str) -> str:
         """Return the changes of the tracked files since a commit, as a patch.
 
-        Files with a git filter, such as git-lfs, are not part of the patch. After the patch, there
-        is a line for each such file that has changed, or that only its filter could compare.
+        Files with a git filter, such as git-lfs, are not part of the patch. The patch is followed
+        by a line for each of these files that has changed or was not compared.
 
         Raises:
             GitFailed: A git command failed.
@@ -290,7 +290,7 @@ class GitView:
         """
         if not names:
             return {}
-        # Delete the file `info/attributes` while this git command runs. The file removes all
+        # Delete the file `info/attributes` while this git command runs. The file switches off all
         # filters, so git would not report any.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
