@@ -170,8 +170,8 @@ def unset(
     """Remove settings of a work pool.
 
     Args:
-        setting: Settings to remove: limit.TAG, node.NAME, cluster.URL, or policy to return to
-            fifo.
+        setting: Settings to remove: limit.TAG, node.NAME, cluster.URL, or policy. If
+            policy is removed, the scheduling policy is fifo.
     """
     edit = partial(settings.with_values, assignments=setting, unset=True)
     return _run_with_client(lambda client: _change(client, pool, edit))

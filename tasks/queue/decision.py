@@ -253,8 +253,8 @@ class SchedulingPass:
     #: Waiting runs whose Cancelled state was overwritten, each with that state. The scheduler that
     #: overwrote the state was killed before restoring it.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
-    #: Runs with a grant that their worker did not start. These runs lose their grants and wait
-    #: again.
+    #: Runs that have a grant, but were not started by their worker. These runs lose their grants
+    #: and wait again.
     stuck: Sequence[QueueEntry] = ()
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
@@ -682,8 +682,7 @@ class SchedulingPass:
         ]
 
     def _name_other_holders(self, key: str, node: ClusterNode) -> dict[str, float]:
-        """Return the programs that use GPUs of a node without a grant, each with its number of
-        GPUs.
+        """Return the programs that use GPUs of a node and have no GPU grant.
 
         Such a program is usually a run of another Prefect server. The program can also be a run
         that still works although its flow run has ended or was deleted.
@@ -691,6 +690,9 @@ class SchedulingPass:
         Args:
             key: Address of the node's cluster.
             node: The node.
+
+        Returns:
+            Mapping from the name of a program to its number of GPUs.
         """
         entries = [*self.ledger.holding, *self.queue]
         names = {**node.run_ids, **{str(entry.id): entry.request.name for entry in entries}}

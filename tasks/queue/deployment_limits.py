@@ -31,7 +31,7 @@ class DeploymentLimit:
     limit: int
     #: Number of active runs according to the server.
     active: int = 0
-    #: True if a run is cancelled instead of waiting while the limit is reached.
+    #: True if a new run is cancelled when the limit is reached. False if the run waits.
     skips: bool = False
 
 

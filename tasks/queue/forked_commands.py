@@ -157,9 +157,9 @@ def open_listener() -> socket.socket | None:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
     except OSError:
-        # The socket cannot be created. Possible reasons are a path that is too long, a directory
-        # that is not writable, or a new socket of another fork server. Runs then start without this
-        # socket.
+        # The socket cannot be created. For example, the path is too long, the directory is not
+        # writable, or another fork server has just created its socket at this path. `muster`
+        # commands then cannot use this fork server.
         listener.close()
         return None
     listener.listen()
@@ -245,8 +245,8 @@ class Caller:
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command closed the socket before the kernel was asked for the signal, no signal
-        # comes. The socket is then readable, and this process must not begin to work.
+        # If the command closed the socket before the calls above, the kernel sends no signal. The
+        # socket is then readable, and this process must not begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:

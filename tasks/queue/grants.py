@@ -231,8 +231,8 @@ def read_expected_end(flow_run: FlowRun, since: float) -> float | None:
 
     Args:
         flow_run: The flow run.
-        since: Start of the present attempt in UTC epoch seconds. An older label belongs to an
-            earlier attempt and is ignored.
+        since: Start of the present attempt in UTC epoch seconds. An expected end that was reported
+            before this time belongs to an earlier attempt and is ignored.
 
     Returns:
         None if the run has reported no expected end in this attempt.
@@ -246,7 +246,10 @@ def read_expected_end(flow_run: FlowRun, since: float) -> float | None:
 
 
 def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the labels to set before a run's process exits while the Ray jobs keep the GPUs."""
+    """Return the labels of a run that keeps its GPUs and Ray jobs after the exit of its process.
+
+    The labels must be set before the exit.
+    """
     return {_HANDED_OVER: str(flow_run.run_count)}
 
 
@@ -297,11 +300,11 @@ async def set_state(
 
     history = await _read_history(client, flow_run)
     # Stop if the new state is not the last state of the flow run. Either another process has set a
-    # newer state, or the flow run was deleted after the write and has no history.
+    # newer state, or the flow run was deleted meanwhile and has no history.
     if not history or history[-1].id != answer.state.id:
         return None
     # Find the states that other processes have set since `current_run` was read. Ignore states with
-    # the name of the new state. They may be from this call, because Prefect's client may send a
+    # the name of the new state: this call may have set them, because Prefect's client may send a
     # request twice.
     overwritten = [
         earlier

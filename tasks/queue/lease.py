@@ -113,9 +113,9 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, unique among all hosts. None if this object does not hold the lock.
-    #: A scheduler writes the id into its scheduling lease. If this object holds the lock, and the
-    #: lease of another scheduler contains the same id, that scheduler has lost the lock, and will
-    #: never give the lease back.
+    #: A scheduler that holds the lock writes the id into its scheduling lease. If this object holds
+    #: the lock now, and another scheduler's lease contains the same id, the other scheduler has
+    #: lost the lock, and will never give its lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -240,10 +240,10 @@ class SchedulingLease:
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: The holder may write to the server until this number of seconds has passed since its request
-    #: of the scheduling lease. A scheduling pass that takes longer must be repeated. The value
-    #: allows for a busy machine. All schedulers of a server must use the same value, because
-    #: `expire_s` depends on it.
+    #: Time limit, in seconds, for writes of the lease's holder to the server. The time begins when
+    #: the holder requests the scheduling lease. A scheduling pass that takes longer must be
+    #: repeated. The value allows for a busy machine. All schedulers of a server must use the same
+    #: value, because `expire_s` depends on it.
     hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches

@@ -459,9 +459,8 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # In the first call, read the runs that hold GPUs both before and after the waiting
-                # runs. Otherwise a run that is requeued between the two readings below would be
-                # missed.
+                # The first call of this method calls `_read_holding` twice. Otherwise the method
+                # would miss a run that is requeued just after the waiting runs were read.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
@@ -564,8 +563,8 @@ class LedgerReader:
             return []
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
-        # Remove the flow runs of other types of work pools from the cache. Otherwise `read` would
-        # request them again, because it requests all cached flow runs that were not returned yet.
+        # `read` later requests each cached flow run that is missing in its results. So remove the
+        # flow runs of other types of work pools from the cache.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -683,10 +682,10 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
-    # A flow run also has no queue if its deployment has no work pool. So look for traces of a
-    # deleted queue. The flow run still contains the name of the queue, unless the queue was the
-    # default queue. A run of the default queue has the label of its worker, or a state that
-    # Muster's scheduler has set.
+    # There are two possible reasons for the missing queue: the queue was deleted, or the deployment
+    # has no work pool. If the queue was deleted, the flow run still contains the name of the queue.
+    # Only the name of a default queue is missing. A flow run of a default queue has the label of a
+    # worker, or a state that Muster's scheduler has set.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
