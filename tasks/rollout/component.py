@@ -84,7 +84,7 @@ _log = logging.getLogger(__name__)
 def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
     """Return the names of the ports on this machine that a run must reserve for inference servers.
 
-    The port of the fleet's gateway is not included: the run reserves it with its own ports.
+    The port of the fleet's gateway is not included: `list_required_ports` lists this port.
 
     Returns:
         The names; empty if the run has no fleet, or if its servers run on Ray.

@@ -355,7 +355,7 @@ class Fleet:
         return {"workers": workers, "total": len(workers)}
 
     async def add(self, url: str) -> dict[str, Any]:
-        """Start an engine again that Muster no longer restarts by itself.
+        """Start a retired engine again. Muster does not restart a retired engine by itself.
 
         The start uses up one of the restarts that the spec allows. The method is the counterpart of
         sglang-router's request to add a worker.

@@ -39,9 +39,9 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # `has_ended` is False if the exit code of the fleet process is unknown, because its parent
-    # process died at the same time. In this case, the value `exit` of the field `rule` shows that
-    # the process has ended.
+    # If the parent of the fleet process died at the same time, the exit code is unknown, and
+    # `failure.has_ended` is False. Then the value `exit` of `failure.rule` shows that the fleet
+    # process has ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict

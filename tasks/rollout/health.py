@@ -51,8 +51,7 @@ class Evidence:
     misses: int = 0
     #: Number of failed requests among the failures in `misses`.
     requests: int = 0
-    #: Number of probes among the failures in `misses` that got an answer with another status than
-    #: 200.
+    #: Number of failed probes in `misses` that were answered, but with a status other than 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -121,8 +120,8 @@ class _Watch:
     #: answers probes but fails requests. A generated token resets the number to 0. At most one
     #: probe in each probe interval is counted.
     yes_after_failures: int = 0
-    #: Time of the last generated token, or of the last probe that `yes_after_failures` counts,
-    #: whichever is later.
+    #: Time of the last sign that the server works: a generated token, or a probe that
+    #: `yes_after_failures` counts.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf

@@ -65,17 +65,17 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the tries that were already subtracted from the budget of recoveries. Each server
-    #: group numbers its tries to restart, from 0. If several groups make a try with the same
-    #: number, only one of these tries is subtracted.
+    #: Numbers of the restarts that were already subtracted from the budget of recoveries. Each
+    #: server group numbers its restarts from 0. For example, the restarts with the number 0 of all
+    #: groups are subtracted as a single restart.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
     """Groups failures into incidents, and counts the allowed restarts (the budget of recoveries).
 
-    The failures of an incident have happened within seconds of each other. A try to restart all
-    server groups of an incident is subtracted from the budget only once.
+    The failures of an incident have happened within seconds of each other. If all server groups of
+    an incident are restarted once, the budget decreases only by 1.
     """
 
     def __init__(self, *, budget: float) -> None:
@@ -106,17 +106,17 @@ class Incidents:
         return self._last
 
     def pay(self, incident: Incident, attempt: int) -> bool:
-        """Subtract a try to restart a server group from the budget of recoveries.
+        """Return True if a server group may be restarted, and count the restart.
 
-        The first tries of all groups of an incident are subtracted together, as a single try. The
-        same applies to the second tries, and so on.
+        In an incident, the first restarts of all groups together use up one recovery of the
+        budget. The same applies to the second restarts, and so on.
 
         Args:
             incident: The incident that the failure of the group belongs to.
-            attempt: Number of the group's try, from 0.
+            attempt: Number of the group's restart during the incident, from 0.
 
         Returns:
-            True if the try is allowed. False if the budget is used up.
+            True if the restart is allowed. False if the budget is used up.
         """
         if attempt not in incident.paid and self._remaining_budget > 0:
             self._remaining_budget -= 1
@@ -234,7 +234,7 @@ class Recovery:
         self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        """If a server group has failed, begin to end its processes and to restart the group.
+        """If a server group has failed, start a task that ends and restarts the servers.
 
         Args:
             before: The group before the change.

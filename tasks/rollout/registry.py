@@ -310,7 +310,9 @@ class Registry:
         self._move(view, state, cause="", version=_LOADED_VERSION)
 
     def suspect(self, rank: int, epoch: int, why: str) -> None:
-        """Record that a server failed to answer. A serving group becomes SUSPECT and still serves.
+        """Record that a server failed to answer.
+
+        An ACTIVE group becomes SUSPECT. A SUSPECT group still gets requests.
 
         Args:
             rank: Rank of the server.

@@ -107,7 +107,8 @@ class _OpenSync:
     #: Futures of running broadcasts. A broadcast sends one request to all target engines, and waits
     #: for the answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
-    #: True as soon as a commit, a cancellation or the time limit begins to end the weight sync.
+    #: True as soon as Muster begins to end the weight sync, because of a commit, a cancellation or
+    #: the time limit.
     is_ending: bool = False
 
 
@@ -487,8 +488,8 @@ class WeightSyncs:
     async def _resume_targets(self, sync: _OpenSync) -> None:
         """Ask the servers of all target engines to continue their paused requests.
 
-        If this machine cannot send the request to an engine, the engine is marked as failed.
-        Otherwise its requests would stay paused forever.
+        If this machine cannot send the request to an engine, the engine is marked as failed and
+        then restarted. Without the restart, the engine's requests would stay paused forever.
         """
         resume = self._fleet.questions.resume
         if resume is None:
