@@ -39,7 +39,7 @@ _STRANGERS_EACH = 4096
 #: Largest number of connections of other users, if the gateway requires no token. The gateway
 #: answers all requests of these users with an error.
 _REFUSED_STRANGERS = 256
-#: Largest number of connections of a single other user or address, if the gateway requires no
+#: Largest number of connections of one other user or from one address, if the gateway requires no
 #: token.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
@@ -64,7 +64,7 @@ class Bounds:
 def compute_bounds(
     open_files: int, *, in_use: int, may_be_let_in: bool, servers: int = 0
 ) -> Bounds:
-    """Return how many client connections may use the open files of this process.
+    """Return how many client connections this process can have with its limit of open files.
 
     Args:
         open_files: Limit of open files of this process.

@@ -272,8 +272,8 @@ class Forwarder:
         fleet: The fleet whose servers get the requests.
         is_token_own: True if the header `Authorization` holds the gateway's own token. The header
             is then removed from forwarded requests.
-        listeners: Checks that a process of the engine has accepted each connection to a server.
-            None to skip this check.
+        listeners: Object that checks whether a process of the engine has accepted a connection to
+            a server. None to skip this check.
     """
 
     def __init__(
@@ -291,7 +291,8 @@ class Forwarder:
         # The spec may set a POST request that generates a token as the health check. Clients may
         # then send requests to the path of this health check, too.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
-        #: Further paths that are forwarded. A POST request to these paths counts as a generation.
+        #: Further paths that are forwarded. A POST request to these paths counts as a request that
+        #: generates tokens.
         #: `ANY_PATH` stands for every path.
         self.paths = frozenset([*(settings.paths or ()), *token_paths])
         #: True if the key `user` of OpenAI's API is used as the session id.
@@ -336,8 +337,8 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # Empty the set of tasks. If a cancelled task is missing in the set, this method has
-            # cancelled the task. Otherwise the client of the task has closed the connection.
+            # Empty the set. So `_try_entrypoint` can see that this method has cancelled the tasks.
+            # A task that is cancelled because its client has left is still in the set.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:

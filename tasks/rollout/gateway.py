@@ -445,8 +445,7 @@ class Gateway:
                 )
         finally:
             forwarder.abort([*forwarder.running_requests])
-            # After its cancellation, a task still undoes or completes its work. So wait for its
-            # end.
+            # A cancelled task still undoes or completes its work. So wait for the end of the tasks.
             for order in tuple(self._orders):
                 order.cancel()
             await asyncio.gather(*self._orders, return_exceptions=True)

@@ -31,7 +31,7 @@ MOST_HEADERS = 256
 _HEADER_OVERHEAD = 3
 #: Seconds that may pass between the first and the last byte of a message head.
 HEAD_WITHIN_S = 10.0
-#: Seconds that a connection may wait for a request before its first authorized request.
+#: Seconds that a connection may wait for a request while no request on it has been authorized.
 SILENT_AT_MOST_S = 10.0
 #: Seconds that a connection may wait for the next request after an authorized request.
 IDLE_AT_MOST_S = 600.0
@@ -141,8 +141,8 @@ class Body:
         body.
 
         Raises:
-            Exception: The error that was passed to `end`. Bytes that arrived before the error can
-                still be read first.
+            Exception: The error that was passed to `end`. All bytes that arrived before the error
+                are returned first.
         """
         while not self._pieces:
             if self._error is not None:
@@ -522,9 +522,7 @@ class HttpRequest:
         self.is_begun = True
 
     def _send_after_head(self, data: bytes) -> None:
-        """Send bytes of a response body, after the head of the response if the head is still
-        unsent.
-        """
+        """Send bytes of a response body. If the response's head is still unsent, send it first."""
         if self._unsent_head or data:
             self.wire.write(self._unsent_head + data)
         self._unsent_head = b""
@@ -648,8 +646,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # Ignore a fault in the bytes after the connection's last request. `_ignores_input` is True
-        # if that request is complete.
+        # If parsing has completed the last request of this connection, `_ignores_input` is True.
+        # Then ignore a fault in the bytes after that request.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True

@@ -78,7 +78,8 @@ class HttpProber:
     def __init__(self, listeners: EngineListenerCheck | None = None) -> None:
         """
         Args:
-            listeners: Checks which process a connection has reached. None to allow any process.
+            listeners: Object that checks which process has accepted a connection. None to allow
+                any process.
         """
         self._servers = Upstreams(connect_s=None, listeners=listeners)
 

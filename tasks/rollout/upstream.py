@@ -67,8 +67,8 @@ class Upstreams:
 
     Args:
         connect_s: Seconds that opening a connection may take, or None for no limit.
-        listeners: Checks that a process of the engine has accepted each new connection. None to
-            skip this check.
+        listeners: Object that checks whether a process of the engine has accepted a new
+            connection. None to skip this check.
     """
 
     def __init__(
