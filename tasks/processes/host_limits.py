@@ -41,7 +41,7 @@ _NO_FILE = re.compile(r"too many open files|\[Errno 2[34]\]|\bE[MN]FILE\b", re.I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimit:
-    """A limit of this machine, with its use at one moment."""
+    """A limit of this machine, and how much of the limit was in use at one moment."""
 
     #: Name of the limit, with the cgroup or user to which it applies, such as `pids.max of the
     #: cgroup /sys/fs/cgroup/pids/job`.

@@ -73,7 +73,7 @@ def _name_user(uid: int | None) -> str:
 
 
 def _read_place_in_kernel(pid: int) -> str:
-    """Return the kernel function in which a process waits, as ` in FUNCTION`; empty if unknown."""
+    """Return the text ` in FUNCTION`, with the kernel function that a process waits in, or ''."""
     function = _read_proc(pid, "wchan")
     return f" in {function}" if function not in ("", "0") else ""
 
