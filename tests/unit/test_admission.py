@@ -92,8 +92,9 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # The run still waits, but a user has changed its state, and Muster has set the state
-        # Running. So the run's process sets the state PendingResources again, with this message.
+        # A user changed the state of the waiting run, and Muster replaced the user's state with
+        # Running. A run in this state is not in the queue. So the run's process sets the state
+        # PendingResources again, with this message.
         (State(type=StateType.RUNNING), ["waits for the GPUs of the run (`gang`)"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),

@@ -157,8 +157,8 @@ def test_lmdeploy_launcher_serves_only_its_replica(monkeypatch: pytest.MonkeyPat
         served.append((model_path, backend_config, rest))
 
     def run() -> None:
-        # LMDeploy's command line also calls `launch_server` as an attribute of the module. Muster
-        # has replaced this attribute, so the call reaches Muster's function.
+        # Call the function as LMDeploy's command line does: look up `launch_server` in the module
+        # at the time of the call. Muster has put its own function there.
         launcher.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
 
     modules = {

@@ -13,8 +13,7 @@ from tasks.ray.control_store import read_drain_deadlines
 pytestmark = pytest.mark.asyncio
 
 NODE, OTHER, THIRD = "aa" * 28, "bb" * 28, "cc" * 28
-#: Ray reports one of these deadlines for a drained node without a deadline. The command `ray
-#: drain-node` sends 0.
+#: Values that Ray reports if a drained node has no deadline. The command `ray drain-node` sends 0.
 #: Source: ray 2.60, ray/scripts/scripts.py, drain_node.
 NO_DEADLINES = (0, 2**63 - 1)
 

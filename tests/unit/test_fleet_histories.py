@@ -225,8 +225,8 @@ class HistoryChecker:
         await asyncio.sleep(dice.uniform(0, 40))
         successes = [answer for answer in answers if answer["status"] == 200]
         named = {answer["engine"]: answer["epoch"] for answer in successes if dice.random() < 0.9}
-        # Simulate an error of the trainer: with a probability of 10 %, it names an engine that may
-        # not have received the new weights.
+        # Simulate an error of the trainer: the commit sometimes contains an engine that may not
+        # have received the new weights.
         named |= {answer["engine"]: answer["epoch"] for answer in answers if dice.random() < 0.1}
         end = dice.choice(["commit", "commit", "commit", "give up", "die"])
         if end == "give up":
@@ -251,11 +251,11 @@ class HistoryChecker:
 
 
 def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
-    """Return a function that gives new ports to the two servers of an engine at each call.
+    """Return a function. Each call of this function gives new ports to the servers of an engine.
 
     Args:
-        ports: Mapping from the index of an engine to the base port of the last call. Each call
-            updates this mapping.
+        ports: Mapping from the index of an engine to the current base port of the engine. Each call
+            of the function changes the base port.
     """
 
     async def rebind(group: int) -> list[Any]:

@@ -45,7 +45,7 @@ class FakeNodes:
 
     def __init__(self, *hosts: str) -> None:
         self.addresses = list(hosts)
-        #: Node and port names of each call of `hold_ports`.
+        #: Arguments of each call of `hold_ports`: index of the node, and names of the ports.
         self.requests: list[tuple[int, list[str]]] = []
         self._ports = itertools.count(5000)
 

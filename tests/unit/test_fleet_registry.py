@@ -120,8 +120,8 @@ def test_second_failure_of_a_group_changes_nothing() -> None:
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # The group has failed and is about to be restarted, but still has its failed epoch. A second
-    # failure in this epoch is ignored.
+    # The recovery restarts the failed group, but the group has no new epoch yet. So a second
+    # failure in the old epoch is ignored.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups

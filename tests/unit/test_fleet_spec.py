@@ -342,7 +342,7 @@ def test_invalid_fleet_is_rejected_with_a_remedy(
             "write data_parallel: N instead",
         ),
         (VLLM, "--headless", "leave it out"),
-        # arguments that Muster sets itself, and that no key of the spec replaces
+        # Muster itself sets these arguments, and the spec has no keys for them
         (SGLANG, "--api-key", "leave it out"),
         (LMDEPLOY, "--api-keys", "leave it out"),
     ],

@@ -423,8 +423,8 @@ def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> N
     assert rollout.command.argv[-2:] == ("-m", "tasks.rollout.process")
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
-    # The process of the fleet waits for the guardian processes that end the servers. So it needs a
-    # longer grace period than the servers.
+    # The process of the fleet waits for the guardian processes that end the servers. So the process
+    # of the fleet needs a longer grace period than the servers.
     assert rollout.command.grace_s > 3
 
 
@@ -655,9 +655,10 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "of_process", "of_fleet", "devices"),
     [
-        # No variable names GPUs, so the fleet uses GPU 0, 1 and so on.
+        # No environment variable restricts the GPUs, so the fleet uses GPU 0, 1 and so on.
         ("nvidia", {}, {}, ()),
-        # The variable names the GPUs of the run. The fleet uses these GPUs in the same order.
+        # The environment variable contains the GPUs of the run. The fleet uses these GPUs in the
+        # same order.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),

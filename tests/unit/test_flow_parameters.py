@@ -48,7 +48,7 @@ class Server:
 
 
 def run_engine(server: Server, flow: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Check the parameters as Prefect's engine does, and return the exit code of the process."""
+    """Let Prefect's engine check the parameters of a flow run. Return the engine's exit code."""
     monkeypatch.setattr(flow_engine, "load_flow", lambda flow_run: flow)
     flow_run_id = uuid4()
     context = fail_on_wrong_names(str(flow_run_id), connect=server.connect)

@@ -58,10 +58,11 @@ def host(
     """Return the host `here`, in the state in which `muster reconcile` finds it.
 
     Args:
-        alive: Living processes: mapping from the flow run id in their environment to process ids.
+        alive: Mapping from flow run id to the pids of the living processes that have this id in
+            their environment.
         hidden: Processes with an unreadable environment: mapping from process id to program.
         registered: Ids or names of the flow runs in the process registry.
-        waiting: Names of the flow runs that wait for their next attempt without a process.
+        waiting: Names of the flow runs that have no process until their next attempt.
         is_lost: True if `here` is another machine, which is permanently lost.
     """
     processes = Holders(pids=alive or {}, hidden=hidden or {})
@@ -116,20 +117,20 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # ignored
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # the flow run was started without a worker, and no tag names its process. So the process
-        # may be on any host, and the state of the flow run stays unchanged
+        # the flow run was started without a worker, and has no tag with the id of its process. So
+        # the process may be on any host, and the state of the flow run stays unchanged
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
         # the flow run was started without a worker, and is not in the host's process registry yet.
-        # But a tag of the flow run names its process, so Muster can look the process up
+        # But a tag of the flow run contains the id of its process, so Muster can find the process
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # A worker took the flow run from a work pool, and was killed before it could add the label
-        # with its name to the flow run
+        # a worker took the flow run from a work pool, and was killed before the flow run got the
+        # label with the name of the worker
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         # a user has set a waiting flow run to Running, although the flow run never had a process
@@ -150,8 +151,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # of type kubernetes are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # a flow run of `muster reconcile` has no worker. The deployment shows if the flow run
-        # belongs to this host
+        # a maintenance flow run, for example of `muster reconcile`, has no worker label. The
+        # deployment of the flow run shows if the flow run belongs to this host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
         # a pipeline with a deployment: a worker can start another process that continues the
