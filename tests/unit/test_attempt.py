@@ -36,7 +36,7 @@ ORIGIN_S = time.monotonic() - 1000
 
 
 class ScriptedProcess:
-    """A fake `GuardedProcess` that runs until the test or the clean-up after the test ends it."""
+    """A fake `GuardedProcess`. Only the test, or the clean-up after the test, ends the process."""
 
     made: dict[str, ScriptedProcess]
     refuses: dict[str, OSError]
@@ -172,8 +172,8 @@ async def reports_arrive() -> None:
 @pytest.mark.parametrize(
     ("api", "trainer", "cause"),
     [
-        # two components fail: the earlier failure is the cause, even if Muster receives its report
-        # later
+        # two components fail: the earlier failure is the cause, even if Muster first receives the
+        # report of the other failure
         ((2.0, 1), (1.0, 1), "trainer"),
         # the trainer completes and `api` fails: the run fails only if `api` failed first
         ((2.0, 1), (1.0, 0), None),

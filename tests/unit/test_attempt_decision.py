@@ -68,7 +68,7 @@ def test_only_decisions_up_to_a_reserved_time_count() -> None:
 
 
 class NoGuardian:
-    """A fake of the guardian process, which starts and ends a component."""
+    """A fake guardian process. A real guardian process starts and ends a component."""
 
     pid = 0
 

@@ -64,7 +64,7 @@ def test_failure_by_bare_sigkill_points_to_the_kernel_log() -> None:
     assert "dmesg" in failure.hint
 
 
-#: Sentence for the hint: the kernel has counted no process that its OOM killer ended.
+#: Sentence of the hint if the kernel's OOM killer has killed no process.
 NO_OOM_KILL = "The kernel's OOM killer has killed no process in the cgroup of the component."
 
 

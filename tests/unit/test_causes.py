@@ -318,7 +318,7 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
     ("cause", "symptom"),
     [
         # One rank fails, for example because its memory is full. The other ranks wait for this rank
-        # until their time-out. The first rule of each pair is the cause.
+        # until their time-out. In each pair, the first rule matches the cause.
         ("cuda-oom", "collective-timeout"),
         ("nvidia-xid", "collective-timeout"),
         ("host-oom", "network"),
@@ -336,8 +336,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # One process reports its own error. The other processes report only the end of this
-        # process. So the first rule of each pair is the cause.
+        # One process reports its own error, which is the cause. The other processes report only the
+        # end of this process. In each pair, the first rule matches the cause.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),

@@ -75,11 +75,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ScriptedServer:
 
 
 def observe(session: RecordingSession, times: int = 1) -> None:
-    """Read the flow run from the server, as the run's own process does to notice changed states.
+    """Check the state of the flow run on the server, as the run's own process does regularly.
 
     Args:
         session: Session of the run.
-        times: Number of reads.
+        times: Number of checks.
     """
     requests = ForwardedRequests(session, FLOW_RUN, may_be_left=False)
     for _ in range(times):

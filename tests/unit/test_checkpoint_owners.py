@@ -26,7 +26,7 @@ from tests.support import checkpoint_files as files
 
 
 class Run:
-    """A run with one attempt. Its folder may also contain checkpoints of other runs."""
+    """A run with one attempt. The checkpoint folder may also contain checkpoints of other runs."""
 
     def __init__(self, run_id: str, checkpoints: str, *, keep: int | None = None) -> None:
         self.place = RunPlace.of(run_id)

@@ -251,7 +251,7 @@ def test_removal_removes_only_the_checkpoint(store: Store) -> None:
 
 
 class Run:
-    """A run with one failed attempt, whose checkpoints are in a store."""
+    """A run with one failed attempt. The checkpoints of the run are in a store."""
 
     def __init__(self, url: str, *, run_id: str = "one", keep: int | None = None) -> None:
         self.place = RunPlace.of(run_id)

@@ -384,12 +384,13 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        # four attempts fail because of the same checkpoint. Only the first failure is blamed on the
-        # checkpoint and not counted, so the count is 3. If `api` fails instead of the trainer, all
-        # four count
+        # four attempts fail because of the same checkpoint. The first failure is blamed on the
+        # checkpoint and is not counted. The other three failures are counted. If `api` fails
+        # instead of the trainer, all four failures are counted
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        # a progress metric is configured: again, only the first failure is blamed on the checkpoint
+        # a progress metric is configured, but the attempts report no step: the first failure is
+        # blamed on the checkpoint and is not counted
         (Progress(jsonl="m", step="step"), {}, 3),
         # step 50 is no progress after checkpoint 50: the trainer reports the checkpoint's step
         # before it trains

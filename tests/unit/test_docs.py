@@ -176,8 +176,8 @@ EVALUATED: Mapping[str, Any] = {
     "components": {"trainer": {"checkpoints": "checkpoints"}},
     "evals": {"math": {"command": ["true"]}, "trainer": {"command": ["true"]}},
 }
-#: Complete run specs for the examples that are invalid in BASE. Each key of this mapping names the
-#: part of a spec that contains the example.
+#: Further keys of a run spec. Some documented examples are invalid in the spec BASE without these
+#: keys. Each key of this mapping is the path of the part of a spec that contains the example.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "start_from": {
         "start_from": {

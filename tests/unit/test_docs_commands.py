@@ -59,8 +59,8 @@ def test_commands_within_sentences_exist(document: Document) -> None:
             if target not in make_targets():
                 wrong.append(f"line {line}: there is no `make {target}`")
         if code.startswith("muster "):
-            # A text may name a command of `muster` without its required arguments. So ignore
-            # missing arguments of a command that has no options.
+            # A text may mention a command of `muster` without any arguments. So a missing argument
+            # is an error only if the text contains an option.
             complaint = find_command_error(code)
             if complaint and not ("--" not in code and "requires an argument" in complaint):
                 wrong.append(f"line {line}: {complaint}")

@@ -46,7 +46,7 @@ OVERRIDES = (
 
 
 def project(tmp_path: Path, files: dict[str, str]) -> Path:
-    """Create a folder `my-run` of a project, with these files."""
+    """Create the folder `my-run` in a project, and write these files to the folder."""
     (tmp_path / ".git").mkdir()
     folder = tmp_path / "my-run"
     folder.mkdir()

@@ -103,7 +103,7 @@ def test_points_are_not_compared_too_early(
 
 
 def test_point_is_compared_at_the_last_common_step() -> None:
-    """A run of the matrix that is ahead of the others is compared at the last common step."""
+    """A run that is ahead of the other runs is compared at the last step that all runs reached."""
     others = [history([step / 100 for step in range(1, 13)]) for _ in range(3)]
 
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
@@ -114,7 +114,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
 
 
 def test_best_figure_so_far_counts() -> None:
-    """A run of the matrix with a good best reward continues, even if its last rewards are bad."""
+    """A run of the matrix is judged by its best reward, even if its last rewards are bad."""
     noisy = history([0.1] * 9 + [0.5] + [0.1] * 10)
 
     assert find_reason_to_stop(rule(), noisy, FIVE) == ""

@@ -108,7 +108,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 @pytest.fixture
 def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSession]:
-    """Yield a training with the evaluation `math`, whose first attempt has begun."""
+    """Yield a training that has the evaluation `math`. The first attempt has begun."""
     # Muster stores no copy of this folder, because the folder contains MUSTER_HOME.
     monkeypatch.chdir(tmp_path)
     spec = parse_spec(
@@ -138,7 +138,8 @@ def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def save(run: RunSession, *steps: int) -> None:
     """Write a checkpoint for each step, in the given order.
 
-    While the trainer runs, Muster does not use the newest checkpoint, which may be incomplete.
+    While the trainer runs, the newest checkpoint may be incomplete. So Muster does not evaluate
+    this checkpoint.
     """
     for step in steps:
         (run.place.directory / "checkpoints" / f"step-{step:06}.txt").write_text("weights")
@@ -324,8 +325,8 @@ def test_run_with_a_temporary_server_warns_that_nothing_is_evaluated(run: RunSes
     ("training_id", "has_training_ended", "expected"),
     [
         (RUN_ID, True, "failed"),
-        # The training still runs, and will record the end of the evaluation. So the process of the
-        # evaluation does not change the record.
+        # The training still runs, and will record that the evaluation has failed. So the process
+        # of the evaluation does not record this failure.
         (RUN_ID, False, "waiting"),
         # The training's id comes from a tag, which every user of the Prefect server can change. So
         # an id that leads to another folder is ignored.

@@ -70,7 +70,7 @@ def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str
 
 
 def send_line(parent: subprocess.Popen[str], line: str) -> None:
-    """Write a line to the input of the program `PARENT`, which has started the shell."""
+    """Write a line to the standard input of `parent`, which runs the program `PARENT`."""
     assert parent.stdin is not None
     parent.stdin.write(f"{line}\n")
     parent.stdin.flush()

@@ -44,7 +44,7 @@ from tasks.train.runs import Run
 from tasks.train.server_runs import make_run
 from tests.support.web import serving
 
-# A run id contains the start time of the run. The last run is the newest.
+# Run ids, from the oldest run to the newest. A run id contains the start time of the run.
 OLD = "sft-20260101-000000-aaaa91c2"
 FAILED = "trial-grpo-20260102-000000-bbbb91c2"
 LIVE = "trial-grpo-20260102-000000-bbcc91c2"
@@ -126,16 +126,17 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
 @pytest.mark.parametrize(
     ("name", "run_id"),
     [
-        # a run whose name in the spec equals the text is preferred to runs with longer names
+        # a run whose whole name is the searched text is preferred to runs with longer names
         ("trainer", "trainer-sft-20260101-000000-aaaaaaaa"),
-        # a run whose name begins with the text is preferred to runs with the text in the middle
+        # a run whose name begins with the searched text is preferred to a run whose name contains
+        # the text in the middle
         ("b", "big-trainer-sft-20260102-000000-cccccccc"),
         ("big", "big-trainer-sft-20260102-000000-cccccccc"),
-        # the text is a later part of the name in the spec
+        # the searched text is in the middle of only one run's name
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
-        # the text is the end of a run id, or the beginning of the random part at the end of a run
-        # id
+        # a run id ends with a random part. The searched text is the end of a run id, or the
+        # beginning of the random part
         ("cc", "big-trainer-sft-20260102-000000-cccccccc"),
         ("-bbb", "trainer-second-sft-20260103-000000-bbbbbbbb"),
     ],
@@ -239,7 +240,7 @@ def test_list_without_a_terminal_has_one_complete_line_per_run(
 
 @pytest.fixture
 def training(muster_home: Path) -> str:
-    """A running run at step 7 of 60. Its `run.json` is older than its event log."""
+    """A run that has reached step 7 of 60. Its `run.json` is older than its event log."""
     trainer = {"pid": 8, "started_at": 1000.0, "ready_at": 1001.0}
     attempt = {"number": 1, "state": "running", "step": 2, "components": {"trainer": trainer}}
     write_record(LIVE, attempts=[attempt])
