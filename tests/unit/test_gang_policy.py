@@ -397,8 +397,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "a"},
             {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
         ),
-        # the first gang starts again in 30 s. The gang h ends before, so the first gang can use
-        # node a. Node b is not reserved for the first gang.
+        # the first gang may start only in 30 s. The gang h ends in 20 s, so node a will be free for
+        # the first gang. Node b is not reserved, so the second gang starts there
         Case(
             [waits(1, 8, in_s=30), waits(2, 8)],
             [held("h", 20, a=8)],
@@ -406,7 +406,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": reason(RETRY, in_s=30)},
         ),
         # The tag `red` may use 10 GPUs. At 100 s, w1 needs 8 of them, so only 2 remain for gangs
-        # that run longer. w2 takes these 2. w3 would exceed the limit, although GPUs are free
+        # that end after 100 s. w2 takes these 2. w3 would exceed the limit, although GPUs are free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

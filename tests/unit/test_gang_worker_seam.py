@@ -152,9 +152,9 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """Check which methods of Prefect's worker the gang worker overrides.
+    """Check the list of the gang worker's methods that override methods of Prefect's worker.
 
-    - `METHOD` is private. Other tests check this method.
+    - The method in `METHOD` is private. Other tests check this method.
     - `run` is public, so every worker class may define it.
     - `__aenter__` chooses the folder for temporary files, and then calls Prefect's method.
     """
@@ -276,9 +276,9 @@ def test_worker_type_is_found_by_name() -> None:
 
 
 class SchedulerOfAnotherLeader:
-    """A fake scheduler whose process is not the leader: another worker, `a`, decides.
+    """A fake scheduler of the worker `b`. The leader is another worker, `a`.
 
-    Each scheduling pass returns some runs that this worker must start.
+    Each scheduling pass returns runs that the worker `b` must start.
     """
 
     def __init__(self, *granted: int) -> None:

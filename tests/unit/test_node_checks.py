@@ -134,9 +134,9 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
 
 
 def read_noted_nodes() -> dict[str, dict[str, str]]:
-    """Return the nodes that must still be checked for leftover processes, from files on this host.
+    """Return the nodes that must still be checked for leftover processes of Ray jobs.
 
-    The result is `{submission_id: {node_id: node_name}}`, with the submission id of a Ray job.
+    Files on this host list these nodes. The result is `{submission_id: {node_id: node_name}}`.
     """
     return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 

@@ -48,7 +48,7 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the scheduling lease by a fake, so that the test's scheduler always holds the lease.
 
-    The scheduler also finds no processes of runs on this machine.
+    Also replace the search for processes of runs on this machine: the fake search finds none.
     """
     monkeypatch.setattr(scheduler_module, "SchedulingLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))

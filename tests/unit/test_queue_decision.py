@@ -54,7 +54,7 @@ def flow_run(
     spec: dict[str, Any] | None = None,
     **more: Any,
 ) -> FlowRun:
-    """Return a flow run of the pool. A run with a higher number was submitted later."""
+    """Return a flow run of the work pool. Flow runs are submitted in the order of `number`."""
     submitted = BEGAN + timedelta(seconds=number)
     gang = None if gpus is None else {"nodes": nodes, "gpus_per_node": gpus}
     written = {"name": f"run{number}", "workload": "grpo", "gang": gang, **(spec or {})}
@@ -287,9 +287,10 @@ def test_deployment_without_an_active_run_skips_nothing() -> None:
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
-    """A waiting run that already has a process counts towards the pool's concurrency limit.
+    """A waiting run that has a process is already counted towards the pool's concurrency limit.
 
-    So this run may start although the number of counted runs has reached the limit.
+    The start of this run does not increase the count. So the run may start although the limit is
+    reached.
     """
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
@@ -479,8 +480,8 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
-    # The expected end of the run is counted from the time at which the run received its GPUs, not
-    # from the earlier time of its state.
+    # The expected end of the run is counted from the time at which the run received its GPUs. The
+    # time of the run's state does not matter.
     assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
     assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
     assert first_start(NOW - 3 * 3600, **hour) == NOW

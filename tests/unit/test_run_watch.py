@@ -31,7 +31,7 @@ SPEC = RunSpec.model_validate(
 
 
 class StepServer:
-    """A fake client of a Prefect server that has the artifact `summary` of a run."""
+    """A fake Prefect client that returns the artifact `summary` of a run."""
 
     def __init__(self) -> None:
         self.step = 0
