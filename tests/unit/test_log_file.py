@@ -363,8 +363,8 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # The reader skips the hole in the first 1 MiB of the file. The hole has replaced the line
-    # `first` and all but the last six characters of the long line.
+    # The first 1 MiB of the file is now a hole, which the reader skips. Only the last six
+    # characters of the long line and the line `last` are left in the file.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

@@ -221,8 +221,8 @@ def watch_history(
         settings: Further fields of the `AttemptPlan`.
 
     Returns:
-        The reason for the end of the watch, its description, and its time in seconds since the
-        start.
+        The reason for the end of the watch, a description of this reason, and the seconds from the
+        start of the watch to its end.
     """
 
     async def watch() -> tuple[ProgressEnd, str, float]:

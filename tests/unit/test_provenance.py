@@ -20,7 +20,7 @@ SPEC = RunSpec.model_validate(
 
 
 def record_project(project: Path, record_file: Path) -> dict[str, object]:
-    """Record the version of the project's code for a run, and return this section of the record."""
+    """Record the code version of a project for a run; return the record's section `provenance`."""
     record = RunRecord(
         record_file, run_id="a-sft-20260101-000000-aaaa91c2", flow_run_id=str(uuid4())
     )

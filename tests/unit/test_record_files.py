@@ -164,12 +164,12 @@ def newer_lost(path: Path) -> None:
 
 
 def lost_with_its_host(path: Path) -> None:
-    """Write the record of a run from another host. This host does not adopt the run's Ray jobs."""
+    """Open the record of a run that another host started, without adopting the run's Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
-    """Write the record of a run from another host. This host adopts the run's Ray jobs."""
+    """Open the record of a run that another host started, and adopt the run's Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 

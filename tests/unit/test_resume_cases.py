@@ -263,11 +263,11 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
 
 
 def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
-    """Return spec keys: each attempt is stopped at a time limit, and then the run is retried.
+    """Return the keys of a spec that stops each attempt at a time limit and then retries the run.
 
     Args:
         program: Training program, a file in `tests/data/resume`.
-        hours_s: Time limit of each attempt, in seconds. The spec states it as `max_hours`.
+        hours_s: Time limit of each attempt, in seconds. The key `max_hours` gets this limit.
         stop: Further keys of the section `stop` of the trainer.
     """
     trainer = {

@@ -448,7 +448,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
             "engine 0: none of its servers (0, 1) is an entrypoint, which accepts requests",
         ),
-        # Wrong `weight_ranks` are rejected: these are the ranks whose weights a server updates.
+        # `weight_ranks` are the ranks whose weights a server updates. Wrong ranks are rejected.
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
             "engine 0, server 0: this server would update the weights of ranks of another engine: "

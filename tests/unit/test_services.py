@@ -44,8 +44,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         # the service did not become ready within 100 s after its first death, so it is no longer
         # restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # the service was ready for 1 s before its death at 100 s, so the limit of 100 s begins
-        # again. At 201 s this limit has passed, and the service is no longer restarted
+        # the service was ready for 1 s before its death at 100 s, so a new time limit of 100 s
+        # begins at this death. The death at 201 s is after this limit, so there is no restart
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready, and died again 101 s after its first death, so it is no
         # longer restarted
@@ -133,7 +133,7 @@ class FakeServiceProcess:
 
 
 class ServiceHarness:
-    """Environment of a test: services with fake processes, and a clock that does not wait."""
+    """Environment of a test: services with fake processes, and a clock that only `_sleep` moves."""
 
     def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
         self.processes: dict[str, list[FakeServiceProcess]] = {plan.name: [] for plan in plans}

@@ -308,8 +308,8 @@ def test_signal_after_the_run_changes_nothing(
         [sys.executable, "-c", PROGRAM, stage, str(int(signum))], capture_output=True, text=True
     )
 
-    # Python ends by the signal SIGINT after an unhandled KeyboardInterrupt. This end counts as exit
-    # code 1.
+    # After an unhandled KeyboardInterrupt, Python kills itself with SIGINT. The test counts this
+    # end as exit code 1.
     code = 1 if done.returncode == -INT else done.returncode
     assert (code, done.stdout.strip()) == expected, done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (expected[0] == 1)

@@ -147,7 +147,7 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process in two calls, and later an empty environment.
+        """Return the environment of the process in its first two reads, then an empty environment.
 
         A process has an empty environment after an `execve` without variables.
         """
@@ -171,7 +171,8 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # No process has these pids. So all pids count as ended immediately.
+    # Each search finds a new process. No process has these pids, so each process counts as ended
+    # after its search. Only the process of the last search, at the time limit, counts as leftover.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

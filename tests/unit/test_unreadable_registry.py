@@ -82,8 +82,8 @@ DAMAGES: Mapping[str, Damage] = {
 }
 
 
-#: Three kinds of damage for the slow tests, which start processes. The code treats the other kinds
-#: in `DAMAGES` in the same way.
+#: Three kinds of damage for the slow tests, which start processes. These three are enough, because
+#: the code treats each other kind in `DAMAGES` like one of the three.
 QUICK_DAMAGES = {name: DAMAGES[name] for name in ("empty", "newer schema", "a link")}
 
 
