@@ -22,8 +22,8 @@ Schema = Mapping[str, Any]
 
 #: Path of the top-level mapping of a spec.
 ROOT = ""
-#: Mapping from a key to the placeholder for the keys directly below this key, which the user
-#: chooses. For example, the path of a component is `components.NAME`.
+#: Mapping from a key to the placeholder for its subkeys. The user chooses the names of the subkeys.
+#: For example, the path of a component is `components.NAME`.
 _NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME", "evals": "NAME"}
 #: Text that stands for the index of a list item in the path of a spec key.
 _ITEM_PLACEHOLDER = "N"
@@ -105,8 +105,8 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
         root: JSON schema of the spec.
 
     Yields:
-        The text that is added to the path of the key to get the path of the model, and the name of
-        the model.
+        Pairs: a suffix, and the name of a model. The path of the model is the path of the key with
+        this suffix.
     """
     if (name := _model_of(schema, root)) is not None:
         yield "", name

@@ -25,9 +25,9 @@ def spec(**fields: Any) -> RunSpec:
 
 
 def observe_run(*events: Event, of: RunSpec | None = None) -> ObservedRun:
-    """Return the state of a run that `muster` displays after the given events.
+    """Return the displayed state of a run after the given events.
 
-    Before these events, the first attempt of the run begins.
+    The first attempt of the run begins before these events.
     """
     seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):

@@ -15,7 +15,7 @@ from tests.support.house import ROOT
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: Program of the project. The program imports packages of the project, and also `muster`.
+#: A user's program. The program imports packages of the user's project, and the package `muster`.
 PROGRAM = """
 import json, pickle, sys
 import tasks
@@ -61,8 +61,8 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-#: Functions that contain an import of a Muster module, as pairs: module and function. The client
-#: calls all of them while it loads, except `wait_for_stack`.
+#: Functions that contain an import of a Muster module, as pairs: module and function. The
+#: import of the module `tasks.client` calls all these functions except `wait_for_stack`.
 LATE_IMPORTS = {
     ("tasks.command", "find_server"),
     ("tasks.command", "wait_for_stack"),

@@ -23,7 +23,10 @@ BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Return a project that has packages of the same names as Muster's. Their import fails."""
+    """Return a project whose packages have the same names as Muster's packages.
+
+    The import of these packages fails.
+    """
     root = tmp_path / "project"
     for name in ("tasks", "flows", "deployments"):
         (root / name).mkdir(parents=True)

@@ -24,8 +24,8 @@ from tasks.spec.pipeline import parse_pipeline
 class FakeServer:
     """Fake Prefect server with one run.
 
-    The run ends in one of two cases: its state has been read a number of times, or the run was
-    cancelled without a grace period.
+    The run ends after its state has been read `reads` times. If the run is cancelled without a
+    grace period, the run ends at the next read.
     """
 
     def __init__(self, reads: int) -> None:
@@ -60,7 +60,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
 def cancel_stage(
     session: PipelineSession, reads: int, monkeypatch: pytest.MonkeyPatch, *requests: str
 ) -> list[str | None]:
-    """Interrupt a pipeline, and return the states that the pipeline sets for its stage's run.
+    """Interrupt a pipeline, and return the states that the pipeline sets for the stage's run.
 
     Args:
         session: The pipeline.

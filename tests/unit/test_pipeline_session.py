@@ -147,7 +147,7 @@ class FakeRuns:
         EvaluationsJson(checkpoints=tuple(checkpoints), evaluations=tuple(notes)).write(place)
 
     def cancel(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
-        """Cancel a run that has these labels, as the Prefect server and the worker do."""
+        """Set the state of a run to Cancelled, and set the labels of its flow run."""
         [index] = [i for i, run in enumerate(self.runs) if run.flow_run_id == str(flow_run_id)]
         run = self.runs[index]
         flow_run = FlowRun(

@@ -242,7 +242,7 @@ def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) 
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
-    """Replace the Prefect server's list of unfinished flow runs and deployments by this text."""
+    """Let the Prefect server describe its deployments and unfinished flow runs with this text."""
 
     def ask_server(ask: object) -> str | None:
         return server_text if ask is pruning._describe_open_work else None
