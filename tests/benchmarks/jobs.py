@@ -93,7 +93,10 @@ def measure(*, quick: bool) -> Result:
 
 
 def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Muster; return a mapping from name to value."""
+    """Run a short and a long Ray job through Muster, and return the measured values.
+
+    The result is a mapping from the name of a measured quantity to its value.
+    """
     return asyncio.run(_measure_muster(cluster, directory, short_code))
 
 
@@ -158,7 +161,10 @@ async def _measure_muster(
 
 
 def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Ray's SDK; return a mapping from name to value."""
+    """Run a short and a long Ray job through Ray's SDK, and return the measured values.
+
+    The result is a mapping from the name of a measured quantity to its value.
+    """
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.address)
@@ -204,8 +210,8 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
 def _has_taken(log: str) -> bool:
     """Return True if the log shows that the job has started its actors.
 
-    Ray's log begins with the source of the program, which contains the searched text. So the text
-    must be at the beginning of a line.
+    The job then prints a line that begins with `taken [`. Other lines of Ray's log, such as the
+    source code of the job, never begin with this text.
     """
     return any(line.startswith("taken [") for line in log.splitlines())
 

@@ -262,7 +262,7 @@ def _worker(stage: _Stage, by: By) -> Iterator[Row]:
 
 
 def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
-    """Measure how soon a run that can start becomes PENDING behind runs that cannot start."""
+    """Measure how soon a run becomes PENDING if no run before it in the queue can start."""
     count = _QUICK_HIDING if quick else _HIDING
     by = By(what="runs of a tag at its limit before it", count=count)
     with ExitStack() as stack:

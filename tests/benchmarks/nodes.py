@@ -119,9 +119,9 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
 
 
 def _plain(task: str, cluster: RayCluster, shared: str) -> None:
-    """Run the task, a sweep or a preflight, on all nodes without Muster: with plain Ray tasks.
+    """Search or check all nodes with plain Ray tasks, without Muster.
 
-    A new process runs the task, through the function `plain`.
+    A new process calls the function `plain`, whose docstring describes the arguments.
     """
     subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],

@@ -28,8 +28,8 @@ _STOP_WITHIN_S = 30.0
 #: Numbers of file descriptors that supervisord needs: for each component, and for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
-#: Name and suffix of a file. The file contains the time at which supervisord or circus noticed the
-#: death of a component, in nanoseconds of CLOCK_MONOTONIC.
+#: Name and suffix of the file `death.heard`. The file contains the time at which supervisord or
+#: circus noticed the death of a component, in nanoseconds of CLOCK_MONOTONIC.
 DEATH_NOTICE = ("death", "heard")
 _NOTE = f"""\
 import os, signal, sys, time

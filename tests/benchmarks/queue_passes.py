@@ -31,9 +31,9 @@ class Queue:
     name: str
     #: Policy of the queue.
     policy: Policy
-    #: Waiting runs, in their order.
+    #: Waiting runs, in the order of the queue.
     waiting: Sequence[Waiting]
-    #: GPUs that running runs hold.
+    #: Runs that hold GPUs of the cluster.
     held: Sequence[Held]
     #: Nodes of the cluster.
     nodes: Sequence[ClusterNode]
@@ -162,7 +162,7 @@ def _run(number: int, nodes: int, gpus: int, seconds: float) -> Waiting:
 
 
 def _held(node: str, number: int) -> Held:
-    """Return a running run that holds a single GPU of a node for a day."""
+    """Return a run that holds one GPU of a node for a day."""
     return Held(
         id=f"{node}-{number}",
         gpus={node: 1},

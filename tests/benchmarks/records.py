@@ -17,8 +17,8 @@ from tests.benchmarks.report import How, Machine, Missing, Result, machine_as_js
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("results")
-#: Files that the benchmarks write. These files do not affect Muster. So if only these files differ
-#: from the commit, the recorded version of Muster is the commit without ", changed".
+#: Files that the benchmarks write. Changes of these files do not count as changes of Muster: only
+#: changes of other files add ", changed" to the recorded version of Muster.
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
 #: Largest number of samples that are recorded for a row of a result. If a row has more samples,
 #: none of its samples is recorded.
@@ -172,7 +172,7 @@ def read_all(folder: Path = FOLDER) -> dict[str, Record]:
 
 
 def versions_here() -> dict[str, str]:
-    """Return the versions of Muster, with its commit, and of the installed packages."""
+    """Return a mapping from package to version. The version of Muster includes the git commit."""
     versions = {"Muster": f"{version('muster')} ({_commit()})"}
     for package in _PACKAGES:
         try:

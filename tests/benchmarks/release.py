@@ -46,15 +46,15 @@ _SETTLE_S = 5.0
 _LASTS_S = 0.3
 #: Time limit on all runs of a round, in seconds.
 _WITHIN_S = 300.0
-#: Number of waiting runs while the CPU use of a worker with a queue is measured.
+#: Number of runs that wait in the queue while the CPU use of the worker is measured.
 _WAITING = 10
 #: Number of polling loops that are measured at the same time. For each loop, the GPUs become free
 #: at another random time of its polling period.
 _LOOPS = 20
 #: Interval at which the first design of Muster would have polled for free GPUs, in seconds.
 _PLAN_S = 60.0
-#: Note on the measured polling loop in the results. Without a server and a flow, the loop is faster
-#: than the first design of Muster could have been.
+#: Note about the measured polling loop, for the table of results. The loop is faster than the first
+#: design of Muster could have been, because the loop needs no server and no flow.
 _AT_ITS_BEST = "no server, no flow"
 
 

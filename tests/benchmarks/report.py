@@ -64,10 +64,12 @@ class Row:
         return len(self.values) if self.samples is None else self.samples
 
     def quantile(self, share: float) -> float:
-        """Return a quantile of the values: with the nearest-rank method, always one of the values.
+        """Return a quantile of the values, computed by the nearest-rank method.
+
+        A quantile of this method is always one of the values.
 
         Args:
-            share: Share of the values below the quantile, from 0 to 1.
+            share: The quantile as a number from 0 to 1, for example 0.99 for the 99th percentile.
         """
         ranked = sorted(self.values)
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
@@ -79,7 +81,7 @@ class Missing:
 
     #: Title that the program's row would have in the table of results.
     way: str
-    #: Name of the missing program or package, and how to install it.
+    #: Name of the missing program or package, with an instruction to install it.
     why: str
 
 
@@ -145,7 +147,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Take samples of all compared programs or methods, in a new random order in each round.
 
-    If the speed of the machine changes, this order affects all programs and methods equally.
+    Because of this order, a change of the machine's speed affects all programs and methods equally.
 
     Args:
         ways: Mapping from the name of a program or method to the function that takes one sample.

@@ -40,7 +40,7 @@ _POINTS, _QUICK_POINTS = 200, 16
 _POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
 #: Number of GPUs of the Ray cluster.
 _GPUS = 8
-#: Mean duration of a point, in seconds. The points last between half and one and a half times this.
+#: Mean duration of a point, in seconds. The points last between 0.5 and 1.5 times this mean.
 _MEAN_S = 2.0
 #: Environment variable with another mean duration.
 _MEAN_VARIABLE = "MUSTER_BENCH_POINT_S"
@@ -77,7 +77,8 @@ class _Stage:
         return _LIMIT_S + (_LIMIT_PER_POINT_S + self.mean_s) * len(self.points)
 
 
-#: Function that runs all points, and writes their lines to a file.
+#: Function that runs all points of the sweep. The second argument is the file to which the programs
+#: of the points write when they begin and end.
 _Way = Callable[[_Stage, Path], None]
 
 
@@ -127,7 +128,9 @@ def measure(*, quick: bool) -> Result:
 
 
 def draw_points(count: int, mean_s: float = _MEAN_S) -> list[str]:
-    """Return points as NUMBER:SECONDS. The durations are random, but always the same.
+    """Return the points of a sweep, each as NUMBER:SECONDS.
+
+    SECONDS is the duration of the point. The durations are random, but the same in each call.
 
     Args:
         count: Number of points.
@@ -141,13 +144,13 @@ def draw_points(count: int, mean_s: float = _MEAN_S) -> list[str]:
 
 
 def _list_rows(name: str, works: Sequence[Work], began_ns: int, stage: _Stage) -> list[Row]:
-    """Return the result rows of one way to run the sweep.
+    """Return the rows of the results for one program that ran the sweep, for example Ray Tune.
 
     Args:
-        name: Name of the way.
-        works: The work of all points, from the trace.
+        name: Name of the program.
+        works: The work of all points of the sweep, as the function `read_trace` returns it.
         began_ns: Time at which the sweep was started, in nanoseconds of CLOCK_MONOTONIC.
-        stage: The points and the cluster.
+        stage: The environment of the sweep, with its points.
     """
     assert len(works) == len(stage.points), works
     idle_ns = list_idle_ns(works, _GPUS)
@@ -189,7 +192,7 @@ def _make_ideal_row(points: Sequence[str]) -> Row:
 
 
 def _run_muster(stage: _Stage, trace: Path) -> None:
-    """Run the points as a pipeline: a matrix of steps, which a worker of Muster executes."""
+    """Run the sweep as a pipeline of Muster. Each point of the sweep is a step of the pipeline."""
     project = stage.directory / "project"
     project.mkdir()
     (project / "pyproject.toml").write_text("")
@@ -274,7 +277,7 @@ def _run_plain_loop(stage: _Stage, trace: Path) -> None:
 
 
 def _run_tune(stage: _Stage, trace: Path) -> None:
-    """Run the points as trials of Ray Tune."""
+    """Run the sweep with Ray Tune. Each point of the sweep is a trial."""
     storage = stage.directory / "tune"
     arguments = (stage.cluster.gcs_address, str(trace), str(storage), *stage.points)
     program = stage.pool.host_env.start("-m", "tests.benchmarks.sweep_tune", *arguments, log="tune")
@@ -288,7 +291,7 @@ def _wait_for_success(stage: _Stage, program: Popen[bytes], log: str) -> None:
     """Wait until a program has ended with exit code 0.
 
     Args:
-        stage: The points, which determine the time limit.
+        stage: The environment of the sweep. Its attribute `limit_s` is the time limit.
         program: The program.
         log: Name of the program's log file.
 
@@ -306,10 +309,10 @@ def _wait_for_success(stage: _Stage, program: Popen[bytes], log: str) -> None:
 
 
 def _wait_for_all(stage: _Stage, trace: Path) -> None:
-    """Wait until all points have ended.
+    """Wait until all points of the sweep have ended.
 
     Raises:
-        TimeoutError: The points did not end within the time limit of the sweep.
+        TimeoutError: A point did not end within the time limit of the sweep.
     """
     wait_until(
         lambda: count_ends(trace) == len(stage.points), "the end of all points", stage.limit_s

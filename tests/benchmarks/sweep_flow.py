@@ -18,7 +18,7 @@ _POINT_PROGRAM = Path(__file__).with_name("sweep_point.py")
 
 @ray.remote(num_gpus=1, num_cpus=1, max_retries=0)
 def run_point(program: str, trace: str, point: str) -> None:
-    """Run the program of a point as a child process of a Ray worker."""
+    """Run the program of one point of the sweep as a child process of a Ray worker."""
     command = (sys.executable, "-I", "-S", program, trace)
     subprocess.run(command, env={**os.environ, "POINT": point}, check=True)
 

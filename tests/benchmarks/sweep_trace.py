@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The work of one point of a sweep, as the program of the point recorded it."""
+    """The GPU and the times of one point of a sweep, recorded by the program of the point."""
 
     #: Number of the point.
     number: int
@@ -32,10 +32,10 @@ def count_ends(path: Path) -> int:
 
 
 def read_trace(path: Path) -> list[Work]:
-    """Return the work of all points of a sweep, in the order of their begins.
+    """Return the work of all points of a sweep, in the order in which the points started.
 
     Raises:
-        ValueError: A point did not begin exactly once and end exactly once on the same GPU.
+        ValueError: A point did not begin and end exactly once, or changed its GPU.
     """
     begins: dict[int, tuple[str, int]] = {}
     ends: dict[int, tuple[str, int]] = {}
@@ -61,12 +61,13 @@ def read_trace(path: Path) -> list[Work]:
 
 
 def list_idle_ns(works: Sequence[Work], gpu_count: int) -> list[int]:
-    """Return the lengths of all intervals in which a GPU was idle while points waited.
+    """Return the lengths of all intervals in which a GPU was idle although points waited.
 
-    Points wait from the begin of the first point until the begin of the last point.
+    Only the time from the start of the first point to the start of the last point counts. During
+    this time, at least one point is always waiting for a GPU.
 
     Args:
-        works: The work of all points, in the order of their begins.
+        works: The work of all points, in the order in which the points started.
         gpu_count: Number of GPUs. A GPU without any work is idle for the whole time.
 
     Raises:

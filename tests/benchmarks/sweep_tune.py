@@ -21,7 +21,10 @@ _POINT_PROGRAM = Path(__file__).with_name("sweep_point.py")
 
 
 def run_point(config: Mapping[str, Any], program: str, trace: str) -> dict[str, float]:
-    """Run the program of a point as a child process of a Ray worker, and return its result."""
+    """Run the program of one point of the sweep as a child process of a Ray worker.
+
+    Ray Tune needs a result, so this function always returns the score 1.0.
+    """
     command = (sys.executable, "-I", "-S", program, trace)
     subprocess.run(command, env={**os.environ, "POINT": config["point"]}, check=True)
     return {"score": 1.0}

@@ -122,7 +122,7 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
     """Start the program `watched.py` with its components.
 
     Args:
-        way: Name of the method to watch the components, as `watched.py` knows it.
+        way: Name of the method to watch the components, an argument of `watched.py`.
         count: Number of components.
 
     Yields:
@@ -148,7 +148,7 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
 
 @contextmanager
 def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
-    """Start another supervisor with its components.
+    """Start a supervisor of another project, with its components.
 
     Args:
         peer: The supervisor.
