@@ -41,7 +41,8 @@ from tests.mutants.contexts import FAILED_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_SEED = 20261122
-#: Mapping from the name of a group to the patterns of its files, which the mutants change.
+#: Files that the mutants change: mapping from the name of a group to the file name patterns of the
+#: group.
 GROUPS = {
     "spec": ("tasks/spec/*.py",),
     "record": ("tasks/record/*.py",),
@@ -192,8 +193,8 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
                 stdin=subprocess.DEVNULL,
                 timeout=_COVERAGE_TIMEOUT_S,
             )
-        # With exit code 1, some tests failed, and are not used for any mutant. With other exit
-        # codes, the tests did not run.
+        # Exit code 1 means that some tests failed. The failed tests are not used for any mutant.
+        # All exit codes except 0 and 1 mean that the tests did not run.
         if result.returncode not in (0, 1):
             (state / "failed.json").unlink(missing_ok=True)
             sys.exit(f"pytest exited {result.returncode}: {state / 'coverage.log'} says why")
@@ -382,7 +383,7 @@ def verdicts(
 ) -> Iterator[tuple[Mutant, Verdict]]:
     """Yield the result of the unit tests for each mutant.
 
-    Results of earlier calls come from a file. The tests of these mutants do not run again.
+    If an earlier call has tested a mutant, the result comes from a file, and no test runs again.
 
     Args:
         mutants: The mutants.

@@ -20,7 +20,8 @@ _failed: set[str] = set()
 def function_of(nodeid: str) -> str:
     """Return the id of a test without its parameters.
 
-    All parameters of a test function share one context of coverage.
+    Coverage stores the executed lines under this id: once for each test function, not for each set
+    of parameters.
     """
     return nodeid.partition("[")[0]
 

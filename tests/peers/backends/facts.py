@@ -136,7 +136,7 @@ def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
 
 
 def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
-    """Return the arguments of a command that starts an inference server, without the program.
+    """Remove the program from the command of an inference server, and return the arguments.
 
     Args:
         argv: The command, which begins with the program, for example `vllm serve`.

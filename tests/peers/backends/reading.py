@@ -215,10 +215,13 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
 
 def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
-    """Return the number, the type and the allowed values of a command-line argument's values.
+    """Describe the values that a command-line argument accepts.
 
     Args:
         annotation: Type annotation of the field that defines the argument.
+
+    Returns:
+        The attributes `takes`, `type` and `choices` of the argument's `Option`.
     """
     names = [name for name in _split_annotation(annotation) if name != "None"]
     if "bool" in names:

@@ -127,7 +127,10 @@ def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
 
 
 def _has_placeholder(value: object) -> bool:
-    """Return True if the value is a text with a placeholder. The type of the value is unknown."""
+    """Return True if the value is a text with a placeholder such as `${trainer.nnodes}`.
+
+    The type of such a value is unknown.
+    """
     return isinstance(value, str) and "${" in value
 
 

@@ -215,7 +215,7 @@ def _check_engine(start: Start) -> Iterator[str]:
 
 
 def _check_batches(start: Start) -> Iterator[str]:
-    """Yield a fault for each batch size that verl cannot distribute over its GPUs.
+    """Yield a fault for each batch size that verl cannot divide among the GPUs of the program.
 
     Source: verl 0.9.1, utils/config.py, workers/engine_workers.py, sft_trainer_ray.py.
     """
