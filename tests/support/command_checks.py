@@ -152,8 +152,9 @@ def make_targets() -> dict[str, str]:
 def _check_make(arguments: Sequence[str]) -> str:
     """Return the error in a call of `make`, or an empty string if the call is correct.
 
-    The call is correct if all programs in the recipes of its targets accept their arguments.
-    Variables such as `SPEC=run.yaml` in the call are first inserted into the recipes.
+    A call is correct if the Makefile has all targets and variables of the call, and if each program
+    in the recipes of these targets accepts its arguments. Variables such as `SPEC=run.yaml` in the
+    call are first inserted into the recipes.
     """
     variables = dict(word.split("=", 1) for word in arguments if "=" in word)
     words = [word for word in arguments if "=" not in word]

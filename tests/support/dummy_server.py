@@ -140,7 +140,7 @@ class DummyServer:
         self._up_at = 0.0
         #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
-        #: Number of pieces of answers that the server may still send during the fault `step`.
+        #: Number of pieces (see `step`) that the server can send now, during the fault `step`.
         self._steps = asyncio.Semaphore(0)
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None

@@ -124,18 +124,18 @@ class FakeServer:
     #: Time from which the current process of the server answers probes, in seconds on the clock of
     #: the event loop.
     ready_s: float = 0.0
-    #: True if no stop ends the process.
+    #: True if the process of the server survives each attempt to stop it.
     is_stuck: bool = False
-    #: Error messages of the following starts, one for each start. If empty, a start succeeds.
+    #: Error messages of the next starts, one for each start. If empty, a start succeeds.
     start_errors: list[str] = field(default_factory=list)
-    #: Number of following starts that fail because the host has too few resources.
+    #: Number of the next starts that fail because the host has too few resources.
     shortages: int = 0
-    #: Seconds from a start until the server dies, one number for each of the following starts. If
-    #: empty, the server does not die by itself.
+    #: Seconds from a start until the server dies, one number for each of the next starts. If empty,
+    #: the server does not die by itself.
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Epochs of the server with a running probe. Each start of the server is a new epoch.
+    #: Epochs of the server that are being probed now. Each start of the server is a new epoch.
     asked: set[int] = field(default_factory=set)
 
 
@@ -154,7 +154,7 @@ class FakeHost:
         #: Descriptions of wrong calls by the fleet, for example a start of a server that already
         #: runs.
         self.faults: list[str] = []
-        #: Ports on which a program that is no server of the fleet listens.
+        #: Ports that are in use by other programs than the servers of the fleet.
         self.foreign_ports: set[int] = set()
         #: Time that the stop of a server takes, in seconds.
         self.stop_takes_s = 0.0001

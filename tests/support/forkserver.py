@@ -71,7 +71,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts programs of `tests/support`. Each is a fork of a process that has imported modules.
+    """Starts programs of `tests/support` as forks of a process that has already imported modules.
 
     All programs use the same Prefect server.
     """

@@ -124,7 +124,7 @@ class GangPool:
         send_request("PATCH", f"{self.host_env.api}/work_pools/{self.name}", content)
 
     def _template(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the base job template of the work pool, with its settings."""
+        """Return the base job template of a work pool with these settings."""
         if self.type == "process":
             from prefect.workers.process import ProcessWorker
 

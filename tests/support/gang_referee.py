@@ -44,7 +44,7 @@ class State:
 class ComponentProcess:
     """One process of a component of a run, described by the lines that the process wrote."""
 
-    #: Number of the attempt of the run in which the process ran.
+    #: Number of the attempt in which the process ran.
     attempt: int
     pid: int
     #: Start of the process, in UTC epoch seconds.
@@ -112,8 +112,9 @@ class Judgement:
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
-    #: Largest numbers at the same time. A key is the name of a node (used GPUs of this node),
-    #: `GPUs` (used GPUs of all nodes) or `runs` (number of runs with GPUs).
+    #: Largest amount of each resource that was in use at the same time. A key is the name of a node
+    #: (used GPUs of this node), `GPUs` (used GPUs of all nodes) or `runs` (number of runs with
+    #: GPUs).
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int
@@ -422,9 +423,9 @@ def _find_overtaking(
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # If `run` was submitted after `other`, ignore an admission of `other` in the first
-                # `late_s` seconds. The scheduling pass that admitted `other` may have begun before
-                # `run` was submitted.
+                # If `run` was submitted after `other`, ignore an admission of `other` within
+                # `late_s` seconds after `run` began to wait. The scheduling pass that admitted
+                # `other` may have begun before `run` was submitted.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:

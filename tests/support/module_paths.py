@@ -26,14 +26,16 @@ from uuid import uuid4
 from prefect.client.schemas.objects import State, StateType
 
 #: Names of the data classes that hold the content of a spec, from its parsing to the start of the
-#: program. A module is on the first path if one of its functions has an argument of such a class.
+#: program. A module is on the path from the spec to the start (`ModulePaths.to_exec`) if one of its
+#: functions is called with an argument of such a class.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
 #: Names of the data classes that hold the result of a program, from its end to the final state of
-#: the flow run. A module is on the second path if one of its functions has an argument of such a
-#: class.
+#: the flow run. A module is on the path from the end to the final state (`ModulePaths.to_state`) if
+#: one of its functions is called with an argument of such a class.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
 #: Names of the data classes that describe a waiting flow run, from its submission until its process
-#: gets GPUs. A module is on the third path if one of its functions has an argument of such a class.
+#: gets GPUs. A module is on the path from the queue to the GPUs (`ModulePaths.to_gpus`) if one of
+#: its functions is called with an argument of such a class.
 WAIT = frozenset(
     {
         "FlowRun",

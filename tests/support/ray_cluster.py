@@ -68,7 +68,7 @@ _COMPONENT_VARIABLES = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "
 
 
 async def free_gpus(gcs_address: str) -> dict[str, float]:
-    """Return a mapping from node id to number of free GPUs, as the cluster reports it.
+    """Ask the cluster for its free GPUs, and return a mapping from node id to number of free GPUs.
 
     Nodes without a free GPU are left out.
 

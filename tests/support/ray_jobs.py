@@ -69,9 +69,9 @@ def make_job(
     Args:
         plan: Plan of the job.
         emit: Called with each event of the job.
-        sweep: Function that the job calls after its end, instead of checking the nodes for leftover
-            processes. The job then does not prepare the nodes for the check either. If None, the
-            job checks the nodes as usual.
+        sweep: Replacement for the function that checks the nodes for leftover processes after the
+            end of the job. With a replacement, the job also skips the preparation of the nodes for
+            this check. If None, the job checks the nodes as usual.
     """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
@@ -281,7 +281,11 @@ class BreakableProxy:
 
 @contextlib.asynccontextmanager
 async def run_proxy(target: str) -> AsyncIterator[BreakableProxy]:
-    """Run a TCP proxy of the Ray dashboard at the URL `target` while the context is open."""
+    """Run a TCP proxy of a Ray dashboard while the context is open.
+
+    Args:
+        target: URL of the dashboard.
+    """
     wire = BreakableProxy(target)
     await wire.start()
     try:

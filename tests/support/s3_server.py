@@ -109,9 +109,9 @@ class S3Server:
 
 
 def ignore_message(_: object) -> None:
-    """Return None for every argument.
+    """Ignore the argument, and return None.
 
-    A lambda that calls another function uses this function to return None.
+    A lambda that must return None can pass the result of another function to this function.
     """
 
 

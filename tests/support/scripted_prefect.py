@@ -276,8 +276,8 @@ class ScriptedPrefect:
 class FreeLease:
     """A fake scheduler lease, which can always be acquired."""
 
-    #: True to simulate another scheduler that decides all the time: each call of
-    #: `read_last_decision` then returns a new id.
+    #: True to simulate a second scheduler, which makes a new decision before each call of
+    #: `read_last_decision`. Each call then returns a new id.
     is_passed: bool = False
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:

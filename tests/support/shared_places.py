@@ -69,7 +69,7 @@ def attack(
 
 @contextmanager
 def attacking(act: Callable[[], object]) -> Iterator[int]:
-    """Call a function in a process of the attacker, which is killed after the context.
+    """Call a function in a new process of the attacker, and kill this process after the context.
 
     Args:
         act: The function.

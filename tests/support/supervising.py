@@ -194,9 +194,9 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
 
 
 def create_in_short_lived_thread(run: Callable[[], None]) -> None:
-    """Call `run`, which supervises the run, but create the `Supervisor` in a short-lived thread.
+    """Call the function `run`, and let a short-lived thread create the `Supervisor` object.
 
-    The thread ends as soon as the `Supervisor` exists.
+    The thread ends as soon as the `Supervisor` object exists.
     """
     init = Supervisor.__init__
 
@@ -287,9 +287,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # Difference between the new limit and the number of descriptors that `listdir` counts.
-            # `listdir` also counts its own descriptor, which is closed afterwards. So a difference
-            # of -1 leaves no free descriptor.
+            # Number of descriptors that are added to the result of `listdir`. `listdir` also counts
+            # its own descriptor, which is closed afterwards. So -1 leaves no free descriptor.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -308,7 +307,8 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
         run: The function to call.
         at: The failure. `killed before` and `stopped before`: the forking process is killed or
             stopped before the fork. `killed while`: the forking process is killed directly after
-            the fork. If `at` contains `flow`, this process is killed directly after the fork, too.
+            the fork. If `at` contains `flow`, the flow process is also killed directly after the
+            fork.
     """
     fork = GuardianTemplate.fork
     #: Names of the components whose guardian process was already requested.
