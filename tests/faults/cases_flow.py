@@ -124,9 +124,10 @@ GUARDIAN_KILLED = [
 
 
 def _kill_outer_guardian(fault_run: FaultRun) -> None:
-    """Kill the process outside the PID namespace that waits for the guardian inside (level L4).
+    """Kill the trainer's outer guardian.
 
-    The guardian is the process that starts and ends the component.
+    A guardian is the process that starts and ends a component. At level L4, a component has two
+    guardians: the outer guardian waits outside the PID namespace for the guardian inside.
     """
     inner = fault_run.guardian("trainer")
     [outer] = set(fault_run.guardians("trainer")) - {inner}

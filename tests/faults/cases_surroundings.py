@@ -91,7 +91,7 @@ def _spawn_cases(
     inject: Callable[[FaultRun], None] = lambda fault_run: None,
     kind: str | None = None,
 ) -> list[Case]:
-    """Return one case per component in which the start of the component's process fails.
+    """Return one case for each component: the process of the component cannot be started.
 
     Args:
         title: Short description of the fault.

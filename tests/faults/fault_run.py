@@ -71,7 +71,7 @@ class Phase(Enum):
 
     @property
     def starting(self) -> str:
-        """Name of the component that is not ready yet, or an empty string in other phases."""
+        """Name of the component that starts in this phase, or an empty string if none starts."""
         return self.value.removeprefix("starting ") if self.name.startswith("START_") else ""
 
     def __str__(self) -> str:
@@ -292,7 +292,7 @@ class Case:
     expect_stopping: Expected = CANCELLED
     #: Changes the components, or the surroundings of the run, before the run starts.
     prepare: Callable[[FaultRun], None] = lambda fault_run: None
-    #: Checks conditions that only this case has, after the run has ended.
+    #: Checks the run after its end, in addition to the checks that all cases share.
     check: Callable[[FaultRun], None] = lambda fault_run: None
     #: Containment levels at which the fault is injected.
     levels: tuple[str, ...] = LEVELS
@@ -502,7 +502,7 @@ def _ending_since(fault_run: FaultRun) -> float:
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Return a mapping from each containment level that this machine cannot use to the reason.
+    """Return the containment levels that this machine cannot use, each with the reason.
 
     A containment level, such as "L3", says which kernel features hold the processes of a run.
     """

@@ -56,8 +56,8 @@ _READY_WITHIN_S = 60.0
 _LAST_FAULT_BEFORE_S = 10.0
 #: Time limit, in seconds, on one request to a server.
 _PUSH_WITHIN_S = 2.0
-#: If a server fails within this time, in seconds, after the end of an answer, the answer may not
-#: reach the gateway.
+#: Time after the end of an answer, in seconds. If the server fails within this time, the gateway
+#: has possibly not received the answer.
 _SAME_MOMENT_S = 0.2
 #: Faults that justify a restart of the server. The server must survive all other faults.
 _GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal", "broken weights"})
@@ -310,7 +310,7 @@ class Chaos:
 
         Return True if a process listened on the port.
 
-        For the kind "steal", this program then listens on the port for some seconds.
+        For the kind "steal", kill the process, and then listen on the port for some seconds.
         """
         # This program may listen on a stolen port itself. The program must not send the signal to
         # itself.
@@ -326,7 +326,7 @@ class Chaos:
 
 
 async def _hold_port(port: int, seconds: float) -> None:
-    """Listen on a port as soon as the port is free, as another program might; release it later."""
+    """Listen on a port as soon as the port is free, and release the port after `seconds`."""
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for _ in range(200):

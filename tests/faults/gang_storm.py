@@ -67,8 +67,8 @@ _KILLS = 3
 _RESTARTS = 2
 #: Final states of a run that was cancelled before its flow started.
 _CANCELLED = frozenset({"CANCELLED"})
-#: Allowed final states of a run that is cancelled while its flow runs. The flow may complete just
-#: before the cancellation.
+#: Allowed final states of a run that is cancelled after its flow has started. The flow may complete
+#: just before the cancellation.
 _IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
 #: Program that occupies its GPUs on a Ray cluster for a while. The program records the nodes on
 #: which Ray has placed the job, and the duration of the placement.
@@ -119,9 +119,9 @@ class StormVariant:
     #: Mapping from the flow run id of a cancelled run to its allowed final states. All other runs
     #: must complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: Tolerance of the check of the start order, in seconds. A run that fits on the free GPUs may
-    #: start this many seconds after a run that was submitted later. A busy machine needs this time
-    #: between the grant and the state PENDING.
+    #: Allowed deviation from the order of submission, in seconds. A run that fits on the free GPUs
+    #: may start up to this many seconds after a run that was submitted later. A busy machine needs
+    #: this time between the grant and the state PENDING.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)
@@ -422,8 +422,8 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
-        # Draw all specs first. Later draws depend on timing, so the same seed would not give the
-        # same specs.
+        # Draw all specs before the faults begin. The faults use the same random generator, at times
+        # that vary. So later specs would not depend on the seed alone.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)

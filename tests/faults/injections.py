@@ -121,7 +121,10 @@ def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> It
 
 
 def pids_taken(*pids: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
-    """Start processes outside every run with the given process ids, until the context ends."""
+    """Start processes with the given process ids, and kill the processes when the context ends.
+
+    The processes belong to no run.
+    """
     return helper(*python(_TAKE_PIDS), *map(str, pids), cwd=cwd)
 
 

@@ -45,7 +45,8 @@ TRAINER = "tests/faults/llm_trainer.py"
 #: Largest allowed difference, in nats, between the log-probabilities of an engine and of the
 #: trainer.
 TOLERANCE = 1e-3
-#: Learning rate with which the model still learns at the time of the last fault.
+#: Learning rate. The rate is lower than the default, so that the model still learns when the last
+#: fault is injected.
 LEARNING_RATE = 0.0006
 #: Time limit, in seconds, on the start of an engine on a busy machine.
 BACK_WITHIN_S = 600.0
@@ -192,8 +193,8 @@ def kill_core(run: LlmRun) -> str:
 def stop_core(run: LlmRun) -> str:
     """Stop the engine core process of engine 1 with SIGSTOP, and wait for the engine's recovery.
 
-    The next request of a weight update to this engine hangs. The update continues without the
-    engine.
+    In the next weight update, the request to this engine hangs. The update then continues without
+    the engine.
 
     Returns:
         The number of steps and the times, as text.

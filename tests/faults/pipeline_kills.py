@@ -74,7 +74,7 @@ def work(trace, name, number=0, value=None):
     note(trace, f"done {unit}")
     return {"number": number, "score": number / 10}
 """
-#: Names of all steps, and of the points of the step `grid`. The steps write these names to a file.
+#: Names that the steps write to a file. The step `grid` has a name for each point of its matrix.
 _UNITS = ("prepare", *(f"grid{number}" for number in range(1, _POINTS + 1)), "score", "export")
 
 
@@ -122,7 +122,7 @@ class Stage:
         return self.pool.host_env
 
     def prepare(self) -> None:
-        """Write the project, create the deployment of pipelines and steps, and start the worker."""
+        """Write the project, create the deployment of the steps, and start the worker."""
         self.project.mkdir()
         (self.project / "pyproject.toml").write_text("")
         (self.project / "steps.py").write_text(_STEPS)
@@ -190,7 +190,7 @@ class Stage:
         return str(flow_runs[0]["id"]) if flow_runs else ""
 
     def run_names(self, trial: Trial) -> list[str]:
-        """Return the names of the runs of a trial's steps."""
+        """Return the names of the runs that a trial's pipeline has created."""
         children = {"parent_flow_run_id": {"any_": [trial.flow_run_id]}}
         return [run["name"] for run in self.host_env.post("/flow_runs/filter", flow_runs=children)]
 
@@ -237,7 +237,7 @@ def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[by
 
 
 def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the worker, start a new worker, and return the unchanged process of the pipeline."""
+    """Kill the worker, start a new worker, and return `process`, the process of the pipeline."""
     assert stage.worker is not None
     stage.worker.kill()
     stage.worker.wait()
@@ -250,7 +250,7 @@ def kill_server(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[byte
     """Kill the Prefect server, and start it again after `trial.down_s` seconds.
 
     Returns:
-        The unchanged process of the pipeline.
+        `process`, the process of the pipeline.
     """
     stage.pool.server.kill()
     time.sleep(trial.down_s)
@@ -263,7 +263,7 @@ def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[
     """Kill a process of Ray: the supervisor of a job, or the process of a step.
 
     Returns:
-        The unchanged process of the pipeline.
+        `process`, the process of the pipeline.
     """
 
     def find_victims() -> list[tuple[int, str]]:

@@ -91,7 +91,7 @@ class Trial:
     host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: Way in which the run starts, and in which its Ray job continues or ends after the kill:
+    #: Way to start the run, and to recover the run after the kill of the flow process:
     #:
     #: - "adopt": a worker starts the run. The run's next flow process continues the job.
     #: - "stop": a worker starts the run. `muster reconcile` stops the job.
@@ -99,7 +99,7 @@ class Trial:
     way: str
     #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str
-    #: Part of the phase in `moment` that is over at the kill, from 0 (its start) to 1 (its end).
+    #: Time of the kill within the phase `moment`, from 0 (start of the phase) to 1 (its end).
     share: float
     #: Number of training steps of the Ray job. A step takes 0.1 s.
     steps: int
@@ -122,7 +122,7 @@ class Trial:
 
     @property
     def starts_path(self) -> Path:
-        """File with the number of the attempt for each start of the Ray job, one per line."""
+        """File with one line for each start of the Ray job: the number of the attempt."""
         return self.host_env.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:

@@ -50,8 +50,8 @@ _TRUE_WITHIN_S = 120.0
 _CHECK_EVERY_S = 0.1
 #: Mapping from a state in `run.json` to the equivalent states on the Prefect server.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
-#: Mapping from a description to the shell script of a component. Most of the scripts are hard to
-#: end.
+#: Mapping from a description to the shell script of a component. Except for `polite`, each script
+#: starts processes that are hard to end.
 _STUBBORN = {
     "polite": "echo up; exec sleep 600",
     "ignores SIGTERM": "trap '' TERM; echo up; sleep 600 & wait; wait",
@@ -272,9 +272,10 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
 
 
 def check_final_state(trial: Trial, api_url: str) -> list[str]:
-    """Wait until the record of the ended run is correct, and return the errors.
+    """Check a run that has ended, and return the errors.
 
-    Errors are a wrong final state, a remaining registry entry and leftover processes.
+    The function first waits until the run has its final state, or until a time limit. Errors are a
+    wrong final state, a remaining registry entry and leftover processes.
     """
 
     def is_final() -> bool:

@@ -127,7 +127,7 @@ class Fact:
     message: str
     #: Value of `state` in `run.json`, or an empty string if there is no `run.json`.
     record: str
-    #: Actions that the program of the run has written to its file, such as `start` and `saved`.
+    #: Actions that the run's program has written to a file, such as `start` and `saved`.
     actions: tuple[str, ...]
 
     @property
@@ -351,9 +351,9 @@ class Matrix:
         return done.stdout
 
     def find_unnamed_holders(self) -> list[str]:
-        """Return the runs with a living component that `muster queue` does not list as holders.
+        """Return the runs that have a living component, but that `muster queue` does not list.
 
-        A holder is a run, or another program, that holds GPUs.
+        A run with a living component holds GPUs, so `muster queue` should list the run.
         """
         before = {row.name for row in self.rows if self._has_component(row)}
         holders = self.read_holders()
@@ -367,9 +367,10 @@ class Matrix:
         return not pids.isdisjoint(processes_with("MUSTER_RUN_ID", row.name))
 
     def wait_until_settled(self, expected: Callable[[Row, Fact], bool]) -> list[str]:
-        """Wait until all runs are as expected, and return a description of each unexpected run.
+        """Wait until all runs are as expected, or until a time limit, and return the errors.
 
-        The result also describes living runs that `muster queue` does not list.
+        An error is a run that was still not as expected at the time limit, or a living run that
+        `muster queue` did not list.
 
         Args:
             expected: Returns True if the facts about the run of a row are as expected.
@@ -423,7 +424,7 @@ class Matrix:
                 send_request("PATCH", address, requeue_labels(not_before=0.0))
 
     def end_paused_runs(self) -> None:
-        """Cancel the suspended runs, schedule the paused runs again, and wait for their ends."""
+        """Cancel the suspended runs, schedule the paused runs again, and wait until all end."""
         for row in self.rows:
             if self.observe(row).state != "PAUSED":
                 continue
@@ -576,7 +577,7 @@ def change_deployment(pool: GangPool, **content: Any) -> None:
 
 
 def limit_deployment_to_nothing(pool: GangPool) -> None:
-    """Let no run of the deployment start, by setting its concurrency limit to 0.
+    """Set the deployment's concurrency limit to 0, so that no run of the deployment starts.
 
     The API accepts 0 only for the global concurrency limit that belongs to the deployment.
     """

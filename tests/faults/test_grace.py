@@ -233,9 +233,9 @@ def by_ctrl_c(stopped_run: StoppedRun) -> None:
 
 
 def by_ctrl_c_of_forked_run(stopped_run: StoppedRun) -> None:
-    """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the fork server.
+    """Press Ctrl-C in the terminal of each run. The runs are forked from the worker's fork server.
 
-    The fork server is a process of the worker that has imported Muster, so its forks start quickly.
+    The fork server has already imported Muster, so that forked processes start quickly.
     """
     stopped_run.worker = stopped_run.pool.start_worker()
     until_late((stopped_run.pool.host_env.home / "zygote").is_socket, "a fork server")
