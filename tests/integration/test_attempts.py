@@ -73,7 +73,7 @@ def build_spec(room_file: Path, delay_s: float) -> dict[str, Any]:
 
 
 def wait_until_parked(run: Run) -> dict[str, Any]:
-    """Wait until the run waits for its next attempt, and return the run's state in Prefect."""
+    """Wait until the run has the state PendingResources in Prefect, and return this state."""
 
     def find_parked_state() -> dict[str, Any] | None:
         state: dict[str, Any] = run.flow_run()["state"]

@@ -93,7 +93,7 @@ class AutomationSetup:
         return list(answer["events"])
 
     def until_fired(self, automation: str, resource: str) -> dict[str, Any]:
-        """Wait until an automation fires for a resource, and return the event that reports it."""
+        """Wait until an automation fires for a resource, and return Prefect's event about this."""
 
         def find_event() -> Any:
             for event in self.events("prefect.automation.triggered"):

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 #: Function that waits until a condition is true. The time limit is long, because each evaluation
 #: starts a process that imports Prefect.
 until = partial(until_within, within_s=240.0)
-#: Program of the training. The program saves a checkpoint for each number in its arguments. The
-#: program exits as soon as the file in its second argument exists.
+#: Program of the training. Its arguments are a folder, a file and steps. The program saves a
+#: checkpoint of each step in the folder, and exits as soon as the file exists.
 TRAINER = """
 import os, pathlib, sys, time
 folder, go, *steps = sys.argv[1:]
@@ -53,7 +53,7 @@ pathlib.Path(os.environ["MUSTER_RESULT"]).write_text(json.dumps({"accuracy": int
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
-    """Yield a pool with a worker, and with the deployment that creates the runs of steps."""
+    """Yield a pool with a worker, and with the deployment of the evaluations."""
     with gang_pool(tmp_path_factory.mktemp("pool"), nodes={"n1": 2}) as pool:
         create_step_deployment(pool)
         pool.start_worker()

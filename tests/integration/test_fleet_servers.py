@@ -56,7 +56,7 @@ QUESTIONS = Questions(
 
 
 class RealFleet:
-    """A fleet of two engines with two dummy servers each. A guardian process owns each server.
+    """A fleet of two engines with two dummy servers each. Each server has its own guardian process.
 
     Only the first server of an engine is an entrypoint, which accepts requests.
     """
@@ -164,7 +164,7 @@ def _build_slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
 
 @pytest.fixture
 def play(tmp_path: Path, harness: ComponentHarness) -> Iterator[Callable[..., None]]:
-    """Yield a function that starts a fleet, runs a test's coroutine with it, and stops the fleet.
+    """Yield a function that starts a fleet, runs a coroutine of a test, and stops the fleet.
 
     After the test, no process of the fleet may remain.
     """

@@ -296,7 +296,7 @@ async def test_health_is_ok_if_any_server_is_active() -> None:
         async with setup.client.get("/health") as answer:
             assert answer.status == 503
         # Close the router, as during a weight update. A closed router delays requests for generated
-        # text, but not requests for the health.
+        # text, but not health requests.
         setup.fleet.router.close()
         async with setup.client.get("/health") as answer:
             assert answer.status == 200

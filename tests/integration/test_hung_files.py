@@ -46,7 +46,7 @@ def data(tmp_path: Path, harness: ComponentHarness) -> Iterator[HangingFolder]:
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """Yield a named pipe. A program that opens the pipe for reading blocks during the test."""
+    """Yield a named pipe. A program that opens the pipe for reading hangs until the test ends."""
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     yield path

@@ -233,7 +233,7 @@ def test_failed_command_of_a_script_is_not_named(harness: ComponentHarness) -> N
     assert "first" not in verdict.failure.message
 
 
-#: Program that writes its error file as torchrun does for a rank with the decorator `record`.
+#: Program that writes an error file, as torchrun does if a rank uses the decorator `record`.
 TORCHRUN = """
 import json, os, sys
 callstack = 'Traceback (most recent call last):\\n  File "t.py", line 1\\nValueError: bad batch'

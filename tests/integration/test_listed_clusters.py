@@ -49,7 +49,7 @@ def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[
 
 @pytest.fixture
 def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
-    """Yield a second proxy of the same cluster, whose address is not in the pool's list."""
+    """Yield a second proxy of the same cluster. The pool does not list this proxy's address."""
     with run_guarded_dashboard(ray_cluster.address) as dashboard:
         yield dashboard
 

@@ -68,7 +68,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def build_lost_run(directory: Path, *entries: ProcessEntry, **owner: object) -> LostRun:
     """Return a lost run with these entries in the registry. The run's flow process has died.
 
-    `owner` replaces fields of the process that owned the run.
+    `owner` replaces fields of the `Owner` object, which describes the flow process.
     """
     fields = {"run_id": RUN_ID, "host": host_name(), "process": GONE}
     run = LostRun(directory, Owner.model_validate({**fields, **owner}))

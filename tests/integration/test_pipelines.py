@@ -149,7 +149,7 @@ class Pipelines:
         return [run for run in child_runs if f"-{stage}" in run["idempotency_key"]]
 
     def until_running(self, flow_run_id: str, stage: str) -> Run:
-        """Wait until the components of a stage run, and return the run of the stage."""
+        """Wait until the components of a stage are running, and return the run of the stage."""
 
         def find_running_stage() -> Run | None:
             for run in self.runs(flow_run_id, stage):
@@ -230,7 +230,8 @@ def _set_up_pipelines(host_env: HostEnvironment) -> None:
         "pull_steps": [set_directory_step],
     }
     send_request("POST", f"{host_env.api}/deployments/", deployment)
-    # The deployment that creates the runs of steps, as in prefect.yaml.
+    # Pipelines use this deployment to create the runs of their steps. The file prefect.yaml
+    # contains a deployment with the same name.
     step_deployment = {
         "name": "any",
         "flow_id": host_env.post("/flows/", name="train")["id"],
@@ -290,8 +291,8 @@ def test_stage_reads_the_checkpoint_of_the_previous_stage(pipelines: Pipelines) 
     assert pipelines.read_given(second) == f"weights of {first['name']}"
     assert second["start_time"] >= first["end_time"]
     assert {"mine", "pipeline:two"} <= set(second["tags"]) & set(flow_run["tags"])
-    # Each run of a pipeline is a child flow run of a task run, so that the UI links the pipeline
-    # and the run.
+    # The run of each stage is a child of a task run of the pipeline, so that the UI links the
+    # pipeline and the run.
     pipeline_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     tasks = pipelines.host_env.post("/task_runs/filter", **pipeline_filter)
     children = {task["name"]: task["state"]["state_details"]["child_flow_run_id"] for task in tasks}

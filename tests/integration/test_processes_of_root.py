@@ -23,8 +23,8 @@ from tests.support.root_child import AS_NOBODY, make_helper
 from tests.support.supervised_components import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Program that adopts a process of the user root, prints the pid of this process, and then tries
-#: once to kill all its descendants.
+#: Program that adopts a process of the user root, and prints the pid of this process. The program
+#: then tries once to kill all its own descendants.
 #:
 #: The program replaces `tree.last_pid`, so that root's process seems to be the newest process of
 #: the machine.
@@ -42,9 +42,9 @@ tree.last_pid = lambda: pid
 tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
-#: Program that starts a process with a mark, see `tree.mark_own`. This process becomes root. The
-#: program then ends all processes with this mark. The program prints the pid of root's process, and
-#: then the pids that `ending.end_marked` returned.
+#: Program that starts a child process with a mark, see `tree.mark_own`. The child becomes root. The
+#: program then prints the pid of the child, ends all processes with this mark, and prints the pids
+#: that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree
@@ -109,9 +109,10 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def tear_down(directory: Path) -> Iterator[Callable[..., Teardown]]:
-    """Yield a function that starts and ends a component with a child process of the user root.
+    """Yield a function that starts and ends a component.
 
-    The supervisor of the component and the child process are killed at the end of the test.
+    The component has a child process of the user root. This child process and the component's
+    supervisor are killed at the end of the test.
     """
     programs: list[subprocess.Popen[str]] = []
     pids: list[int] = []

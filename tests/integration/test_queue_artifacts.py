@@ -256,9 +256,9 @@ def test_operator_commands_change_only_the_settings_of_the_queue(
 
 @pytest.fixture
 def pool_without_worker(api: str) -> Iterator[str]:
-    """Yield the name of a pool that has no worker, one node with 8 GPUs, and two queued runs.
+    """Yield the name of a pool without a worker.
 
-    Each run requests all 8 GPUs.
+    The pool has a node with 8 GPUs and two queued runs. Each run requests all 8 GPUs.
     """
     nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
     variables = {"properties": {"gang": {"default": nodes}}}

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with checkpoints that each real library has written."""
+    """Return a folder with checkpoints that were written by real libraries, such as PyTorch."""
     root = tmp_path_factory.mktemp("real")
     python = os.environ.get("MUSTER_TEST_TORCH_PYTHON", "")
     if not python:

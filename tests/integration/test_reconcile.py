@@ -117,7 +117,7 @@ def test_run_with_a_killed_flow_process_is_finished_completely(host_env: HostEnv
     assert host_env.artifacts() == artifacts and run.record() == record
 
 
-#: A training whose last update of the run's page in the Prefect UI never finishes.
+#: A training that hangs when it updates the run's page in the Prefect UI for the last time.
 HANGS_AT_LAST_PAGE = """
 import threading
 from tasks.train.reporter import Reporter

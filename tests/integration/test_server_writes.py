@@ -53,7 +53,10 @@ def test_simultaneous_writes_all_succeed(client: httpx.Client) -> None:
 
 
 def test_server_can_read_during_its_own_write_transaction(client: httpx.Client) -> None:
-    """To pause a queue, the server writes the queue and reads the pool over a second connection."""
+    """The server pauses a queue in a write transaction, and meanwhile reads the pool.
+
+    The read uses a second connection to the database.
+    """
     client.post("/work_pools/", json={"name": "gang", "type": "process"})
 
     answer = client.patch("/work_pools/gang/queues/default", json={"is_paused": True})

@@ -65,8 +65,8 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             stderr=subprocess.STDOUT,
         )
     try:
-        # When the process reports its start or an error, Prefect's runner has already tried to
-        # create its folder. So the checks below come after this wait.
+        # Prefect's runner tries to create a folder before the process reports its start or an
+        # error. So the checks of this folder come after this wait.
         wait_for(
             lambda: re.search(
                 f"{start_pattern}|Error|Muster could not serve the flows", log.read_text()

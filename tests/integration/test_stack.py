@@ -658,7 +658,8 @@ def test_operator_commands_show_and_change_the_queue(home: Home) -> None:
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        # A parameter replaces the whole spec of the deployment, so a part of a spec is invalid.
+        # The parameter `spec` replaces the whole spec of the deployment. So the parameter must be a
+        # complete spec.
         ('{"progress": {"total": 5}}', "'name' is a required property"),
         ('{"name": "x", "workload": "grpoo", "components": {}}', "'grpoo' is not one of"),
     ],
@@ -676,8 +677,8 @@ def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
     deployment = home.api("GET", "/deployments/name/train/quickstart")
     schedules = f"/deployments/{deployment['id']}/schedules"
     schedule = {
-        # Prefect's scheduler works every few seconds, and creates runs only for future times. So
-        # the interval must be long enough.
+        # Prefect's scheduler looks for new schedules only every few seconds, and creates no runs
+        # for past times. So the interval must be longer than these few seconds.
         "schedule": {"interval": 20},
         "active": True,
         "parameters": {"spec": json.loads(spec)},

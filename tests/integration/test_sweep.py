@@ -138,7 +138,10 @@ def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
 
 
 def prevent_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every start of a driver fail, so that only running agents can check the nodes."""
+    """Make every start of a driver fail, so that only existing agents can check the nodes.
+
+    A driver is a Ray program that starts Muster's agents on the nodes of a cluster.
+    """
 
     async def start_no_driver(*_: object) -> None:
         raise NoAnswer("no driver here")

@@ -92,7 +92,7 @@ def make_failed_run(
 
 
 def list_waiting_runs(home: Path) -> list[str]:
-    """Return the ids of the runs that wait on this host for an attempt, and have no process."""
+    """Return the ids of this host's runs that wait for their next attempt and have no process."""
     folder = home / "parked"
     return sorted(path.stem for path in folder.iterdir()) if folder.exists() else []
 
