@@ -45,7 +45,7 @@ def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, An
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Return four simulated GPUs, which the first run of the test also uses.
+    """Return four simulated GPUs. The first run of the test can use the same four GPUs.
 
     A test can lease some of the GPUs for another program. The run then cannot use these GPUs.
     """

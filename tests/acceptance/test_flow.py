@@ -75,7 +75,7 @@ def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: 
     sockets = [target for target in new if target.startswith("socket:")]
     locks = [target for target in new if target.endswith("/lock")]
     # Prefect's API client may keep a few connections open. Each run keeps the lock of its registry
-    # entry until the process exits.
+    # entry until this process exits.
     assert len(sockets) <= 4, new
     assert len(locks) == len(states)
     assert len(new) == len(sockets) + len(locks), new

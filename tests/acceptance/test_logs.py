@@ -17,10 +17,10 @@ from tests.support.host_environment import wait_for
 
 NAMES = ("api", "trainer", "environment", "reward")
 LINES = 400
-#: A component that writes each line in two halves, and waits for a file before the second half.
+#: A component that prints half of its lines, waits for a file, and then prints the other half.
 #:
-#: In the first attempt of the run, the trainer fails after the second half. All other components
-#: run until Muster stops them.
+#: In the first attempt of the run, the trainer then fails. All other components run until Muster
+#: stops them.
 WRITER = f"""
 import os, pathlib, sys, time
 name = sys.argv[1]

@@ -78,7 +78,7 @@ def _run_muster(run: Any, *arguments: str) -> str:
 
 
 def _read_ports(directory: Path) -> set[str]:
-    """Return the ports in the commands of an attempt, from its file with the resolved spec."""
+    """Return the values of `--port` in the file `spec.yaml` of the first attempt."""
     spec = yaml.safe_load((directory / "attempt-01" / "spec.yaml").read_text())
     commands = [component["command"] for component in spec["components"].values()]
     return {command[command.index("--port") + 1] for command in commands if "--port" in command}
