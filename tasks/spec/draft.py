@@ -19,6 +19,7 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
+from tasks.spec.script_structure import starts_own_ranks
 
 #: YAML file with the training frameworks that Muster recognises, and with templates for their run
 #: specs.
@@ -133,9 +134,11 @@ def draft_spec(
     for framework, script in product(templates["ways"], scripts):
         if not script.is_written_for(framework):
             continue
+        if script.starts_own_ranks:
+            framework = framework | templates["own_ranks"]
         writer = _SpecWriter(templates, framework, script, directory.absolute(), gpus, guide)
         return Draft(
-            framework=framework["name"],
+            framework=writer.framework_name,
             file=script.file,
             text=writer.write(),
             other_scripts=_find_other_scripts(script, scripts if file is None else ()),
@@ -202,6 +205,11 @@ class _CandidateFile:
         """True if the text of the file looks like that of the main file of a program."""
         return self.file.suffix == ".sh" or _MAIN.search(self.content) is not None
 
+    @property
+    def starts_own_ranks(self) -> bool:
+        """True if the file is a Python script that itself starts the ranks of its training."""
+        return self.file.suffix == ".py" and starts_own_ranks(self.content)
+
     def is_written_for(self, framework: Mapping[str, Any]) -> bool:
         """Return True if the file starts a training with a certain framework.
 
@@ -264,6 +272,15 @@ class _SpecWriter:
         self._used_options = self._choose_options()
 
     @property
+    def framework_name(self) -> str:
+        """Name of the recognised framework, such as `TRL`, or `a script`.
+
+        A script that starts its ranks itself is no script for torchrun.
+        """
+        is_plain = self._script.starts_own_ranks and self._framework["name"] == "torchrun"
+        return "a script" if is_plain else self._framework["name"]
+
+    @property
     def hook(self) -> Path | None:
         """Path of the module with which the script writes its metrics, in the folder of the script.
 
@@ -304,6 +321,8 @@ class _SpecWriter:
             # Indent this comment like the key `command` in the template.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
+        if self._script.starts_own_ranks:
+            command += f"\n{self._templates['own_ranks_comment'].rstrip()}"
         if "PROCESSES" in command and not self._gpus:
             command += f"\n{self._templates['processes_without_gang'].rstrip()}"
         text = "".join(parts).replace("COMMAND", command)
@@ -433,7 +452,7 @@ class _SpecWriter:
         total = self._find_total()
         last_step = total - 1 if total and self._counts_from_zero else total
         return {
-            "TRAINING": self._framework["name"],
+            "TRAINING": self.framework_name,
             "FILE": self._write_script(),
             "SCRIPT": str(file),
             "FOLDER": str((self._directory / file).parent),

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from tasks.spec.script_structure import parse_source
+
 
 class Purpose(Enum):
     """Meaning of an option of a training script. The value is a pattern for the option's name.
@@ -73,11 +75,8 @@ def read_options(source: str) -> list[ScriptOption]:
     Args:
         source: Source text of the script. If it is not valid Python, the result is empty.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    return list(_find_options(tree))
+    tree = parse_source(source)
+    return list(_find_options(tree)) if tree is not None else []
 
 
 def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:

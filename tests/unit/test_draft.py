@@ -511,3 +511,111 @@ def test_module_that_imports_its_package_is_started_as_a_module(
     command = spec["components"]["trainer"]["command"]
     assert command[0] == "torchrun"
     assert [word for word in command[1:] if not word.startswith("--")][: len(script)] == script
+
+
+SPAWN = """\
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def worker(rank, world):
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+if __name__ == "__main__":
+    mp.spawn(worker, args=(2,), nprocs=2)
+"""
+PROCESSES = """\
+import os
+import torch.distributed as dist
+from torch.multiprocessing import Process
+def start(rank, size, function):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    function(rank)
+for rank in range(2):
+    Process(target=start, args=(rank, 2, print)).start()
+"""
+SUBPROCESS = """\
+import os, subprocess, sys
+import torch.distributed
+for rank in range(2):
+    env = dict(os.environ, RANK=str(rank), WORLD_SIZE="2")
+    subprocess.Popen([sys.executable, "train.py"], env=env)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SPAWN,
+        SPAWN.replace("mp.spawn(", "mp.start_processes("),
+        SPAWN.replace(
+            "import torch.multiprocessing as mp", "from torch import multiprocessing as mp"
+        ),
+        "import torch.distributed\nfrom torch.multiprocessing import spawn\nspawn(print, (), 2)\n",
+        "import torch\nimport torch.distributed\ntorch.multiprocessing.spawn(print, nprocs=2)\n",
+        "import torch.multiprocessing as mp\nfrom lib import work\nmp.spawn(work, nprocs=2)\n",
+        PROCESSES,
+        PROCESSES.replace("Process(", 'get_context("spawn").Process('),
+        SUBPROCESS,
+        SUBPROCESS.replace(
+            'dict(os.environ, RANK=str(rank), WORLD_SIZE="2")', "{'RANK': str(rank)}"
+        ),
+        SUBPROCESS.replace(
+            "env = dict(", "env = dict(os.environ); env['RANK'] = str(rank); x = dict("
+        ).replace("RANK=str(rank), ", ""),
+        SUBPROCESS.replace(
+            'env = dict(os.environ, RANK=str(rank), WORLD_SIZE="2")',
+            "os.environ['RANK'] = str(rank)",
+        ).replace(", env=env", ""),
+        'import os\nimport torch.distributed\nos.system(f"RANK={1} python train.py &")\n',
+        'import subprocess\nsubprocess.run(["torchrun", "--nproc-per-node=2", "train.py"])\n',
+        'import subprocess\nsubprocess.run("torchrun --nproc-per-node=2 train.py", shell=True)\n',
+        'import subprocess\ncommand = ["python", "-m", "torch.distributed.run", "t.py"]\n'
+        "subprocess.check_call(command)\n",
+    ],
+)
+def test_script_that_starts_its_ranks_is_started_with_python(tmp_path: Path, source: str) -> None:
+    compile(source, "train.py", "exec")
+    folder = project(tmp_path, {"train.py": source})
+
+    draft = draft_spec(folder, gpus=4)
+    spec = load_draft(folder, gpus=4)
+
+    assert spec.processes["trainer"].command == ("python", "train.py")
+    assert spec.gang is not None and spec.gang.gpus_per_node == 4
+    assert draft.framework == "a script"
+    assert "The script starts its ranks itself" in draft.text
+
+
+def test_accelerate_does_not_start_a_script_that_starts_its_ranks(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"train.py": f"from accelerate import Accelerator\n{SPAWN}"})
+
+    assert load_draft(folder).processes["trainer"].command == ("python", "train.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # A process that loads data is no rank.
+        f"import multiprocessing as mp\n{TORCHRUN}mp.Process(target=print).start()\n",
+        f"import subprocess\n{TORCHRUN}subprocess.run(['git', 'rev-parse', 'HEAD'])\n",
+        f'"""torchrun train.py"""\nimport subprocess\n{TORCHRUN}subprocess.run(["ls"])\n',
+        # On a Slurm cluster, another program starts the ranks.
+        "import os, subprocess\nimport torch.distributed as dist\ndef setup(rank):\n"
+        "    os.environ['RANK'] = str(rank)\n    dist.init_process_group('nccl', rank=rank)\n"
+        "setup(int(os.environ['SLURM_PROCID']))\nsubprocess.check_output(['scontrol'])\n",
+        # A single process is rank 0.
+        f"import os, subprocess\n{TORCHRUN}os.environ['RANK'] = '0'\nsubprocess.run(['ls'])\n",
+        f"import os\nimport subprocess\n{TORCHRUN}rank = int(os.environ['RANK'])\n"
+        "subprocess.run(['ls'])\n",
+        # The rank comes from torchrun.
+        "import os, multiprocessing\nimport torch.distributed as dist\nrank = os.environ['RANK']\n"
+        "dist.init_process_group('nccl', rank=int(rank))\nmultiprocessing.Pool(4)\n",
+        # The method `spawn` of a random number generator starts no process.
+        f"import numpy as np\n{TORCHRUN}np.random.default_rng(0).spawn(2)\n",
+    ],
+)
+def test_script_that_only_starts_other_processes_is_started_with_torchrun(
+    tmp_path: Path, source: str
+) -> None:
+    folder = project(tmp_path, {"train.py": source})
+
+    assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
