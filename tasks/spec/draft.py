@@ -19,7 +19,7 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
-from tasks.spec.script_structure import starts_own_ranks
+from tasks.spec.script_structure import read_imports, starts_own_ranks
 
 #: YAML file with the training frameworks that Muster recognises, and with templates for their run
 #: specs.
@@ -260,6 +260,7 @@ class _SpecWriter:
         self._framework = framework
         self._script = script
         self._directory = directory
+        self._root = find_project_root(directory / "muster.yaml")
         self._guide = guide
         needs_all = framework["gpus"] == "all"
         needs_gpus = needs_all or _GPU_LIBRARY.search(script.content) is not None
@@ -421,20 +422,45 @@ class _SpecWriter:
         If the script is a module of a package and imports other modules of this package, it is
         started with `-m`. Otherwise Python would not find these modules.
         """
-        file = self._script.file
-        folder = self._directory / file.parent
-        is_main = file.name == "__main__.py"
-        is_module = is_main or (folder / "__init__.py").is_file()
-        own_import = rf"^\s*(?:from|import)\s+(?:\.|{re.escape(file.parts[0])}\b)"
-        if (
-            file.suffix != ".py"
-            or not is_module
-            or file.parent == Path()
-            or re.search(own_import, self._script.content, re.MULTILINE) is None
-        ):
-            return _quote(str(file))
-        module = file.parent if is_main else file.with_suffix("")
+        base = self._find_package_base()
+        if base is None:
+            return _quote(str(self._script.file))
+        file = (self._directory / self._script.file).relative_to(base)
+        module = file.parent if file.name == "__main__.py" else file.with_suffix("")
         return f"-m, {_quote('.'.join(module.parts))}"
+
+    def _find_package_base(self) -> Path | None:
+        """Return the directory in which Python finds the package of the script.
+
+        Returns:
+            The directory of the training, or a folder above it if the directory is itself a
+            package. None if the script is started by its path, because it imports no other modules
+            of its package.
+        """
+        if self._script.file.suffix != ".py":
+            return None
+        file = self._directory / self._script.file
+        imports = read_imports(self._script.content)
+        base = self._directory
+        while base != self._root and (base / "__init__.py").is_file():
+            base = base.parent
+        # The script may also be in a package without the file __init__.py.
+        while len(file.relative_to(base).parts) <= imports.level and base != base.parent:
+            base = base.parent
+        imports_package = (
+            file.parent != base
+            and file.relative_to(base).parts[0] in imports.names
+            and (file.name == "__main__.py" or (file.parent / "__init__.py").is_file())
+        )
+        return base if imports.level or imports_package else None
+
+    def _write_cwd(self) -> str:
+        """Return the working directory of the run for the run spec.
+
+        It is relative to the root of the project, or absolute if it is not in the project.
+        """
+        cwd = self._find_package_base() or self._directory
+        return str(cwd.relative_to(self._root) if cwd.is_relative_to(self._root) else cwd)
 
     def _make_values(self) -> dict[str, str]:
         """Return a mapping from the names of variables in the template to their values."""
@@ -444,7 +470,6 @@ class _SpecWriter:
         default_workload = self._framework.get("workload", "sft")
         mentioned = (name for name, words in _WORKLOADS.items() if words.search(lowered))
         workload = next(mentioned, default_workload)
-        root = find_project_root(self._directory / "muster.yaml")
         gpus = self._gpus or self._machine_gpus or _EXAMPLE_GPUS
         without_gang = "If the run needs GPUs, remove the first # of the next line in this file."
         if not self._machine_gpus:
@@ -460,7 +485,7 @@ class _SpecWriter:
             "NAME": name[:32].strip("-") or "training",
             "WORKLOAD": workload,
             "METHOD": _TRL_METHODS.get(workload, workload),
-            "HERE": _quote(str(self._directory.relative_to(root))),
+            "HERE": _quote(self._write_cwd()),
             "GUIDE": self._guide,
             "COUNT": str(gpus),
             "PROCESSES": str(self._gpus or 1),

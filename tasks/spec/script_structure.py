@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeGuard
 
@@ -37,6 +38,36 @@ def parse_source(source: str) -> ast.Module | None:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imports:
+    """Modules that a Python script imports."""
+
+    #: Top-level names of the modules that are imported by their full names. For `import a.b`, the
+    #: name is `a`.
+    names: frozenset[str]
+    #: Largest number of leading dots of a relative import such as `from ..a import b`, or 0.
+    level: int
+
+
+def read_imports(source: str) -> Imports:
+    """Return the modules that a Python script imports.
+
+    Args:
+        source: Source text of the script. If it is not valid Python, the result is empty.
+    """
+    tree = parse_source(source)
+    names: set[str] = set()
+    level = 0
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            level = max(level, node.level)
+            if not node.level:
+                names.add((node.module or "").partition(".")[0])
+    return Imports(names=frozenset(names), level=level)
 
 
 def starts_own_ranks(source: str) -> bool:

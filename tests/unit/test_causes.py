@@ -98,6 +98,7 @@ TEXTS = {
     ),
     "collective-error": "torch.distributed.DistBackendError: NCCL error in: x.cpp:1275",
     "service-link": "ValueError: invalid literal for int() with base 10: 'tcp://10.0.0.1:80'",
+    "relative-import": "ImportError: attempted relative import with no known parent package",
     "module-not-found": "ModuleNotFoundError: No module named 'flash_attn'",
     "file-not-found": "python: can't open file '/srv/app/trian.py': [Errno 2] No such file",
     "interpreter-not-found": r"/usr/bin/env: 'python3\r': No such file or directory",
@@ -232,6 +233,14 @@ def test_example_is_recognised_among_other_lines(rule: str) -> None:
 
     assert cause is not None and cause.rule.id == rule
     assert cause.line == TEXTS[rule].strip()
+
+
+def test_advice_about_a_relative_import_names_the_option_m() -> None:
+    cause = find_cause(TEXTS["relative-import"])
+
+    assert cause is not None
+    assert "-m PACKAGE.MODULE" in cause.rule.hint
+    assert "Install" not in cause.rule.hint
 
 
 @pytest.mark.parametrize("number", [48, 62, 64, 74, 79, 95, 119, 120, 140, *range(144, 151)])

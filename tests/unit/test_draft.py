@@ -619,3 +619,61 @@ def test_script_that_only_starts_other_processes_is_started_with_torchrun(
     folder = project(tmp_path, {"train.py": source})
 
     assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
+
+
+@pytest.mark.parametrize("base", ["", "src"])
+@pytest.mark.parametrize(
+    ("package_files", "folder", "script", "module"),
+    [
+        (["lib/__init__.py"], "lib", "from .data import load\n", "lib.train"),
+        (["lib/__init__.py"], "lib", "import lib.data\n", "lib.train"),
+        (["a/__init__.py", "a/b/__init__.py"], "a/b", "from ..data import load\n", "a.b.train"),
+        (["a/__init__.py", "a/b/__init__.py"], "a/b", "from a import data\n", "a.b.train"),
+        # a package needs no __init__.py
+        ([], "lib", "from .data import load\n", "lib.train"),
+        ([], "a/b", "from ..data import load\n", "a.b.train"),
+    ],
+)
+def test_folder_of_a_package_gives_the_module_and_the_folder_above_the_package(
+    tmp_path: Path,
+    base: str,
+    package_files: list[str],
+    folder: str,
+    script: str,
+    module: str,
+) -> None:
+    files = {f"{base}/{name}": "" for name in package_files}
+    files[f"{base}/{folder}/train.py"] = f"{script}print()\n"
+    root = project(tmp_path, {})
+    for name, text in files.items():
+        file = root / name.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    spec = load_draft(root / base / folder)
+
+    assert spec.processes["trainer"].command == ("python", "-m", module)
+    assert spec.cwd == str(Path("my-run") / base)
+
+
+def test_package_that_is_itself_the_project_is_started_from_the_folder_above(
+    tmp_path: Path,
+) -> None:
+    folder = project(tmp_path, {"__init__.py": "", "train.py": "from .data import load\n"})
+    (tmp_path / ".git").rename(folder / ".git")
+
+    spec = load_draft(folder)
+
+    assert spec.processes["trainer"].command == ("python", "-m", "my-run.train")
+    assert spec.cwd == str(tmp_path)
+
+
+def test_script_in_a_package_that_imports_only_its_neighbours_is_started_by_its_path(
+    tmp_path: Path,
+) -> None:
+    folder = project(tmp_path, {"__init__.py": "", "data.py": "", "train.py": "import data\n"})
+
+    spec = load_draft(folder)
+
+    assert spec.processes["trainer"].command == ("python", "train.py")
+    assert spec.cwd == "my-run"
