@@ -1,8 +1,9 @@
 """Check that the files and programs that a run spec names exist, before the run starts.
 
-The check covers directories, programs, the script of a Python or shell command, and files that a
-Python script receives with `--config`. It skips commands that run on the Ray cluster, and texts
-with placeholders.
+The check covers directories, programs, and the script of a command of Python, a shell, torchrun or
+accelerate. It also covers the modules of the project after `-m`, and files that a Python script
+receives with `--config`. It skips commands that run on the Ray cluster, and texts with
+placeholders.
 
 The check reports a file only if the file is certainly missing. Otherwise it could reject a valid
 run. A missing file that the check overlooks only makes the start of the run fail.
@@ -43,6 +44,40 @@ _PYTHON_OF_ENVIRONMENT = "bin/python"
 #: Matches flags of Python and of shells, which are options without a value. After any other option,
 #: the next argument may be the value of the option, or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
+#: Matches the last option of Python before the name of a module. After -I or -P, Python does not
+#: search for the module in the working directory, so these options do not match.
+_MODULE_OPTION = re.compile(r"-[BEbdhinqsuvx]*m")
+_MODULE_NAME = re.compile(r"\w+(?:\.\w+)*")
+#: Matches the options of torchrun that have a value, without leading dashes.
+_TORCHRUN_OPTION = re.compile(
+    r"nnodes|nproc-per-node|rdzv-(?:backend|endpoint|id|conf)|max-restarts|monitor-interval"
+    r"|start-method|event-log-handler|role|log-dir|r|redirects|t|tee|local-ranks-filter"
+    r"|duplicate-std(?:out|err)-filters|node-rank|master-(?:addr|port)|local-addr|logs-specs"
+    r"|numa-binding|signals-to-handle|shutdown-timeout"
+)
+#: Matches the common options of `accelerate launch` that have a value.
+_ACCELERATE_OPTION = re.compile(
+    r"config-file|num-(?:processes|machines|cpu-threads-per-process)|machine-rank|mixed-precision"
+    r"|gpu-ids|main-process-(?:ip|port)|dynamo-backend|gradient-accumulation-steps"
+    r"|deepspeed-config-file|zero-stage"
+)
+#: Mapping from a program that starts the ranks of a Python script, and its subcommand, to the
+#: program's options with a value. `python -m torch.distributed.run` is the same as torchrun.
+_LAUNCHERS = {
+    ("torchrun",): _TORCHRUN_OPTION,
+    ("torch.distributed.run",): _TORCHRUN_OPTION,
+    ("torch.distributed.launch",): _TORCHRUN_OPTION,
+    ("accelerate", "launch"): _ACCELERATE_OPTION,
+    ("accelerate.commands.launch",): _ACCELERATE_OPTION,
+}
+#: Matches the options of these programs that have no value. After any other option, the next
+#: argument may be the value of the option, or the script.
+_LAUNCHER_FLAG = re.compile(
+    r"standalone|run-path|virtual-local-rank|use-env|cpu|multi-gpu|use-deepspeed|use-fsdp|q|quiet"
+    r"|debug"
+)
+#: Matches the beginning of an argument that contains an option and its value.
+_OPTION_WITH_VALUE = re.compile(r"--[\w-]+=")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: Matches an argument that is the path of one config file. URLs and lists of files do not match.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
@@ -215,7 +250,7 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
         cwd = _find_directory(spec.cwd, root)
         own_path = _find_path({**spec.env, **evaluation.env}, path)
         is_local = find_place(spec.written(), evaluation.model_dump()) == "host"
-        command = [*map(_resolve_literal, evaluation.command)] if is_local else []
+        command = [*map(_resolve_argument, evaluation.command)] if is_local else []
         faults += _find_faults_at(f"evals.{name}.command", command, cwd, own_path)
     return tuple(faults)
 
@@ -254,8 +289,8 @@ def _find_faults_at(
 def _get_local_command(component: Component | Rollout) -> list[str | None]:
     """Return the program and the arguments of a component's command.
 
-    An argument with placeholders is None. The list is empty if the command does not run on this
-    machine.
+    See `_resolve_argument` for an argument with placeholders. The list is empty if the command does
+    not run on this machine.
     """
     if isinstance(component, Rollout):
         is_local = component.placement == "local"
@@ -263,7 +298,17 @@ def _get_local_command(component: Component | Rollout) -> list[str | None]:
     else:
         is_local = component.launcher == "process"
         command = component.command
-    return [_resolve_literal(word) for word in command] if is_local else []
+    return [_resolve_argument(word) for word in command] if is_local else []
+
+
+def _resolve_argument(text: str) -> str | None:
+    """Return an argument of a command, or None if it has placeholders.
+
+    Of an option such as `--steps=${progress.total}`, only `--steps=` is returned.
+    """
+    literal = _resolve_literal(text)
+    option = _OPTION_WITH_VALUE.match(text)
+    return option[0] if literal is None and option is not None else literal
 
 
 def _resolve_literal(text: str) -> str | None:
@@ -358,21 +403,22 @@ def _find_command_faults(
             remedy=suggestion or _REMEDY,
         )
 
-    program_name = PurePosixPath(program).name
-    is_python = _PYTHON.fullmatch(program_name) is not None
-    is_interpreter = is_python or _SHELL.fullmatch(program_name) is not None
-    index = _find_script(command) if is_interpreter else None
-    script = None if index is None else command[index]
-    if script is None:
+    target = _find_target(command)
+    if target is None:
+        return
+    written = command[target.index] or ""
+    item = f"{place}.{target.index}"
+    if target.is_module:
+        yield from _find_module_faults(item, written, cwd)
         return
 
     # A shell also looks for the script in PATH. Python does not.
-    is_on_path = not is_python and _is_program(script, cwd, search_dirs)
-    if not (cwd / script).exists() and not is_on_path:
-        yield _make_missing_fault(f"{place}.{index}", "script", script, cwd)
+    is_on_path = not target.is_python and _is_program(written, cwd, search_dirs)
+    if not (cwd / written).exists() and not is_on_path:
+        yield _make_missing_fault(item, "script", written, cwd)
     # Check config files only for Python scripts. A shell script may change its working directory
     # before it uses its arguments.
-    elif is_python:
+    elif target.is_python:
         yield from _find_config_faults(place, command, cwd)
 
 
@@ -381,21 +427,120 @@ def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:
     return shutil.which(name_or_path, path=os.pathsep.join(map(str, search_dirs))) is not None
 
 
-def _find_script(command: Sequence[str | None]) -> int | None:
-    """Return the index of the script in the command of an interpreter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The script or the module that a command executes."""
+
+    #: Index of the script or module in the command.
+    index: int
+    #: True for a Python script or module, and False for a shell script.
+    is_python: bool
+    #: True for the name of a Python module after `-m`.
+    is_module: bool = False
+
+
+def _find_target(command: Sequence[str | None]) -> _Target | None:
+    """Return the script or module in a command of Python, a shell, torchrun or accelerate.
 
     Returns:
-        The index, or None if there is no script, or if it is uncertain which argument is the
-        script.
+        The script or module. None if there is none, or if it is uncertain which argument it is.
     """
+    name = PurePosixPath(command[0] or "").name
+    is_python = _PYTHON.fullmatch(name) is not None
+    if not is_python and not _SHELL.fullmatch(name):
+        return _find_launched_target([name, *command[1:]], 0)
     for index, word in enumerate(command[1:], start=1):
         if word is None:
             return None
         if not word.startswith(("-", "+")):
-            return index
+            return _Target(index=index, is_python=is_python)
+        if is_python and _MODULE_OPTION.fullmatch(word):
+            return _find_launched_target(command, index + 1) or _make_module(command, index + 1)
         if not _FLAGS.fullmatch(word):
             return None
     return None
+
+
+def _make_module(command: Sequence[str | None], index: int) -> _Target | None:
+    """Return the module at an index of a command, or None if there is no argument."""
+    is_known = index < len(command) and command[index] is not None
+    return _Target(index=index, is_python=True, is_module=True) if is_known else None
+
+
+def _find_launched_target(command: Sequence[str | None], start: int) -> _Target | None:
+    """Return the script or module that torchrun or `accelerate launch` starts.
+
+    Args:
+        command: The command. An argument with placeholders is None.
+        start: Index of the name of torchrun or accelerate in the command.
+
+    Returns:
+        The script or module. None if the command starts another program, or if it is uncertain
+        which argument is the script.
+    """
+    launcher = next(
+        (words for words in _LAUNCHERS if (*command[start : start + len(words)],) == words), None
+    )
+    if launcher is None:
+        return None
+    is_module = False
+    index = start + len(launcher)
+    while index < len(command):
+        word = command[index]
+        if word is None:
+            return None
+        if not word.startswith("-"):
+            return _Target(index=index, is_python=True, is_module=is_module)
+        option, has_value, _ = word.partition("=")
+        option = option.lstrip("-").replace("_", "-")
+        if option in ("m", "module"):
+            is_module = True
+        elif _LAUNCHERS[launcher].fullmatch(option):
+            # Skip the value, too, if it is the next argument.
+            index += 0 if has_value else 1
+        elif not _LAUNCHER_FLAG.fullmatch(option):
+            return None
+        index += 1
+    return None
+
+
+def _find_module_faults(place: str, module: str, cwd: Path) -> Iterator[Fault]:
+    """Yield a fault if a module of a package in the working directory does not exist.
+
+    Only packages with the file __init__.py are checked. Otherwise, Python may find a library with
+    the same name in another folder.
+
+    Args:
+        place: Dotted path of the module in the spec.
+        module: Full name of the module, such as `lib.train`.
+        cwd: Working directory of the command. Python searches there first.
+    """
+    if not _MODULE_NAME.fullmatch(module):
+        return
+    folder = cwd
+    for name in module.split("."):
+        names = {entry.split(".")[0] for entry in _list_names(folder)}
+        if folder != cwd and name not in names:
+            prefix = ".".join(folder.relative_to(cwd).parts)
+            modules = (f"{prefix}.{other}" for other in names if other.isidentifier())
+            missing = f"{prefix}.{name}"
+            remedy = suggest_name(missing, modules) or f"Muster looked in the folder {folder}"
+            yield Fault(path=place, problem=f"there is no such module: {missing}", remedy=remedy)
+            return
+        folder /= name
+        if not _is_plain_package(folder):
+            return
+
+
+def _is_plain_package(folder: Path) -> bool:
+    """Return True if Python finds all modules of a package in the folder of the package.
+
+    False if there is no package, or if the package itself changes its search path `__path__`.
+    """
+    try:
+        return b"__path__" not in (folder / "__init__.py").read_bytes()
+    except OSError:
+        return False
 
 
 def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:

@@ -20,18 +20,29 @@ BINARIES = (
     "bash",
     "node",
     "torchrun",
+    "accelerate",
     "env",
     "docker",
     "nohup",
     "run-api",
 )
+#: Files of two packages of the project. `plain` has no __init__.py.
+PACKAGE = ("lib/__init__.py", "lib/train.py", "lib/jobs/eval.py", "lib/fast.so", "plain/train.py")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A project with a few files, next to a directory of programs."""
     project = tmp_path / "project"
-    for name in ("train.py", "conf/env.yaml", "sub/job.py", "run.sh", "app.js", "data/x.bin"):
+    for name in (
+        "train.py",
+        "conf/env.yaml",
+        "sub/job.py",
+        "run.sh",
+        "app.js",
+        "data/x.bin",
+        *PACKAGE,
+    ):
         file = project / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -61,7 +72,27 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "train.py", "--config", "conf/env.yaml"],
         ["python", "-u", "-X", "dev", "-Wignore", "train.py"],
         ["python3.11", "-uB", "sub"],  # a directory may contain a __main__.py
-        ["python", "-m", "no.such.module"],  # Muster does not search for modules
+        ["python", "-m", "no.such.module"],  # a library may have this module
+        ["python", "-m", "lib.train"],
+        ["python", "-m", "lib.jobs.eval"],
+        ["python", "-m", "lib.jobs.none"],  # lib/jobs has no __init__.py
+        ["python", "-m", "lib.fast"],
+        ["python", "-m", "lib"],
+        ["python", "-m", "plain.none"],  # a library may have the same name as a plain folder
+        ["python", "-m", "trian"],
+        ["python", "-Im", "lib.none"],  # Python does not search in the working directory
+        ["python", "-m", "${run.dir}"],
+        ["python", "-m"],
+        ["python", "-m", "torch.distributed.run", "--standalone", "train.py"],
+        ["torchrun", "-m", "lib.train"],
+        ["torchrun", "--module", "no.such.module"],
+        ["torchrun", "--standalone"],
+        ["torchrun", "--no-python", "none.py"],  # `none.py` is a program on the PATH
+        ["torchrun", "--unknown-option", "none.py"],  # `none.py` may be the value of the option
+        ["torchrun", "${run.dir}", "none.py"],
+        ["python", "train.py", "--config=${run.dir}/none.yaml"],
+        ["accelerate", "launch", "--config_file=conf/env.yaml", "train.py"],
+        ["accelerate", "config", "none.py"],
         ["python", "-um", "no.such.module", "x.py"],
         ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
         ["python", "-", "none.py"],
@@ -143,6 +174,27 @@ def test_commands_without_a_certain_fault_are_accepted(root: Path, command: list
             "Muster looked in the folder ",
         ),
         (["python", "-u", "none.py"], 2, "there is no such script: none.py", ""),
+        (
+            ["torchrun", "tran.py"],
+            1,
+            "there is no such script: tran.py",
+            "did you mean `train.py`?",
+        ),
+        (["torchrun", "--standalone", "-t", "3", "--nproc_per_node=2", "none.py"], 5, "script", ""),
+        (["torchrun", "--nproc-per-node", "${gang.nodes}", "none.py"], 3, "script", ""),
+        (["torchrun", "--nproc-per-node=${gang.nodes}", "none.py"], 2, "script", ""),
+        (["torchrun", "train.py", "--config", "no.yaml"], 3, "there is no such config file", ""),
+        (["python", "-m", "torch.distributed.run", "none.py"], 3, "no such script: none.py", ""),
+        (["accelerate", "launch", "--num_processes", "2", "none.py"], 4, "no such script", ""),
+        (
+            ["python", "-m", "lib.trian", "--config", "none.yaml"],
+            2,
+            "there is no such module: lib.trian",
+            "did you mean `lib.train`?",
+        ),
+        (["python", "-um", "lib.zzz"], 2, "there is no such module: lib.zzz", "/lib"),
+        (["python", "-m", "lib.zzz.eval"], 2, "there is no such module: lib.zzz", "/lib"),
+        (["torchrun", "--standalone", "-m", "lib.trian"], 3, "no such module: lib.trian", ""),
         (["sh", "-e", "none.sh"], 2, "there is no such script: none.sh", ""),
         # the script is a path with a slash, so it is not searched for on PATH
         (
@@ -173,6 +225,12 @@ def test_missing_file_is_reported_at_its_item_of_the_command(
     assert fault.path == f"components.x.command.{item}"
     assert problem in fault.problem
     assert remedy in fault.remedy
+
+
+def test_module_of_a_package_that_extends_its_search_path_is_not_checked(root: Path) -> None:
+    (root / "lib" / "__init__.py").write_text("__path__ = extend_path(__path__, __name__)\n")
+
+    assert faults_of(root, {"command": ["python", "-m", "lib.none"]}) == []
 
 
 def test_faults_have_the_order_of_the_file(root: Path) -> None:
