@@ -19,7 +19,7 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
-from tasks.spec.script_structure import read_imports, starts_own_ranks
+from tasks.spec.script_structure import only_defines, read_imports, starts_own_ranks
 
 #: YAML file with the training frameworks that Muster recognises, and with templates for their run
 #: specs.
@@ -191,13 +191,17 @@ class _CandidateFile:
     def rank(self) -> tuple[bool, int, int, bool, str]:
         """Sort key of the file. The most likely main file comes first.
 
-        Helper files, such as `data.py`, come last. The other files are sorted by the number of
-        folders in their path, and then by their names: common names of main files come first.
+        Helper files, such as `data.py`, come last. A module that only defines functions is a helper
+        file, too. The other files are sorted by the number of folders in their path, and then by
+        their names: common names of main files come first.
         """
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
         name_rank = min(ranks, default=len(_LIKELY))
-        is_helper = _HELPER.search(stem) is not None
+        # The end of a longer file, which may start the training, was not read.
+        is_complete = len(self.content) < _READ_BYTES
+        is_module = self.file.suffix == ".py" and is_complete and only_defines(self.content)
+        is_helper = is_module or _HELPER.search(stem) is not None
         return is_helper, len(self.file.parts), name_rank, not self.is_main, str(self.file)
 
     @property

@@ -24,6 +24,8 @@ _PROGRAM_STARTER = re.compile(
     r"subprocess\.(?:run|call|check_call|check_output|Popen)|os\.(?:system|popen|posix_spawnp?)"
     r"|asyncio\.create_subprocess_(?:exec|shell)"
 )
+#: Matches calls of functions that run a training.
+_RUN_CALL = re.compile(r"\b(?:main|run|train|fit|learn|launch)\(")
 #: Environment variables that tell a process its rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 #: Matches a shell command that sets the rank of a process.
@@ -68,6 +70,38 @@ def read_imports(source: str) -> Imports:
             if not node.level:
                 names.add((node.module or "").partition(".")[0])
     return Imports(names=frozenset(names), level=level)
+
+
+def only_defines(source: str) -> bool:
+    """Return True if a Python file only imports modules and defines names.
+
+    Such a file is a helper module: to run it as a script would have no effect.
+
+    Args:
+        source: Source text of the file. If it is not valid Python, the result is False.
+    """
+    tree = parse_source(source)
+    return tree is not None and all(map(_is_definition, tree.body))
+
+
+def _is_definition(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.Pass():
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return True
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+            # A script may store the result of its training, such as `result = trainer.train()`.
+            return _RUN_CALL.search(ast.unparse(statement)) is None
+        # A docstring, or another constant
+        case ast.Expr(value=ast.Constant()):
+            return True
+        # For example, a module that may be missing is imported within `try`.
+        case ast.If() | ast.Try():
+            handlers = statement.handlers if isinstance(statement, ast.Try) else []
+            blocks = [statement.body, statement.orelse, *(handler.body for handler in handlers)]
+            return all(map(_is_definition, chain.from_iterable(blocks)))
+    return False
 
 
 def starts_own_ranks(source: str) -> bool:

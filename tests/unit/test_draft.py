@@ -462,6 +462,39 @@ def test_other_scripts_are_listed(
     assert "Other scripts: a_main.py, reward.py. To choose one: muster init a_main.py" in output
 
 
+@pytest.mark.parametrize(
+    ("content", "is_listed"),
+    [
+        ('"""Faults."""\nimport os\nLIMIT = 3\ndef inject():\n    loss.backward()\n', False),
+        (
+            "try:\n    import fast\nexcept ImportError:\n    fast = None\nclass A:\n    pass\n",
+            False,
+        ),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    a: int = 3\n", False),
+        ("def main():\n    pass\nif __name__ == '__main__':\n    main()\n", True),
+        ("import trainer\nresult = trainer.train()\n", True),
+        ("for step in range(3):\n    print(step)\n", True),
+        ("print 'Python 2'\n", True),
+    ],
+)
+def test_helper_modules_are_not_listed_as_scripts(
+    tmp_path: Path, content: str, is_listed: bool
+) -> None:
+    folder = project(tmp_path, {"train.py": "print()\n", "faults.py": content})
+
+    draft = draft_spec(folder)
+
+    assert draft.file == Path("train.py")
+    assert draft.other_scripts == ((Path("faults.py"),) if is_listed else ())
+
+
+def test_script_is_preferred_to_a_helper_module(tmp_path: Path) -> None:
+    helper = "import torch.distributed as dist\ndef train():\n    dist.init_process_group()\n"
+    folder = project(tmp_path, {"train_lib.py": helper, "zz.py": TORCHRUN})
+
+    assert draft_spec(folder).file == Path("zz.py")
+
+
 @pytest.mark.parametrize(("name", "content"), [("notes.txt", "torchrun"), ("empty.py", "")])
 def test_named_file_that_is_no_script_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
