@@ -428,7 +428,7 @@ def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
+class _ScriptArgument:
     """The script or the module that a command executes."""
 
     #: Index of the script or module in the command.
@@ -439,7 +439,7 @@ class _Target:
     is_module: bool = False
 
 
-def _find_target(command: Sequence[str | None]) -> _Target | None:
+def _find_target(command: Sequence[str | None]) -> _ScriptArgument | None:
     """Return the script or module in a command of Python, a shell, torchrun or accelerate.
 
     Returns:
@@ -453,7 +453,7 @@ def _find_target(command: Sequence[str | None]) -> _Target | None:
         if word is None:
             return None
         if not word.startswith(("-", "+")):
-            return _Target(index=index, is_python=is_python)
+            return _ScriptArgument(index=index, is_python=is_python)
         if is_python and _MODULE_OPTION.fullmatch(word):
             return _find_launched_target(command, index + 1) or _make_module(command, index + 1)
         if not _FLAGS.fullmatch(word):
@@ -461,13 +461,13 @@ def _find_target(command: Sequence[str | None]) -> _Target | None:
     return None
 
 
-def _make_module(command: Sequence[str | None], index: int) -> _Target | None:
+def _make_module(command: Sequence[str | None], index: int) -> _ScriptArgument | None:
     """Return the module at an index of a command, or None if there is no argument."""
     is_known = index < len(command) and command[index] is not None
-    return _Target(index=index, is_python=True, is_module=True) if is_known else None
+    return _ScriptArgument(index=index, is_python=True, is_module=True) if is_known else None
 
 
-def _find_launched_target(command: Sequence[str | None], start: int) -> _Target | None:
+def _find_launched_target(command: Sequence[str | None], start: int) -> _ScriptArgument | None:
     """Return the script or module that torchrun or `accelerate launch` starts.
 
     Args:
@@ -490,7 +490,7 @@ def _find_launched_target(command: Sequence[str | None], start: int) -> _Target 
         if word is None:
             return None
         if not word.startswith("-"):
-            return _Target(index=index, is_python=True, is_module=is_module)
+            return _ScriptArgument(index=index, is_python=True, is_module=is_module)
         option, has_value, _ = word.partition("=")
         option = option.lstrip("-").replace("_", "-")
         if option in ("m", "module"):
