@@ -20,7 +20,7 @@ from tasks.pipeline.results import read_last_metric, read_result
 from tasks.pipeline.server_requests import ServerRequests
 from tasks.pipeline.stage_specs import CannotBegin
 from tasks.record.checkpoint_paths import CheckpointPath
-from tasks.record.checkpoints import find_stage_checkpoint
+from tasks.record.checkpoints import describe_stage_unrecognised, find_stage_checkpoint
 from tasks.record.evaluation_rules import find_best_checkpoint
 from tasks.record.evaluations import (
     EvaluatedCheckpoint,
@@ -188,12 +188,7 @@ class RunResults:
             ) from error
         if checkpoint is not None:
             return str(checkpoint)
-        raise CannotBegin(
-            f"Stage {run.stage} has completed, but Muster found no checkpoint of its run in "
-            f"{RunPlace.of(run.name).directory}. Make sure that this host can read this "
-            "directory. Also check the path of the checkpoints: `checkpoints` in the run spec, or "
-            "`checkpoint` in the stage."
-        )
+        raise CannotBegin(self._requests.ask(lambda client: _explain_missing(client, stage, run)))
 
 
 def _find_best_evaluated(run: StageRun, best: Best) -> EvaluatedCheckpoint | None:
@@ -218,9 +213,30 @@ def _find_checkpoint(
     client: SyncPrefectClient, stage: Stage, run: StageRun
 ) -> CheckpointPath | None:
     """Return the path of a completed run's checkpoint, or None if the run has no checkpoint."""
-    # Read the spec with which the run was started, because the pipeline's spec may have changed
-    # since then.
-    spec = RunSpec.model_validate(
+    return find_stage_checkpoint(stage.checkpoint, _read_spec(client, run), RunPlace.of(run.name))
+
+
+def _explain_missing(client: SyncPrefectClient, stage: Stage, run: StageRun) -> str:
+    """Return a message about a completed run in which no checkpoint was found."""
+    place = RunPlace.of(run.name)
+    message = (
+        f"Stage {run.stage} has completed, but Muster found no checkpoint of its run in "
+        f"{place.directory}. "
+    )
+    spec = _read_spec(client, run)
+    if unrecognised := describe_stage_unrecognised(stage.checkpoint, spec, place):
+        return f"{message}{unrecognised}."
+    return (
+        f"{message}Make sure that this host can read this directory. Also check the path of the "
+        "checkpoints: `checkpoints` in the run spec, or `checkpoint` in the stage."
+    )
+
+
+def _read_spec(client: SyncPrefectClient, run: StageRun) -> RunSpec:
+    """Return the spec with which a run was started.
+
+    The pipeline's spec may have changed since then.
+    """
+    return RunSpec.model_validate(
         client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
     )
-    return find_stage_checkpoint(stage.checkpoint, spec, RunPlace.of(run.name))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from tasks.record.checkpoint_layouts import (
@@ -28,7 +29,9 @@ from tasks.record.checkpoint_names import (
     drop_numbers,
     drop_rank,
     is_current_name,
+    is_never_checkpoint,
     is_partial_name,
+    is_series_name,
     read_rank,
     read_step,
 )
@@ -38,6 +41,7 @@ from tasks.record.checkpoint_paths import (
     list_entries,
     match_paths,
     parse_checkpoint_path,
+    walk_files,
 )
 from tasks.record.checkpoint_store import suppress_file_errors
 
@@ -57,6 +61,8 @@ _NOT_CONFIRMED = "so it is unknown whether this checkpoint is complete until the
 #: Largest number of tries to list a folder. A try fails if a file is deleted while the folder is
 #: listed.
 _RACES_AT_MOST = 5
+#: Largest number of files that are read in a folder that does not look like a checkpoint.
+_FILES_AT_MOST = 1000
 #: Largest size of a pointer file in bytes. A pointer file contains the name of the newest
 #: checkpoint. Larger files are not read as pointer files.
 _POINTER_BYTES = 4096
@@ -83,6 +89,13 @@ _SMALLEST_SHARE = 0.5
 _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
 #: Matches names of files that are written once per rank.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")
+#: Matches names of files with a part of the training's state that an exported model does not have,
+#: such as the optimizer. The names `state_dict` and `opt-125m` are those of models.
+_TRAINING_FILE = re.compile(
+    r"(?<![a-z])(?:optim(?:i[sz]ers?)?|(?:lr[-_]?)?sched(?:ulers?)?|rng|opt|(?:train(?:er|ing)?)?state)"
+    r"(?![a-z]|[-_.]?dict|-\d)",
+    re.IGNORECASE,
+)
 #: Suffix of a file that NeMo creates next to a checkpoint. NeMo removes the file when the
 #: checkpoint is complete.
 _UNFINISHED_SUFFIX = "-unfinished"
@@ -182,6 +195,25 @@ class _Candidate:
         return (-1 if self.step is None else self.step, self.content.changed_at)
 
     @property
+    def is_series_only(self) -> bool:
+        """True if this is a checkpoint only because it belongs to a series of similar checkpoints.
+
+        The name is a prefix and a number, as in `it000005` or `tinylm-19`. The content looks like
+        the state of a training, but the layout and the suffixes of the files do not prove this.
+        """
+        if self.kind is not NameKind.NUMBERED or self.verdict.is_training_state:
+            return False
+        if not is_series_name(self.name):
+            return False
+        if not self.content.is_folder:
+            # The format of the file is known from its first bytes, and the file is whole.
+            has_word_suffix = self.content.path.suffix[1:2].isalpha()
+            return bool(self.verdict.proof) and not has_word_suffix
+        return not _has_suffix(self.content, _STATE_SUFFIXES - _EXPORT_SUFFIXES) and (
+            _has_training_files(self.content)
+        )
+
+    @property
     def rank(self) -> int:
         """Number that says how likely this file or folder is a checkpoint: 0 is the most likely.
 
@@ -227,6 +259,46 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
     raise AssertionError
 
 
+def list_unrecognised(written: str, root: Path) -> list[CheckpointPath]:
+    """Return the files and folders that may be checkpoints, but do not look like checkpoints.
+
+    Args:
+        written: Folder of the checkpoints, or a pattern that matches them.
+        root: Directory from which a relative path starts.
+
+    Returns:
+        The paths, sorted by their names. An empty list if a checkpoint was found.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    if list_checkpoints(written, root, is_running=False).checkpoints:
+        return []
+    folder = parse_checkpoint_path(written, root)
+    if not folder.is_dir():
+        folder = parse_checkpoint_path(find_fixed_folder(written), root)
+    if not folder.is_dir():
+        return []
+    return [path for path in list_entries(folder) if _may_be_checkpoint(path)]
+
+
+def _may_be_checkpoint(path: CheckpointPath) -> bool:
+    """Return True if an unrecognised file or folder may be a checkpoint.
+
+    A file or folder with a number in its name must contain something else than logs. Otherwise, it
+    must contain tensors.
+    """
+    if is_never_checkpoint(path.name) or _read_pointer(path) is not None:
+        return False
+    if not path.is_dir():
+        names = [path.name] if path.is_file() and path.stat().st_size > 0 else []
+    else:
+        names = [file.name for file in islice(walk_files(path), _FILES_AT_MOST)]
+    if classify_name(path.name) is NameKind.OTHER:
+        return any(PurePosixPath(name).suffix in _STATE_SUFFIXES for name in names)
+    return not all(map(is_never_checkpoint, names))
+
+
 def _list_pattern(pattern: CheckpointPath, *, is_running: bool) -> Listing:
     paths = match_paths(pattern)
     pointers: list[_Pointer] = []
@@ -238,6 +310,9 @@ def _list_pattern(pattern: CheckpointPath, *, is_running: bool) -> Listing:
             if (pointer := _read_pointer(entry)) is not None
         ]
     candidates = [*_read_candidates(paths, is_pattern=True)]
+    if not candidates:
+        # No file or folder looks like a checkpoint. The user knows better, and wrote the pattern.
+        candidates = [*_read_candidates(paths, is_pattern=True, accepts_all=True)]
     return _judge(candidates, pointers, is_running=is_running, is_pattern=True)
 
 
@@ -250,7 +325,7 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
         subfolder = (folder / pointer.text).parent
         if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
             paths += [path for path in list_entries(subfolder) if path not in paths]
-    candidates = [*_read_candidates(paths)]
+    candidates = _keep_one_series([*_read_candidates(paths)])
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
         # Add the checkpoint that a pointer file names, even if its name does not look like that of
@@ -266,6 +341,33 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
         if own.verdict.is_training_state and _is_flat(own.content):
             return _judge([own], [], is_running=is_running)
     return _judge(candidates, pointers, is_running=is_running, others=_list_others(paths))
+
+
+def _has_suffix(content: Content, suffixes: Collection[str]) -> bool:
+    """Return True if a file of a checkpoint has one of the suffixes."""
+    return any(PurePosixPath(name).suffix in suffixes for name in content.names)
+
+
+def _has_training_files(content: Content) -> bool:
+    """Return True if a folder itself has tensors and a file such as `optim.bin` or `state.json`.
+
+    Files in subfolders do not count, because a folder of checkpoints is no checkpoint.
+    """
+    top_names = [name for name in content.names if "/" not in name]
+    has_tensors = any(PurePosixPath(name).suffix in _STATE_SUFFIXES for name in top_names)
+    return has_tensors and any(_TRAINING_FILE.search(name) for name in top_names)
+
+
+def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Return the candidates. Leave out unknown folders and files if there are several series.
+
+    Example: in a folder with `actor-5` and `critic-5`, it is unclear which of the two is the
+    checkpoint.
+    """
+    series = {drop_numbers(one.name) for one in candidates if one.kind is NameKind.NUMBERED}
+    if len(series) <= 1:
+        return candidates
+    return [one for one in candidates if not one.is_series_only]
 
 
 def _is_flat(content: Content) -> bool:
@@ -292,7 +394,7 @@ def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPa
 
 
 def _read_candidates(
-    paths: Sequence[CheckpointPath], *, is_pattern: bool = False
+    paths: Sequence[CheckpointPath], *, is_pattern: bool = False, accepts_all: bool = False
 ) -> Iterator[_Candidate]:
     """Yield the files and folders that may be checkpoints.
 
@@ -300,6 +402,7 @@ def _read_candidates(
         paths: Paths of the files and folders.
         is_pattern: True if the paths match a pattern that the user wrote. A checkpoint may then
             have any name.
+        accepts_all: True to accept files and folders with any content.
     """
     kinds = {
         path: classify_name(path.name)
@@ -322,7 +425,7 @@ def _read_candidates(
         first = min(parts, key=lambda path: (read_rank(path.name) or 0, path.name))
         with suppress(FileNotFoundError):  # The file may have been removed during the listing.
             candidate = _read_candidate(Content.read(first, sorted(parts)), kinds[first])
-            if _is_candidate(candidate, is_pattern=is_pattern):
+            if accepts_all or _is_candidate(candidate, is_pattern=is_pattern):
                 yield candidate
 
 
@@ -338,10 +441,13 @@ def _is_candidate(candidate: _Candidate, *, is_pattern: bool) -> bool:
     match candidate.kind:
         case NameKind.NUMBERED if candidate.content.is_folder:
             state_suffixes = _STATE_SUFFIXES if is_pattern else _STATE_SUFFIXES - _EXPORT_SUFFIXES
-            suffixes = {PurePosixPath(name).suffix for name in candidate.content.names}
-            return is_training_state or bool(suffixes & state_suffixes)
+            return (
+                is_training_state
+                or _has_suffix(candidate.content, state_suffixes)
+                or candidate.is_series_only
+            )
         case NameKind.NUMBERED:
-            return is_training_state or has_state_suffix
+            return is_training_state or has_state_suffix or candidate.is_series_only
         case NameKind.UNNUMBERED:
             return is_training_state or (not candidate.content.is_folder and has_state_suffix)
         case _:
@@ -595,7 +701,9 @@ def _confirm(
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
         reason = f"no pointer file names this checkpoint, {_NOT_CONFIRMED}"
         return Completeness.UNKNOWN, reason
-    if not has_known_layout and "config.json" in candidate.content.names:
+    has_config = "config.json" in candidate.content.names
+    is_weights_only = has_config and not _has_training_files(candidate.content)
+    if not has_known_layout and is_weights_only:
         reason = (
             "this folder has weights but no training state (such as the optimizer state), "
             f"{_NOT_CONFIRMED}"

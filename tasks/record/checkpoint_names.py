@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import re
+from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 
 #: Matches the names of incomplete files: files that are being written or deleted, or were left by a
@@ -41,6 +44,15 @@ _STEPS = (
     re.compile(r"(?:step|steps|iter|iters|iteration|update|updates)[-_=]?(\d+)", re.IGNORECASE),
     re.compile(r"(\d+)[-_]?(?:steps?|iters?|iterations?|updates?)(?![a-z])", re.IGNORECASE),
     re.compile(r"(?<![a-z])(?:ba|batch)[-_=]?(\d+)", re.IGNORECASE),
+)
+
+#: Matches a name that consists of a prefix and a training step at its end, such as `tinylm-19`.
+_SERIES = re.compile(r"(?P<prefix>(?:.*[^\d.])?)(?P<step>\d+)", re.DOTALL)
+#: Matches a date in a name. The last number of such a name is probably no training step.
+_DATE = re.compile(r"(?<!\d)(?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12]\d|3[01])(?!\d)")
+#: Words before a number that is no training step, as in `version_0` and `run-3`.
+_COUNTED_WORDS = frozenset(
+    {"v", "ver", "version", "run", "try", "trial", "seed", "fold", "log", "job", "task"}
 )
 
 _CURRENT_WORDS = frozenset({"last", "latest", "newest", "current"})
@@ -96,8 +108,7 @@ class NameKind(IntEnum):
 
 def classify_name(name: str) -> NameKind:
     """Return the kind of a file or folder in a checkpoint folder, according to its name."""
-    is_other = _OTHER_SUFFIX.search(name) or _MADE_BY_MUSTER.fullmatch(name)
-    if is_other or is_partial_name(name):
+    if is_never_checkpoint(name):
         return NameKind.OTHER
     words = _list_words(name)
     has_step_word = bool(words & _STEP_WORDS)
@@ -110,6 +121,28 @@ def classify_name(name: str) -> NameKind:
         # A name that is only a number, such as `20`, may belong to a file of another kind.
         return NameKind.CHECKPOINT if words else NameKind.NUMBERED
     return NameKind.NAMED_CHECKPOINT if has_step_word else NameKind.NUMBERED
+
+
+def is_never_checkpoint(name: str) -> bool:
+    """Return True if a file is certainly no complete checkpoint, according to its name.
+
+    This is the case for logs, for temporary files and for the files that Muster itself writes.
+    """
+    is_other = _OTHER_SUFFIX.search(name) or _MADE_BY_MUSTER.fullmatch(name)
+    return bool(is_other) or is_partial_name(name)
+
+
+def is_series_name(name: str) -> bool:
+    """Return True if a name can be that of a checkpoint in a series, such as `it000005`.
+
+    The name must consist of a prefix and a number at its end. The prefix may be empty. A date, a
+    version and the number of a run are no training steps, so the result is False for such names.
+    """
+    match = _SERIES.fullmatch(_SUFFIX.sub("", name))
+    if match is None or _DATE.search(name):
+        return False
+    words = re.findall(r"[a-z]+", match["prefix"].lower())
+    return not words or words[-1] not in _COUNTED_WORDS
 
 
 def is_partial_name(name: str) -> bool:
@@ -170,6 +203,20 @@ def drop_numbers(name: str) -> str:
     checkpoints of one training.
     """
     return _NUMBER.sub("#", name)
+
+
+def make_pattern(names: Sequence[str]) -> str:
+    """Return a glob pattern for the names of the longest series, such as `it*` for `it000005`.
+
+    Args:
+        names: Names of files and folders in a folder, at least one.
+    """
+    patterns = [
+        re.sub(r"^\*", "[0-9]*", drop_numbers(glob.escape(name)).replace("#", "*"))
+        for name in names
+    ]
+    counts = Counter(patterns)
+    return max(reversed(patterns), key=counts.__getitem__)
 
 
 def _strip(name: str) -> str:

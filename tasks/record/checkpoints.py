@@ -21,10 +21,17 @@ import yaml
 
 from tasks.record.checkpoint_blame import find_given_up, match_given_up
 from tasks.record.checkpoint_claims import Rival, claim_folder, find_rivals, why_of_rival
-from tasks.record.checkpoint_folder import Checkpoint, Completeness, Listing, list_checkpoints
-from tasks.record.checkpoint_names import REMOVAL_SUFFIX, is_partial_name
+from tasks.record.checkpoint_folder import (
+    Checkpoint,
+    Completeness,
+    Listing,
+    list_checkpoints,
+    list_unrecognised,
+)
+from tasks.record.checkpoint_names import REMOVAL_SUFFIX, is_partial_name, make_pattern
 from tasks.record.checkpoint_paths import (
     CheckpointPath,
+    find_fixed_folder,
     find_local_path,
     identify_folder,
     identify_path,
@@ -40,6 +47,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
 from tasks.spec.component import Component
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.formatting import join_commas
 from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, substitute
 from tasks.spec.run import RunSpec
 from tasks.spec.start_from import StartFrom
@@ -52,6 +60,8 @@ _GROWS_WITHIN_S = 30.0
 _NEVER_REMOVED = 2
 #: Largest number of unusable checkpoints that are listed in the record of an attempt.
 _REFUSED_AT_MOST = 20
+#: Largest number of unrecognised files and folders that a message names.
+_UNRECOGNISED_SHOWN = 3
 #: Placeholder for the path of the checkpoint from which an attempt starts.
 _RESUME_FROM = "attempt.resume_from"
 
@@ -75,6 +85,9 @@ class ResumePlan:
     #: True if a component gets the path of the checkpoint, because the spec uses the placeholder
     #: `${attempt.resume_from}`.
     is_passed: bool = True
+    #: Text about files that may be checkpoints, as returned by `describe_unrecognised`. `rule` then
+    #: contains the same text.
+    unrecognised: str = ""
 
     @property
     def passed(self) -> CheckpointPath | None:
@@ -178,11 +191,67 @@ def plan_resume(
     if start is not None:
         return _plan_start(start, refused, notes)
     rule = "no complete checkpoint was found" if refused else "no checkpoint was found"
+    unrecognised = describe_unrecognised(spec, place, attempts)
+    if unrecognised:
+        rule += f". {unrecognised}"
     return ResumePlan(
         rule=rule,
         refused=tuple(refused[:_REFUSED_AT_MOST]),
         notes=tuple(notes),
         is_passed=_is_passed(spec),
+        unrecognised=unrecognised,
+    )
+
+
+def describe_unrecognised(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> str:
+    """Return two sentences about entries of the checkpoint folder that Muster does not recognise.
+
+    The first sentence names files and folders, and the second names the remedy. The text has no
+    full stop at its end.
+
+    Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        place: Directory of the run.
+        attempts: All attempts of the run.
+
+    Returns:
+        The sentences, or an empty string if Muster found a checkpoint of the run, or if no other
+        file or folder may be a checkpoint.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    named = _checkpoint_component(spec)
+    if named is None:
+        return ""
+    name, component = named
+    written = component.checkpoints or ""
+    paths: list[CheckpointPath] = []
+    for number in reversed(_attempts_with_folders(written, attempts)):
+        if _checkpoints_of_attempt(place, number, name, spec=spec).checkpoints:
+            return ""
+        root, folder = _folder_of_attempt(place, number, name, spec)
+        paths = paths or (list_unrecognised(folder, root) if folder else [])
+    if not paths:
+        return ""
+    names = [path.name for path in paths]
+    shown = join_commas(names[:_UNRECOGNISED_SHOWN])
+    if more := len(names[_UNRECOGNISED_SHOWN:]):
+        shown += f" and {more} more"
+    noun = "a checkpoint" if len(paths) == 1 else "checkpoints"
+    folder = find_fixed_folder(written).rstrip("/")
+    prefix = f"{folder}/" if folder else ""
+    sentence = f"Muster does not recognise {shown} in {paths[0].parent} as {noun}"
+    for path in paths:
+        if path.is_dir() and list_checkpoints(str(path), Path.cwd(), is_running=False).checkpoints:
+            return (
+                f"{sentence}. To use the checkpoints in {path.name}, write "
+                f'`checkpoints: "{prefix}{path.name}"` into the spec'
+            )
+    subject = "it is a checkpoint" if len(paths) == 1 else "they are checkpoints"
+    return (
+        f"{sentence}. If {subject}, write a pattern into the spec: "
+        f'`checkpoints: "{prefix}{make_pattern(names)}"`'
     )
 
 
@@ -836,17 +905,35 @@ def find_stage_checkpoint(
     Raises:
         OSError: The folder of the checkpoints cannot be read.
     """
-    attempts: tuple[AttemptRecord, ...] = ()
-    foreign: Mapping[str, str] = {}
-    with suppress(OSError, ValueError):
-        record = RunJson.read(place.record)
-        attempts = record.attempts
-        foreign = record.foreign_checkpoints
+    attempts, foreign = _read_attempts(place)
     if checkpoint is None:
         return find_resume_checkpoint(spec, place, attempts, foreign)
     values = _values_of_attempt(place, len(attempts))
     root = Path(read_attempt_spec(place, len(attempts)).get("cwd") or spec.cwd)
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
+
+
+def describe_stage_unrecognised(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> str:
+    """Return the text of `describe_unrecognised` for a stage of a pipeline.
+
+    The text is empty if the stage has the key `checkpoint`, or if the folder cannot be read.
+    """
+    if checkpoint is not None:
+        return ""
+    with suppress(OSError):
+        return describe_unrecognised(spec, place, _read_attempts(place)[0])
+    return ""
+
+
+def _read_attempts(place: RunPlace) -> tuple[tuple[AttemptRecord, ...], Mapping[str, str]]:
+    """Return the attempts of a run, and the signatures of the checkpoints of other runs.
+
+    Both are empty if the record of the run cannot be read.
+    """
+    with suppress(OSError, ValueError):
+        record = RunJson.read(place.record)
+        return record.attempts, record.foreign_checkpoints
+    return (), {}
 
 
 #: Beginning of the reason for not using a checkpoint that was saved during an alarm. An alarm is

@@ -92,7 +92,9 @@ def _is_fruitless(attempt: AttemptRecord, before: Sequence[AttemptRecord]) -> bo
     return attempt.highest_step is None or attempt.highest_step <= max(steps)
 
 
-def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> str:
+def describe_fruitless_attempts(
+    spec: RunSpec, attempts: Sequence[AttemptRecord], unrecognised: str = ""
+) -> str:
     """Return a sentence about the last attempts if they failed without a lasting result.
 
     Example: `3 attempts of 10 h ended before their first checkpoint; save a checkpoint more often
@@ -101,6 +103,8 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
     Args:
         spec: The spec of the run.
         attempts: All attempts of the run. All of them have ended.
+        unrecognised: Text about files in the checkpoint folder that may be checkpoints, as returned
+            by `describe_unrecognised`. The text replaces the advice to save more often.
 
     Returns:
         The sentence. An empty string in two cases: the last attempt had a lasting result, or only
@@ -130,10 +134,12 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         if attempt.highest_step is not None and attempt.highest_step > start
     ]
     interval = f"{max(made_steps):g} steps" if made_steps else _format(max(durations))
-    advice = f"save a checkpoint more often than every {interval}"
+    advice = f"; save a checkpoint more often than every {interval}"
+    if unrecognised:
+        advice = f". {unrecognised}"
     if max(starts) > 0:
-        return f"{subject} without a checkpoint after step {max(starts):g}; {advice}"
-    return f"{subject} before {'its' if is_one else 'their'} first checkpoint; {advice}"
+        return f"{subject} without a checkpoint after step {max(starts):g}{advice}"
+    return f"{subject} before {'its' if is_one else 'their'} first checkpoint{advice}"
 
 
 def _start_step(attempt: AttemptRecord) -> float:

@@ -13,7 +13,11 @@ from rich.filesize import decimal
 from tasks.record.checkpoint_folder import Completeness
 from tasks.record.checkpoint_paths import CheckpointPath, walk_files
 from tasks.record.checkpoint_pins import pin_checkpoint
-from tasks.record.checkpoints import JudgedCheckpoint, judge_checkpoints
+from tasks.record.checkpoints import (
+    JudgedCheckpoint,
+    describe_unrecognised,
+    judge_checkpoints,
+)
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.show.output import one_line
@@ -69,6 +73,8 @@ class _Checkpoints:
     place: RunPlace
     record: RunJson
     judged: tuple[JudgedCheckpoint, ...]
+    #: Sentences about files that may be checkpoints; see `describe_unrecognised`.
+    unrecognised: str
 
 
 def list_run_checkpoints(run: Run) -> list[RunCheckpoint]:
@@ -81,6 +87,20 @@ def list_run_checkpoints(run: Run) -> list[RunCheckpoint]:
     """
     checkpoints = _read_checkpoints(run)
     return [_describe(one, checkpoints.record.attempts) for one in reversed(checkpoints.judged)]
+
+
+def describe_missing_checkpoints(run: Run) -> str:
+    """Return the message about a run without checkpoints.
+
+    The message names files in the checkpoint folder that may be checkpoints, and the remedy.
+
+    Raises:
+        BadArgument: This machine cannot list the checkpoints.
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    message = f"The run {run.run_id} has no checkpoint yet."
+    unrecognised = _read_checkpoints(run).unrecognised
+    return f"{message} {unrecognised}." if unrecognised else message
 
 
 def format_checkpoints(rows: Sequence[RunCheckpoint], now: float) -> Iterator[str]:
@@ -203,7 +223,7 @@ def choose_step(run: Run, step: int | None, *, pins: bool = False) -> StartFrom:
     else:
         candidates = [one for one in complete if one.checkpoint.step == step]
     if not candidates:
-        raise BadArgument(_explain_missing(run, step, checkpoints.judged, complete))
+        raise BadArgument(_explain_missing(run, step, checkpoints, complete))
     checkpoint = candidates[-1].checkpoint
     if pins:
         home = checkpoints.place.directory.parents[1]
@@ -215,7 +235,7 @@ def choose_step(run: Run, step: int | None, *, pins: bool = False) -> StartFrom:
 def _explain_missing(
     run: Run,
     step: int | None,
-    judged: Sequence[JudgedCheckpoint],
+    checkpoints: _Checkpoints,
     complete: Sequence[JudgedCheckpoint],
 ) -> str:
     """Return a message about a missing checkpoint, which also lists the existing checkpoints.
@@ -223,11 +243,13 @@ def _explain_missing(
     Args:
         run: The run.
         step: Step that the person asked for, or None for the newest complete checkpoint.
-        judged: All checkpoints of the run.
+        checkpoints: All checkpoints of the run.
         complete: The checkpoints of the run that are complete.
     """
     wanted = f"complete checkpoint of step {step}" if step is not None else "complete checkpoint"
-    at_step = [one for one in judged if step is None or one.checkpoint.step == step]
+    if checkpoints.unrecognised:
+        return f"{run.run_id} has no {wanted}. {checkpoints.unrecognised}."
+    at_step = [one for one in checkpoints.judged if step is None or one.checkpoint.step == step]
     reasons = [
         f"{one.checkpoint.path.name}: {one.why_foreign or one.checkpoint.reason}" for one in at_step
     ]
@@ -291,7 +313,8 @@ def _read_checkpoints(run: Run) -> _Checkpoints:
         record.foreign_checkpoints,
         is_running=run.state not in ENDED_STATES,
     )
-    return _Checkpoints(place=place, record=record, judged=tuple(judged))
+    unrecognised = "" if judged else describe_unrecognised(spec, place, record.attempts)
+    return _Checkpoints(place=place, record=record, judged=tuple(judged), unrecognised=unrecognised)
 
 
 def _describe(one: JudgedCheckpoint, attempts: Sequence[AttemptRecord]) -> RunCheckpoint:

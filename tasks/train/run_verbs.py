@@ -31,6 +31,7 @@ from tasks.spec.formatting import format_minutes
 from tasks.train.finding_runs import find_run, find_run_with_files, list_runs, parse_since
 from tasks.train.local_view import describe_locally
 from tasks.train.run_checkpoints import (
+    describe_missing_checkpoints,
     format_checkpoint_line,
     format_checkpoints,
     list_run_checkpoints,
@@ -307,7 +308,7 @@ def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
         print(dumps([asdict(row) for row in rows], indent=2))
         return
     if not rows:
-        print(f"The run {found_run.run_id} has no checkpoint yet.", file=sys.stderr)
+        print(describe_missing_checkpoints(found_run), file=sys.stderr)
         return
     now = time.time()
     if not is_on_terminal():

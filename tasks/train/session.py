@@ -30,6 +30,7 @@ from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.record.checkpoints import (
     ResumePlan,
     describe_rivals,
+    describe_unrecognised,
     find_foreign_checkpoints,
     plan_resume,
 )
@@ -491,7 +492,10 @@ class RunSession:
         else:
             resume_plan = self.plan_resume()
             resume = resume_plan.as_record()
-            if remark := describe_fruitless_attempts(self.spec, self.record.content.attempts):
+            # If some files may be checkpoints, `resume.rule` names them, and contains the remedy.
+            if not resume_plan.unrecognised and (
+                remark := describe_fruitless_attempts(self.spec, self.record.content.attempts)
+            ):
                 resume = resume.with_changes(notes=(*resume.notes, remark))
             resume_from = str(resume_plan.passed or "")
             ports = reserve_ports(self.spec)
@@ -700,16 +704,29 @@ class RunSession:
             return
         ended = attempt.ended(verdict.state, time.time(), verdict.failure)
         earlier = content.attempts[:-1]
+        attempts = [*earlier, ended]
+
+        def find_saved() -> tuple[bool | None, str]:
+            saved = has_saved_checkpoint(
+                self.spec, self.place, attempts, content.foreign_checkpoints
+            )
+            unrecognised = ""
+            if saved is False:
+                with suppress(OSError):
+                    unrecognised = describe_unrecognised(self.spec, self.place, attempts)
+            return saved, unrecognised
+
         saved = None
+        unrecognised = ""
         with suppress(PlaceTimeout):
-            saved = self._checkpoint_reader.ask_blocking(
-                lambda: has_saved_checkpoint(
-                    self.spec, self.place, [*earlier, ended], content.foreign_checkpoints
-                ),
-                _FIND_SAVED_WITHIN_S,
+            saved, unrecognised = self._checkpoint_reader.ask_blocking(
+                find_saved, _FIND_SAVED_WITHIN_S
             )
         attempts = [*earlier, ended.with_changes(saved_checkpoint=saved)]
-        if warning := describe_fruitless_attempts(self.spec, attempts):
+        warning = describe_fruitless_attempts(self.spec, attempts, unrecognised)
+        if unrecognised and not warning:
+            warning = f"the attempt ended without a checkpoint. {unrecognised}"
+        if warning:
             self.emit("run.warning", message=warning)
         count = len(list_fruitless_attempts(attempts))
         self.record.end_attempt(verdict, saved_checkpoint=saved, fruitless_attempts=count or None)

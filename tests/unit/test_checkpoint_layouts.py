@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,84 @@ def test_numbered_folder_with_only_an_exported_model_is_no_checkpoint(tmp_path: 
         (tmp_path / name / "model.safetensors").write_bytes(b"weights")
 
     assert list_checkpoints(str(tmp_path), tmp_path, is_running=False).checkpoints == ()
+
+
+TRAINING = ("weights.bin", "optim.bin", "state.json")
+
+
+def write_folders(folder: Path, names: Iterable[str], file_names: Iterable[str]) -> None:
+    for name in names:
+        for file_name in file_names:
+            path = folder / name / file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("it000005", "it000010"),
+        ("it_000005", "it_000010"),
+        ("iter5", "iter10"),
+        ("000005", "000010"),
+        ("5", "10"),
+        ("tinylm-5", "tinylm-10"),
+        ("Qwen2.5-1.5B-5", "Qwen2.5-1.5B-10"),
+        ("e1s5", "e1s10"),
+        ("t5.ckpt", "t10.ckpt"),
+        ("epoch0-it000005", "epoch0-it000010"),
+    ],
+)
+@pytest.mark.parametrize(
+    "file_names",
+    [
+        TRAINING,
+        ("model.safetensors", "optimizer.safetensors", "config.json"),
+        ("params.bin", "lr_scheduler.json"),
+        ("weights.bin", "train_state.json", "config.json"),
+    ],
+)
+def test_series_of_folders_with_the_state_of_a_training_is_recognised(
+    tmp_path: Path, names: tuple[str, ...], file_names: tuple[str, ...]
+) -> None:
+    write_folders(tmp_path, names, file_names)
+    for path in tmp_path.glob("*/*.safetensors"):
+        files.write_safetensors(path)
+
+    checkpoints = list_folder(tmp_path).checkpoints
+
+    assert [(one.step, one.is_complete) for one in checkpoints] == [(5, True), (10, True)]
+
+
+def test_series_of_files_without_a_suffix_is_recognised_by_its_format(tmp_path: Path) -> None:
+    for step in (5, 19):
+        files.write_torch(tmp_path / f"tinylm-{step}", {"step": step})
+    files.write_text(tmp_path / "notes-7", "no checkpoint")
+
+    assert [one.step for one in list_folder(tmp_path).complete] == [5, 19]
+
+
+@pytest.mark.parametrize(
+    ("names", "file_names"),
+    [
+        (("2026-11-26", "2026-11-27"), TRAINING),
+        (("20261126-164008", "20261127-164008"), TRAINING),
+        (("version_0", "version_1"), TRAINING),
+        (("v1", "v2"), TRAINING),
+        (("1.2.0", "1.2.1"), TRAINING),
+        (("run-1", "run-2"), TRAINING),
+        (("rollout_51", "rollout_52"), TRAINING),
+        (("logs5", "logs10"), TRAINING),
+        (("actor-5", "critic-5"), TRAINING),
+        (("group5", "group6"), ("it5/optim.bin", "it5/weights.bin")),
+        (("answers-51",), ("metrics.json", "state.json", "answers.txt")),
+        (("it5", "it6"), ("model.safetensors", "config.json", "tokenizer.model")),
+        (("it5", "it6"), ("state_dict.bin", "opt-125m.bin")),
+    ],
+)
+def test_numbered_folders_that_may_be_something_else_are_no_checkpoints(
+    tmp_path: Path, names: tuple[str, ...], file_names: tuple[str, ...]
+) -> None:
+    write_folders(tmp_path, names, file_names)
+
+    assert list_folder(tmp_path).checkpoints == ()

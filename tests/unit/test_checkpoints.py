@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from tasks.record.checkpoints import (
+    describe_unrecognised,
     find_latest_checkpoint,
     find_resume_checkpoint,
     find_superfluous_checkpoints,
     is_writing_checkpoint,
+    plan_resume,
     remove_checkpoint,
 )
 from tasks.record.places import RunPlace
@@ -559,3 +561,95 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
     (folder / "best").symlink_to("step-10.pt")
 
     assert find_superfluous_checkpoints(spec, place, attempts(1)) == [folder / "step-20.pt"]
+
+
+@pytest.mark.parametrize(
+    ("written", "names", "shown", "remedy"),
+    [
+        # The names have a number, but the files may be an exported model.
+        (
+            "${run.dir}/ckpts",
+            ["it000005/weights.bin", "it000010/weights.bin"],
+            "it000005, it000010 in FOLDER as checkpoints",
+            "${run.dir}/ckpts/it*",
+        ),
+        (
+            "${run.dir}/ckpts/",
+            [f"{step}/state.json" for step in range(10, 15)],
+            "10, 11, 12 and 2 more in FOLDER as checkpoints",
+            "${run.dir}/ckpts/[0-9]*",
+        ),
+        (
+            "${run.dir}/ckpts",
+            ["actor-5/optim.bin", "actor-6/optim.bin", "critic-6/optim.bin"],
+            "actor-5, actor-6, critic-6 in FOLDER as checkpoints",
+            "${run.dir}/ckpts/actor-*",
+        ),
+        # The pattern of the spec does not match.
+        (
+            "${run.dir}/ckpts/step*",
+            ["it5/weights.pt", "readme.md"],
+            "it5 in FOLDER as a checkpoint",
+            "${run.dir}/ckpts/it*",
+        ),
+        # The name has no number, or is that of a result.
+        (
+            "${run.dir}/ckpts",
+            ["rollout_51/weights.pt"],
+            "rollout_51 in FOLDER as a checkpoint",
+            "${run.dir}/ckpts/rollout_*",
+        ),
+        (
+            "${run.dir}/ckpts",
+            ["weights.bin"],
+            "weights.bin in FOLDER as a checkpoint",
+            "${run.dir}/ckpts/weights.bin",
+        ),
+    ],
+)
+def test_unrecognised_checkpoints_are_named_and_the_remedy_helps(
+    tmp_path: Path, written: str, names: list[str], shown: str, remedy: str
+) -> None:
+    spec, place = run_of(tmp_path, written, 1)
+    create_files(place.directory / "ckpts", *names)
+
+    plan = plan_resume(spec, place, attempts(1))
+
+    found = shown.replace("FOLDER", str(place.directory / "ckpts"))
+    subject = "it is a checkpoint" if shown.endswith("a checkpoint") else "they are checkpoints"
+    assert plan.unrecognised == (
+        f"Muster does not recognise {found}. If {subject}, write a pattern into the spec: "
+        f'`checkpoints: "{remedy}"`'
+    )
+    assert plan.rule.endswith(f"checkpoint was found. {plan.unrecognised}")
+
+    remedied = remedy.replace("${run.dir}", str(place.directory))
+    assert find_latest_checkpoint(remedied, tmp_path) is not None
+
+
+def test_folder_of_checkpoints_in_the_checkpoint_folder_is_named(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/ckpts", 1)
+    create_files(place.directory / "ckpts", "tinylm/step-5.pt", "tinylm/step-6.pt")
+
+    text = describe_unrecognised(spec, place, attempts(1))
+
+    assert text.endswith(
+        "as a checkpoint. To use the checkpoints in tinylm, write "
+        '`checkpoints: "${run.dir}/ckpts/tinylm"` into the spec'
+    )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["step-5.pt", "it6/weights.bin"],
+        ["log-5/train.log", "plots/5.png", "events.out.tfevents.1", "config.yaml", ".cache/a.pt"],
+        ["rollout_51/answers.json", "attempt-01/run.json", "latest", "it5.tmp/weights.pt"],
+    ],
+)
+def test_other_files_are_not_named_as_unrecognised(tmp_path: Path, names: list[str]) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/ckpts", 1)
+    create_files(place.directory / "ckpts", *names)
+
+    assert describe_unrecognised(spec, place, attempts(1)) == ""

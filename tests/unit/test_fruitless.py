@@ -101,6 +101,16 @@ def test_attempts_without_a_checkpoint_are_named(attempts: list[AttemptRecord], 
     assert describe_fruitless_attempts(WITH_CHECKPOINTS, attempts) == text
 
 
+def test_unrecognised_checkpoints_replace_the_advice_to_save_more_often() -> None:
+    attempts = [attempt(10, 100, False), attempt(10, 97, False)]
+
+    text = describe_fruitless_attempts(WITH_CHECKPOINTS, attempts, "Muster does not recognise it5")
+
+    assert text == (
+        "2 attempts of 10 h ended before their first checkpoint. Muster does not recognise it5"
+    )
+
+
 def test_attempts_without_net_progress_are_named() -> None:
     attempts = [attempt(1, 40, None), attempt(1, 40, None), attempt(1, 30, None)]
 

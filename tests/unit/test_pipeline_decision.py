@@ -22,7 +22,7 @@ from tasks.pipeline.decision import (
     find_last_request,
 )
 from tasks.pipeline.stage_runs import idempotency_key, parse_key
-from tasks.record.checkpoints import find_stage_checkpoint
+from tasks.record.checkpoints import describe_stage_unrecognised, find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.spec.run import RunSpec
@@ -323,6 +323,25 @@ def test_checkpoint_is_found_as_configured(
     path = find_stage_checkpoint(checkpoint, RunSpec.model_validate(spec), place)
 
     assert path == (place.directory / found if found else None)
+
+
+def test_unrecognised_checkpoints_of_a_stage_are_named(tmp_path: Path) -> None:
+    place = RunPlace(directory=tmp_path / "one")
+    path = place.directory / "trainer" / "it5" / "weights.bin"
+    path.parent.mkdir(parents=True)
+    path.write_text("weights")
+    attempts = [{"number": 1, "state": "completed"}]
+    place.record.write_text(json.dumps({"state": "completed", "attempts": attempts}))
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/trainer"}
+    spec = RunSpec.model_validate(
+        {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
+    )
+
+    assert find_stage_checkpoint(None, spec, place) is None
+    assert '`checkpoints: "${run.dir}/trainer/it*"`' in describe_stage_unrecognised(
+        None, spec, place
+    )
+    assert describe_stage_unrecognised("${run.dir}/hf", spec, place) == ""
 
 
 def test_run_without_files_has_no_checkpoint(tmp_path: Path) -> None:

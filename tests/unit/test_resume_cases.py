@@ -333,6 +333,22 @@ def test_attempts_without_a_checkpoint_are_counted(run_case: RunCase) -> None:
     assert first.warnings == ()
 
 
+def test_completed_run_without_a_recognised_checkpoint_has_a_warning(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    record = run_case("unrecognised_checkpoints.py")
+
+    assert record.state is RunState.COMPLETED
+    [attempt] = record.attempts
+    folder = muster_home / "runs" / RUN_ID / "c"
+    assert attempt.saved_checkpoint is False
+    assert attempt.warnings == (
+        "the attempt ended without a checkpoint. Muster does not recognise it000020, it000030 in "
+        f"{folder} as checkpoints. If they are checkpoints, write a pattern into the spec: "
+        '`checkpoints: "${run.dir}/c/it*"`',
+    )
+
+
 @pytest.mark.thorough
 def test_run_without_known_steps_also_returns_to_an_earlier_checkpoint(run_case: RunCase) -> None:
     record = run_case("hangs_on_a_checkpoint.py", progress=None, success=None, stall_after_s=3)

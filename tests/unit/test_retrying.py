@@ -240,3 +240,32 @@ def test_fork_whose_program_would_not_get_the_checkpoint_is_refused(recorded: Re
 
     with pytest.raises(InvalidSpec, match="does not use"):
         with_start(load_spec(recorded.file), RUN)
+
+
+@pytest.mark.parametrize(
+    ("app", "words", "status", "message"),
+    [
+        (CHECKPOINTS, [], 0, f"The run {RUN} has no checkpoint yet. "),
+        (RETRY, ["--from-step", "10"], 2, f"{RUN} has no complete checkpoint of step 10. "),
+    ],
+)
+def test_unrecognised_checkpoints_are_named_if_there_are_no_others(
+    recorded: Recorded,
+    capsys: pytest.CaptureFixture[str],
+    app: App,
+    words: list[str],
+    status: int,
+    message: str,
+) -> None:
+    recorded.write()
+    folder = recorded.place.directory / "checkpoints"
+    for path in [*folder.iterdir()]:
+        path.unlink()
+    files.write_text(folder / "it10" / "weights.bin", "w")
+
+    assert run_verb(app, [RUN, *words]) == status
+
+    assert (
+        f"{message}Muster does not recognise it10 in {folder} as a checkpoint. If it is a "
+        'checkpoint, write a pattern into the spec: `checkpoints: "${run.dir}/checkpoints/it*"`.'
+    ) in capsys.readouterr().err.replace("\n", " ")
