@@ -63,11 +63,13 @@ from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, V
 from tasks.record.ranks import (
     RankFailure,
     find_first_rank,
+    find_killed_loader,
     has_error_file,
     has_lost_peer,
     is_consequence,
     is_exit_report,
     is_victim,
+    name_processes_of_spawn,
     remove_launcher_reports,
     select_lines_of_rank,
     select_traceback_of_rank,
@@ -202,7 +204,15 @@ def make_failure(
         evidence: Facts that the kernel and the launcher report about the deaths of the component's
             processes.
     """
-    first_rank = _find_first_rank(text, evidence) if exit is not None else None
+    evidence = replace(
+        evidence,
+        first_death=_name_process(text, evidence.first_death),
+        early_end=_name_process(text, evidence.early_end),
+    )
+    first_rank: RankFailure | None = None
+    if exit is not None:
+        first_rank = _find_first_rank(text, evidence)
+        first_rank = _find_killed_loader(text, first_rank) or first_rank
     own_text = text
     traceback = evidence.traceback
     is_later_error: Callable[[str], bool] | None = None
@@ -226,8 +236,8 @@ def make_failure(
     signal_of_death = exit_signal
     if first_rank is not None and first_rank.signal_name:
         signal_of_death = first_rank.signal_name
-        is_from_kernel = first_rank is evidence.first_death
-        if is_from_kernel and cause is not None and cause.rule.role >= Role.EXCEPTION:
+        is_certain = first_rank is evidence.first_death or signal_of_death == "SIGKILL"
+        if is_certain and cause is not None and cause.rule.role >= Role.EXCEPTION:
             # A signal has killed the process that failed first, so this process wrote no message.
             # The message in the log comes from processes that lost the connection to this process.
             cause = None
@@ -249,8 +259,11 @@ def make_failure(
     if kind is None:
         is_fatal = signal_of_death in _FATAL_SIGNALS
         has_error_code = first_rank is not None and (first_rank.exit_code or 0) > 0
-        is_error = is_fatal or has_error_code or is_early_end
+        has_ended_early = first_rank is not None and is_early_end and first_rank.exit_code == 0
+        is_error = is_fatal or has_error_code or has_ended_early
         kind = FailureKind.RUNTIME_ERROR if is_error else FailureKind.UNKNOWN
+        if cause is None and first_rank is not None and first_rank.signal_name == "SIGKILL":
+            rule = "sigkill"
     if exit is not None and not hint:
         hint = _make_exit_hint(exit)
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
@@ -326,16 +339,19 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         return logged
     if logged is not None and logged.rank is not None and logged.rank == death.rank:
         return death
+    if logged is not None and logged.exit_code is not None and logged.name == death.full_name:
+        return death
     is_crash = death.signal_name in _FATAL_SIGNALS
     if logged is not None and logged.exit_code is not None:
         # DeepSpeed may name the wrong rank, because it checks its ranks one after the other, once
         # per second. The named rank may only have lost its connection to the rank that had died
-        # first.
+        # first. `torch.multiprocessing.spawn` checks its processes in any order, too.
         is_exception = logged.exit_code == 1
         is_later = is_exception and (
             death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))
         )
-        return death if is_later and death.rank is not None else logged
+        is_numbered = death.rank is not None or death.number is not None
+        return death if is_later and is_numbered else logged
     cause = find_cause(text, is_consequence=partial(is_consequence, failure=death))
     is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
@@ -347,6 +363,28 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     # `death` failed first only if the traceback just reports the loss of another process.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
+
+
+def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
+    """Return a process that the kernel reports, with the name that its launcher uses in the log."""
+    return None if failure is None else name_processes_of_spawn(text, failure)
+
+
+def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailure | None:
+    """Return the worker of a data loader whose kill explains the failure, or None.
+
+    Args:
+        text: End of the component's log.
+        first_rank: The process of the component that failed first, or None if it is unknown.
+    """
+    own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
+    loader = find_killed_loader(own_text, first_rank)
+    if loader is None:
+        return None
+    cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
+    # Ignore the worker if the training survived its kill, or if another error explains the failure.
+    is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
+    return loader if is_explained else None
 
 
 def _is_loss_of_a_rank(text: str, death: RankFailure | None) -> bool:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tasks.processes import oom_killer, tree
@@ -52,6 +53,8 @@ _SHOWN_CHARACTERS = 120
 #: Names of the signals that launchers and terminals use to stop a process. The death of a process
 #: by such a signal is the consequence of another event.
 _STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGPIPE"})
+#: Matches a number in a command line, such as the rank in `--local_rank=1`.
+_NUMBER = re.compile(r"\d+")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -66,7 +69,8 @@ class DeathEvidence:
     no_oom_kill: str = ""
     #: The descendant that died first, shortly before the end of the component. None if unknown.
     first_death: RankFailure | None = None
-    #: The rank that ended with exit code 0 before another rank failed. None if there is none.
+    #: The rank that ended with exit code 0, or by a signal such as SIGTERM, before another rank
+    #: failed. None if there is none.
     early_end: RankFailure | None = None
     #: Traceback of the rank that failed first, from the file that torchrun writes. Empty if the
     #: file does not exist.
@@ -78,18 +82,36 @@ class _Process:
     """Facts about a process of the component, as a search of /proc found them."""
 
     id: ProcessId
+    #: Pid of the parent process.
+    parent: int
     command: str
     #: Number of the rank to which the process belongs; None if it belongs to no rank of a training.
     rank: int | None
     #: True if the process is the rank itself, and not a child process of the rank, such as a worker
-    #: of a data loader.
+    #: of a data loader. Without the variable RANK, each of several equal workers counts as a rank.
     is_rank_itself: bool
     #: True if the process is a worker of its parent. A worker is a rank, a process of
-    #: `multiprocessing`, or a fork of its parent that executes the same program.
+    #: `multiprocessing`, a fork of its parent that executes the same program, or one of several
+    #: Python processes with the same parent and the same command apart from numbers.
     is_worker: bool
+    #: Position of the process among the equal workers of its parent, in the order of their start.
+    #: The first position is 0.
+    number: int
+    #: Number of equal workers of the parent, this process included.
+    peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.
     memory_groups: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DescendantDeath:
+    """Death of a descendant."""
+
+    process: _Process
+    exit: Exit
+    #: Pids of the other watched descendants that were alive at this moment.
+    survivors: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -118,10 +140,11 @@ class DescendantWatch:
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
     #: Mapping from the pid of each watched descendant to its pidfd and its description.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
-    #: Pids of all processes of the component that the searches have found so far.
-    _pids: set[int] = field(default_factory=set)
+    #: Mapping from pid to description of all processes of the component that the searches have
+    #: found so far.
+    _known: dict[int, _Process] = field(default_factory=dict)
     #: Deaths of descendants, oldest first.
-    _deaths: list[tuple[_Process, Exit]] = field(default_factory=list)
+    _deaths: list[_DescendantDeath] = field(default_factory=list)
     _largest: _Process | None = None
     _is_over: bool = False
 
@@ -197,7 +220,21 @@ class DescendantWatch:
 
     def _note_process(self, process: _Process) -> None:
         pid = process.id.pid
-        self._pids.add(pid)
+        known = self._known.get(pid)
+        if known is not None and known.id == process.id:
+            if known.parent != process.parent:
+                # The parent has ended. The new parent says nothing about the process.
+                return
+            if known.peers > process.peers:
+                # Some equal workers have ended. The process keeps its position.
+                process = replace(
+                    process,
+                    is_rank_itself=known.is_rank_itself,
+                    is_worker=known.is_worker,
+                    number=known.number,
+                    peers=known.peers,
+                )
+        self._known[pid] = process
         self._follow_groups(process.memory_groups)
         if self._largest is None or process.memory_bytes > self._largest.memory_bytes:
             self._largest = process
@@ -207,8 +244,8 @@ class DescendantWatch:
             # The process may have executed another program since the last search. For example, a
             # forked process executes its program a moment later. So replace the description of the
             # process.
-            pidfd, known = self._watched[pid]
-            if known.id == process.id:
+            pidfd, watched = self._watched[pid]
+            if watched.id == process.id:
                 self._watched[pid] = (pidfd, process)
             return
         if len(self._watched) >= _WATCHED_AT_MOST:
@@ -227,8 +264,10 @@ class DescendantWatch:
 
     def _note_death(self, pid: int) -> None:
         pidfd, process = self._watched[pid]
-        self._deaths.append((process, read_exit(pidfd, process.id)))
+        exit = read_exit(pidfd, process.id)
         self._forget(pid)
+        survivors = frozenset(self._watched)
+        self._deaths.append(_DescendantDeath(process=process, exit=exit, survivors=survivors))
 
     def _forget(self, pid: int) -> None:
         pidfd, _ = self._watched.pop(pid)
@@ -266,7 +305,7 @@ class DescendantWatch:
         # The times in the kernel log can differ slightly from CLOCK_MONOTONIC. So begin the search
         # one second earlier.
         since_s = max(self._began_monotonic_s, exit.at_monotonic_s - _CAUSE_WITHIN_S) - 1.0
-        pids = self._pids | ({self.process.pid} if self.process.pid is not None else set())
+        pids = set(self._known) | ({self.process.pid} if self.process.pid is not None else set())
         kernel_log = oom_killer.read_kernel_log()
         logged = oom_killer.find_logged_kills(kernel_log, pids, since_s=since_s)
         if kernel_log and not logged and exit.signal is not None:
@@ -386,7 +425,7 @@ class DescendantWatch:
             )
         # Return the next sentence only if the component's cgroup is known. The cgroup is unknown if
         # the component ended before the first search for its processes.
-        is_known = self.process.pid in self._pids
+        is_known = self.process.pid in self._known
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."
         return ""
@@ -396,48 +435,71 @@ class DescendantWatch:
         if exit.signal is not None or exit.is_zero:
             return None
         failures = [
-            (process, death)
-            for process, death in self._deaths
-            if death.at_monotonic_s >= exit.at_monotonic_s - _CAUSE_WITHIN_S
-            and _is_failure(process, death)
+            death
+            for death in self._deaths
+            if death.exit.at_monotonic_s >= exit.at_monotonic_s - _CAUSE_WITHIN_S
+            and _is_failure(death.process, death.exit)
         ]
         if not failures:
             return None
-        others_failed = any(other.is_worker for other, _ in failures[1:])
-        return _make_rank_failure(*failures[0], others_failed=others_failed)
+        others_failed = any(death.process.is_worker for death in failures[1:])
+        return self._make_rank_failure(failures[0], others_failed=others_failed)
 
     def _find_early_end(self) -> RankFailure | None:
-        """Return the first rank that ended with exit code 0 before another rank failed, or None."""
-        early_end: RankFailure | None = None
-        for process, death in self._deaths:
-            if not process.is_rank_itself:
+        """Return the first rank that ended without an error before another rank failed, or None.
+
+        Such a rank ended with exit code 0, or by a signal that stops a process. The other rank was
+        alive at that moment.
+        """
+        ranks = [death for death in self._deaths if death.process.is_rank_itself]
+        for failed in ranks:
+            if not _is_failure(failed.process, failed.exit):
                 continue
-            if not death.is_zero:
-                return early_end
-            if early_end is None:
-                early_end = _make_rank_failure(process, death, others_failed=True)
+            for death in ranks[: ranks.index(failed)]:
+                is_end = death.exit.is_zero or death.exit.signal is not None
+                if is_end and failed.process.id.pid in death.survivors:
+                    return self._make_rank_failure(death, others_failed=True)
+            return None
         return None
 
+    def _make_rank_failure(self, death: _DescendantDeath, *, others_failed: bool) -> RankFailure:
+        """Return the description of a process that ended before the other processes.
 
-def _make_rank_failure(process: _Process, death: Exit, *, others_failed: bool) -> RankFailure:
-    """Return the description of a process that ended before the other processes.
+        Args:
+            death: Death of the process.
+            others_failed: True if other processes of the training failed later.
+        """
+        process = death.process
+        parent = self._known.get(process.parent)
+        is_child = (
+            process.is_worker
+            and not process.is_rank_itself
+            and parent is not None
+            and parent.is_rank_itself
+            and _has_same_program(process, parent)
+        )
+        rank = parent if is_child and parent is not None else process
+        if rank.rank is not None:
+            name = f"rank {rank.rank}"
+        elif rank.peers > 1:
+            name = f"worker process {rank.number + 1} of {rank.peers}"
+        else:
+            name = f"process `{process.command[:_SHOWN_CHARACTERS]}`"
+        code = death.exit.exit_code
+        return RankFailure(
+            name=name,
+            child="a child process" if is_child else "",
+            rank=rank.rank,
+            number=rank.number if rank.peers > 1 else None,
+            pid=process.id.pid,
+            exit_code=-death.exit.signal if death.exit.signal is not None else code,
+            others_failed=others_failed,
+        )
 
-    Args:
-        process: The process.
-        death: Exit of the process.
-        others_failed: True if other processes of the training failed later.
-    """
-    if process.rank is not None:
-        name = f"rank {process.rank}"
-    else:
-        name = f"process `{process.command[:_SHOWN_CHARACTERS]}`"
-    return RankFailure(
-        name=name,
-        rank=process.rank,
-        pid=process.id.pid,
-        exit_code=-death.signal if death.signal is not None else death.exit_code,
-        others_failed=others_failed,
-    )
+
+def _has_same_program(process: _Process, parent: _Process) -> bool:
+    """Return True if a process is a fork of its parent, or a process of `multiprocessing`."""
+    return process.command == parent.command or "multiprocessing" in process.command
 
 
 def _is_failure(process: _Process, death: Exit) -> bool:
@@ -450,26 +512,57 @@ def _is_failure(process: _Process, death: Exit) -> bool:
 def _describe_processes(pids: list[int]) -> Iterator[_Process]:
     """Yield a description of each process that still exists."""
     mountinfo = _read_mounts()
+    ids: dict[int, ProcessId] = {}
+    commands: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    ranks: dict[int, int | None] = {}
+    #: Mapping from a parent and a command without numbers to the pids of equal workers.
+    groups: dict[tuple[int, str], list[int]] = {}
     for pid in pids:
         id = ProcessId.of(pid)
         command = tree.read_command_line(pid)
         if not command or not id.start_ticks:
             continue
-        rank = _read_rank(pid)
-        parent = tree.read_parent(pid)
-        parent_command = tree.read_command_line(parent)
-        is_fork = command == parent_command and Path(command.split()[0]).name not in _SHELLS
-        is_worker = rank is not None or "multiprocessing" in command or is_fork
+        ids[pid] = id
+        commands[pid] = command
+        parents[pid] = tree.read_parent(pid)
+        ranks[pid] = _read_rank(pid)
+        groups.setdefault((parents[pid], _NUMBER.sub("0", command)), []).append(pid)
+
+    peers: dict[int, list[int]] = {}
+    workers: set[int] = set()
+    for group in groups.values():
+        group.sort(key=lambda pid: (ids[pid].start_ticks, pid))
+        for pid in group:
+            program = Path(commands[pid].split()[0]).name
+            parent_command = commands.get(parents[pid]) or tree.read_command_line(parents[pid])
+            is_fork = commands[pid] == parent_command and program not in _SHELLS
+            is_of_python = is_fork or program.startswith("python")
+            peers[pid] = group if is_of_python else [pid]
+            is_multiprocessing = "multiprocessing" in commands[pid]
+            if ranks[pid] is not None or is_multiprocessing or is_fork or len(peers[pid]) > 1:
+                workers.add(pid)
+
+    for pid, id in ids.items():
+        parent = parents[pid]
+        rank = ranks[pid]
+        if rank is not None:
+            is_rank_itself = rank != (ranks[parent] if parent in ranks else _read_rank(parent))
+        else:
+            is_rank_itself = len(peers[pid]) > 1 and parent not in workers
         memory_bytes = 0
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
             memory_bytes = int(pages) * _PAGE_BYTES
         yield _Process(
             id=id,
-            command=command,
+            parent=parent,
+            command=commands[pid],
             rank=rank,
-            is_rank_itself=rank is not None and _read_rank(parent) != rank,
-            is_worker=is_worker,
+            is_rank_itself=is_rank_itself,
+            is_worker=pid in workers,
+            number=peers[pid].index(pid),
+            peers=len(peers[pid]),
             memory_bytes=memory_bytes,
             memory_groups=_read_memory_groups(str(pid), mountinfo),
         )

@@ -8,6 +8,9 @@ than those of the first rank. The launcher of the ranks notices the deaths and r
 - deepspeed prints the command of the first process that failed, with its `--local_rank`;
 - `torch.multiprocessing.spawn` and `multiprocessing` name the process.
 
+A launcher that starts its ranks with `subprocess` may report nothing. The kernel then shows the
+first death (see `descendant_watch`), and this module tells which log lines are consequences of it.
+
 The reports of the launchers are the last lines of a log. `remove_launcher_reports` removes them, so
 that the user sees the last lines of the ranks.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Exit code of a process that the launcher of the training has stopped.
 _STOPPED = -signal.SIGTERM
@@ -100,6 +103,17 @@ _LOST_PEER = re.compile(
 )
 #: Matches errors of a rank that waited too long for another rank.
 _WAITED_IN_VAIN = re.compile(r"Timed out waiting \d+ms|[Ww]atchdog|NCCL .{0,80}[Tt]imeout")
+#: Matches the error of a process that lost a worker of its data loader. Source:
+#: torch/csrc/DataLoader.cpp.
+_KILLED_LOADER = re.compile(
+    r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.\n]{1,40})\."
+)
+#: Matches a line of a traceback or of an error that only `torch.multiprocessing.spawn` prints.
+_TORCH_SPAWN = re.compile(
+    r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py|torch\.multiprocessing\.spawn\."
+)
+#: Mapping from the description of a signal, such as `Killed`, to the signal.
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 #: Exit code of a Python program that ends with an exception.
 _EXCEPTION_EXIT_CODE = 1
 
@@ -108,8 +122,15 @@ _EXCEPTION_EXIT_CODE = 1
 class RankFailure:
     """The process that failed before all others in a distributed training."""
 
-    #: Name of the process: `rank 1`, `local rank 1`, `process 1` or `Process-2`.
+    #: Name of the process, or of the rank whose child process it is: `rank 1`, `local rank 1`,
+    #: `process 1`, `worker process 2 of 2` or `Process-2`.
     name: str
+    #: Description of a child process of a rank: `a child process` or `a data loader worker`. Empty
+    #: if the process is the rank itself.
+    child: str = ""
+    #: Position of the process, or of the process whose child it is, among the processes that its
+    #: parent has started with the same program. The first position is 0. None if unknown.
+    number: int | None = None
     #: Number of the rank. None if the launcher does not report a rank.
     rank: int | None = None
     #: Process id, or None if unknown.
@@ -123,9 +144,15 @@ class RankFailure:
     others_failed: bool = False
 
     @property
+    def full_name(self) -> str:
+        """Name of the process: `rank 1` or `a data loader worker of rank 1`."""
+        return f"{self.child} of {self.name}" if self.child else self.name
+
+    @property
     def short_name(self) -> str:
         """Short name of the process: `rank 1` or `process 812`."""
-        return self.name if self.pid is None or "`" not in self.name else f"process {self.pid}"
+        is_long = self.pid is not None and "`" in self.name
+        return f"process {self.pid}" if is_long else self.full_name
 
     @property
     def signal_name(self) -> str | None:
@@ -136,7 +163,7 @@ class RankFailure:
 
     def __str__(self) -> str:
         """Return the name of the process and how it ended, such as `rank 1 (pid 7) got SIGKILL`."""
-        subject = self.name if self.pid is None else f"{self.name} (pid {self.pid})"
+        subject = self.full_name if self.pid is None else f"{self.full_name} (pid {self.pid})"
         if self.exit_code is None:
             return f"{subject} failed first"
         if self.exit_code == 0:
@@ -187,6 +214,66 @@ def _find_named_process(text: str) -> RankFailure | None:
     return None
 
 
+def name_processes_of_spawn(text: str, failure: RankFailure) -> RankFailure:
+    """Return the failure with the process number of `torch.multiprocessing.spawn` as the name.
+
+    The failure is returned unchanged if the log contains no message of this launcher, or if the
+    process already has the name of a rank.
+    """
+    is_named = failure.number is None or failure.rank is not None
+    if is_named or not _TORCH_SPAWN.search(text):
+        return failure
+    return replace(failure, name=f"process {failure.number}")
+
+
+def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | None:
+    """Return the worker of a data loader that a signal killed, from the error of its rank.
+
+    Args:
+        text: The end of the log, with the lines of the failed rank.
+        failure: The process that failed first, which may be the worker or its rank. None if
+            unknown.
+
+    Returns:
+        None if the log contains no such error.
+    """
+    matches = [match for match in _KILLED_LOADER.finditer(text) if match["signal"] in _SIGNALS]
+    if not matches:
+        return None
+    match = matches[-1]
+    number = _SIGNALS[match["signal"]]
+    if number == signal.SIGTERM:
+        # The rank itself may stop its workers when it fails.
+        return None
+    rank: int | None = None
+    line_start = text.rfind("\n", 0, match.start()) + 1
+    if prefix := _RANK_PREFIX.match(text, line_start):
+        rank = int(prefix[1])
+    loader = RankFailure(
+        name="a data loader worker" if rank is None else f"rank {rank}",
+        child="" if rank is None else "a data loader worker",
+        rank=rank,
+        pid=int(match["pid"]),
+        exit_code=-number,
+        others_failed=True,
+    )
+    if failure is None:
+        return loader
+    is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
+    if failure.pid != loader.pid and not is_rank:
+        # The rank did not end with the exception that reports the loss of a worker.
+        return None
+    if "`" in failure.name:
+        return loader
+    return replace(
+        loader,
+        name=failure.name,
+        child="a data loader worker",
+        rank=failure.rank,
+        number=failure.number,
+    )
+
+
 def select_lines_of_rank(text: str, failure: RankFailure) -> str:
     """Return the log without the lines about ranks other than the failed rank.
 
@@ -220,22 +307,25 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     the failed process. A line that PyTorch marks with the failed rank is never a consequence.
 
     Args:
-        line: A line of the log that `select_lines_of_rank` returned, as it was printed.
+        line: A line of the log, as it was printed.
         failure: The process that failed first.
     """
     code = failure.exit_code
     if code is None:
         return False
-    has_rank = _RANK_PREFIX.match(line) is not None
-    if has_rank and failure.rank is not None:
+    prefix = _RANK_PREFIX.match(line)
+    if prefix is not None and int(prefix[1]) == failure.rank:
         return False
-    may_be_own = code == _EXCEPTION_EXIT_CODE and not failure.others_failed
+    is_of_other_rank = prefix is not None and failure.rank is not None
+    is_exception = code == _EXCEPTION_EXIT_CODE
+    may_be_own = is_exception and not failure.others_failed and not is_of_other_rank
     if _LOST_PEER.search(line):
         return not may_be_own
     # A process that waited too long for another process ends with the exit code of an exception, or
     # with SIGABRT if the watchdog of NCCL ends the process.
-    is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT)
-    return has_rank and not is_end_of_waiting and _WAITED_IN_VAIN.search(line) is not None
+    is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT) and not is_of_other_rank
+    has_waited = prefix is not None and _WAITED_IN_VAIN.search(line) is not None
+    return has_waited and not is_end_of_waiting
 
 
 def has_lost_peer(text: str) -> bool:

@@ -224,6 +224,86 @@ def test_error_of_a_program_that_kills_its_own_worker_is_the_cause(
     assert verdict.failure.message.endswith(" s: ValueError: bad batch")
 
 
+#: Program of a rank. Rank 1 ends after 2 s. Rank 0 ends 1 s later, because it loses rank 1.
+RANK = """
+import os, sys, time
+def train(rank):
+    time.sleep(2)
+    if rank == 1:
+        {end}
+    time.sleep(1)
+    raise RuntimeError("[gloo/pair.cc:537] Read error [127.0.0.1]:9: Connection reset by peer")
+"""
+#: Launchers, which start two ranks and wait for them.
+LAUNCHERS = {
+    "subprocess": """
+import subprocess
+if "RANK" in os.environ:
+    train(int(os.environ["RANK"]))
+else:
+    command = [sys.executable, "-I", __file__]
+    ranks = [subprocess.Popen(command, env={{"RANK": str(rank)}}) for rank in range(2)]
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+""",
+    "arguments": """
+import subprocess
+if len(sys.argv) > 1:
+    train(int(sys.argv[1]))
+else:
+    command = [sys.executable, "-I", __file__]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+""",
+    "multiprocessing": """
+import multiprocessing
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=train, args=(rank,)) for rank in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+    sys.exit(1)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ("subprocess", "rank 1"),
+        ("arguments", "worker process 2 of 2"),
+        ("multiprocessing", "worker process 2 of 2"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("end", "text", "kind"),
+    [
+        ("os._exit(0)", "ended first, with exit code 0", "RUNTIME_ERROR"),
+        ("os._exit(3)", "ended first, with exit code 3", "RUNTIME_ERROR"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL first", "UNKNOWN"),
+        ("os.kill(os.getpid(), 15)", "was killed by SIGTERM first", "UNKNOWN"),
+    ],
+)
+def test_rank_that_ended_first_is_named_and_not_the_rank_that_lost_it(
+    harness: ComponentHarness,
+    tmp_path: Path,
+    launcher: str,
+    name: str,
+    end: str,
+    text: str,
+    kind: str,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text((RANK + LAUNCHERS[launcher]).format(end=end))
+    command = (python("")[0], "-I", str(script))
+
+    verdict = harness.run(harness.component("trainer", command, cwd=tmp_path))
+
+    assert verdict.failure is not None
+    assert f": {name} (pid " in verdict.failure.message
+    assert text in verdict.failure.message
+    assert verdict.failure.kind == kind
+
+
 def test_failed_command_of_a_script_is_not_named(harness: ComponentHarness) -> None:
     script = "sh -c 'sleep 0.8; exit 5'; exit 1"
 

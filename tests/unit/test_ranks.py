@@ -164,6 +164,12 @@ def fail(
             "RUNTIME_ERROR",
             "process 1 ended first, with exit code 3",
         ),
+        (
+            "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal "
+            "SIGKILL\n",
+            "UNKNOWN",
+            "process 1 was killed by SIGKILL first",
+        ),
     ],
 )
 def test_first_rank_to_die_is_named(text: str, kind: str, message: str) -> None:
@@ -333,10 +339,13 @@ def test_lost_connection_of_a_later_rank_decides_nothing(
         # In this log, `multiprocessing` prints a line with the process name before the traceback.
         fail(STEPS + "Process Process-1:\n" + lost, first_death=death(code, None)),
         fail(lost, first_death=death(code, None)),
+        # A launcher that starts its ranks with `subprocess` writes no report about their ends.
+        fail(lost, first_death=death(code), code=abs(code)),
     ]
 
     for failure in cases:
         assert_blames_only_first_rank(failure, kind, end)
+        assert code != -9 or failure.rule == "sigkill"
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]:"])
@@ -483,3 +492,101 @@ def test_process_of_multiprocessing_that_lost_its_connection_did_not_fail_first(
     assert failure is not None
     assert failure.name == "Process-2"
     assert find_first_rank(lost) is None
+
+
+def spawn_report(error: str, process: int = 0) -> str:
+    """Return the report of `torch.multiprocessing.spawn` about a process that raised an error."""
+    report = traceback_of("torch.multiprocessing.spawn.ProcessRaisedException: ")
+    return f"{report}\n-- Process {process} terminated with the following error:\n" + traceback_of(
+        error
+    )
+
+
+@pytest.mark.parametrize("error", LOST_RANK)
+@pytest.mark.parametrize(
+    ("code", "kind", "end"),
+    [
+        (0, "RUNTIME_ERROR", "exit code 0, while other ranks were still training"),
+        (3, "RUNTIME_ERROR", "exit code 3"),
+        (-9, "UNKNOWN", "SIGKILL"),
+        (-15, "UNKNOWN", "SIGTERM"),
+    ],
+)
+def test_process_of_spawn_that_ended_first_is_named_by_its_number(
+    error: str, code: int, kind: str, end: str
+) -> None:
+    ended = RankFailure(
+        name="worker process 2 of 2", number=1, pid=7, exit_code=code, others_failed=True
+    )
+    victim = RankFailure(name="worker process 1 of 2", number=0, pid=6, exit_code=1)
+    is_early = code in (0, -15)
+
+    failure = fail(
+        STEPS + spawn_report(error),
+        first_death=victim if is_early else ended,
+        early_end=ended if is_early else None,
+    )
+
+    assert_blames_only_first_rank(failure, kind, end)
+    assert "process 1 (pid 7)" in failure.message
+    assert "process 1" in failure.hint
+
+
+def test_error_that_a_process_of_spawn_raised_stays_the_cause() -> None:
+    raised = RankFailure(name="worker process 2 of 2", number=1, pid=7, exit_code=1)
+
+    failure = fail(STEPS + spawn_report("ValueError: bad batch", 1), first_death=raised)
+
+    assert failure.kind == "USER_ERROR"
+    assert "process 1" in failure.message
+    assert failure.message.endswith("ValueError: bad batch")
+
+
+LOADER_KILLED = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. "
+#: Death of a worker of a data loader, as the kernel reports it.
+LOADER_DEATH = RankFailure(
+    name="rank 1", child="a child process", rank=1, pid=17, exit_code=-9, others_failed=True
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "first_death", "worker"),
+    [
+        (
+            traceback_of(LOADER_KILLED, "[rank1]: ") + LOST_PEER + table(entry(1, 1, 7), STOPPED),
+            LOADER_DEATH,
+            "a data loader worker of rank 1 (pid 17)",
+        ),
+        (
+            traceback_of(LOADER_KILLED, "[rank1]: ") + LOST_PEER,
+            LOADER_DEATH,
+            "a data loader worker of rank 1 (pid 17)",
+        ),
+        (
+            LOST_PEER + traceback_of(LOADER_KILLED, "[rank1]: "),
+            None,
+            "a data loader worker of rank 1 (pid 17)",
+        ),
+        (spawn_report(LOADER_KILLED, 1), None, "a data loader worker of process 1 (pid 17)"),
+        (traceback_of(LOADER_KILLED), None, "a data loader worker (pid 17)"),
+    ],
+)
+def test_killed_worker_of_a_data_loader_is_named(
+    text: str, first_death: RankFailure | None, worker: str
+) -> None:
+    failure = fail(STEPS + text, first_death=first_death)
+
+    assert failure.message == f"trainer ended: {worker} was killed by SIGKILL first"
+    assert (failure.kind, failure.rule) == ("UNKNOWN", "sigkill")
+    assert failure.hint.startswith("SIGKILL ended a data loader worker")
+
+
+def test_killed_worker_of_a_data_loader_is_not_named_if_another_error_explains_the_failure() -> (
+    None
+):
+    text = traceback_of(LOADER_KILLED) + traceback_of("ValueError: bad batch")
+
+    failure = fail(STEPS + text)
+
+    assert failure.kind == "USER_ERROR"
+    assert "data loader" not in failure.message
