@@ -254,7 +254,7 @@ class HostEnvironment:
         )
 
     def reconcile_without_flow(self) -> str:
-        """Clean up the host's lost runs without a flow, as a worker does at its start.
+        """Clean up the lost runs of the host as a starting worker does, without a flow run.
 
         A lost run is a run whose flow process has died. The function returns the summary of the
             clean-up.

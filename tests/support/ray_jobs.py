@@ -98,7 +98,7 @@ class Jobs:
         """
         self.address = address
         self.directory = directory
-        #: Records the events of all jobs. Also records the requests of the jobs to search nodes for
+        #: Records the events of all jobs. Also records when a job asks to search nodes for
         #: leftover processes.
         self.told = JobEvents()
         #: Random value of the environment variable MARK in each job's command. With this value, the

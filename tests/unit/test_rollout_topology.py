@@ -198,7 +198,7 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
     [
         # Each data-parallel replica of an engine is a server that updates its own weights.
         ({"data_parallel": 2}, [0, 1], [(0,), (1,)]),
-        # An engine is one program on several nodes: its first server updates the weights of all
+        # The engine spans two nodes: the server of rank 0 updates the weights of both
         # ranks.
         ({"nodes_per_engine": 2}, [0], [(0, 1), ()]),
         ({"nodes_per_engine": 2, "data_parallel": 2}, [0, 1], [(0,), (1,)]),
