@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,7 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import is_project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import find_code_secrets, mask_text
-from tasks.spec.values import select_literals
-from tasks.train.interpreters import component_search_path
+from tasks.train.interpreters import find_training_python
 from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)
@@ -89,8 +86,7 @@ def record_provenance(
         root: Root folder of the run's files.
         secrets: The secrets that are masked in the record.
     """
-    path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)
-    python = Path(shutil.which("python", path=path) or sys.executable)
+    python = find_training_python(spec)
     try:
         homes = (Path.home(), muster_home())
         has_home = any(home.is_relative_to(root.absolute()) for home in homes)

@@ -7,12 +7,16 @@ Prefect.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tasks.record.code_store import PROJECT
+from tasks.spec.command_python import find_command_python, find_foreign_launcher
 from tasks.spec.errors import Fault
+from tasks.spec.evaluations import find_place
 from tasks.spec.programs import (
     Interpreter,
     build_component_path,
@@ -52,11 +56,35 @@ def component_search_path(env: Env, root: Path | None = None) -> str:
     return build_component_path(interpreter.path, os.environ.get("PATH", os.defpath))
 
 
+def find_training_python(spec: RunSpec, root: Path | None = None) -> Path:
+    """Return the path of the Python interpreter that runs the training of a run.
+
+    The command of the component with the training decides: a launcher such as `torchrun` may belong
+    to another Python environment than the chosen `python`. If the command is no Python program, the
+    first `python` in the PATH of the components is returned.
+
+    Args:
+        spec: The run spec, with resolved placeholders.
+        root: See `component_interpreter`.
+    """
+    # Without a component `trainer`, the component that starts last is probably the training.
+    last = next(reversed(spec.processes.values()), None)
+    component = spec.processes.get("trainer", last)
+    env = {**spec.env, **(component.env if component is not None else {})}
+    path = select_literals(env).get("PATH") or component_search_path(env, root)
+    if component is not None and component.launcher == "process":
+        cwd = _find_project(root) / (component.cwd or spec.cwd)
+        python = find_command_python(component.command, path, cwd)
+        if python is not None:
+            return python
+    return Path(shutil.which("python", path=path) or sys.executable)
+
+
 def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, ...]:
     """Return a fault for each file or program in the spec that does not exist on this machine.
 
-    If the project has no Python environment, the advice for a missing program says how to create
-    one.
+    A launcher that exists only in another Python environment is a fault, too. If the project has no
+    Python environment, the advice for a missing program says how to create one.
 
     Args:
         spec: The run spec.
@@ -64,7 +92,10 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
             Python environment is that of `component_interpreter`.
     """
     path = component_search_path(spec.env, root)
-    faults = find_missing_programs(spec, root=root or Path.cwd(), path=path)
+    faults = (
+        *find_missing_programs(spec, root=root or Path.cwd(), path=path),
+        *_find_foreign_launchers(spec, root),
+    )
     if component_interpreter(spec.env, root).environment is not None:
         return faults
     project = _find_project(root)
@@ -78,6 +109,37 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
         else fault
         for fault in faults
     )
+
+
+def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]:
+    """Yield a fault for each launcher that exists only in another Python environment.
+
+    Args:
+        spec: The run spec.
+        root: See `find_missing_files`.
+    """
+    commands = [
+        (f"components.{name}", component.command, component.env, component.cwd or spec.cwd)
+        for name, component in spec.processes.items()
+        if component.launcher == "process"
+    ]
+    commands += [
+        (f"evals.{name}", evaluation.command, evaluation.env, spec.cwd)
+        for name, evaluation in spec.evals.items()
+        if find_place(spec.written(), evaluation.model_dump()) == "host"
+    ]
+    for place, command, own_env, cwd in commands:
+        env = {**spec.env, **own_env}
+        if "PATH" in env:
+            continue
+        fault = find_foreign_launcher(
+            command,
+            component_interpreter(env, root),
+            component_search_path(env, root),
+            (root or Path.cwd()) / cwd,
+        )
+        if fault is not None:
+            yield replace(fault, path=f"{place}.command.0")
 
 
 def print_project(spec: RunSpec, root: Path) -> None:

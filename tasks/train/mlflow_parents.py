@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tasks.spec.command_python import find_command_python
 from tasks.spec.run import RunSpec
 from tasks.train.interpreters import component_search_path
 from tasks.train.plan import component_env, inherit_env
@@ -23,7 +24,6 @@ _PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
 _LIMIT_S = 60.0
 #: Seconds between two checks whether `_PROGRAM` has ended.
 _PAUSE_S = 0.1
-_PYTHON_NAME = re.compile(r"python[\d.]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 #: Environment variables with a shorter timeout and fewer retries for the MLflow client in
 #: `_PROGRAM`. They prevent a long delay if the server does not answer. The component does not get
@@ -75,11 +75,11 @@ def find_mlflow_parents(
                 "PATH": component_search_path({**spec.env, **component.env}),
                 **env,
             }
-        python = _find_python(component.command, env)
+        cwd = Path(component.cwd or spec.cwd)
+        python = _find_python(component.command, env, cwd)
         if python is None:
             continue
 
-        cwd = Path(component.cwd or spec.cwd)
         settings = sorted(item for item in env.items() if item[0].startswith("MLFLOW_"))
         store = (python, cwd, *settings)
         if store not in parent_by_store:
@@ -99,23 +99,14 @@ def find_mlflow_parents(
     return parents
 
 
-def _find_python(command: Sequence[str], env: Mapping[str, str]) -> str | None:
+def _find_python(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> str | None:
     """Return the path of the Python interpreter that a component probably uses.
 
-    - If the command starts with an interpreter, this interpreter is returned.
-    - If the command starts with another program, such as `torchrun`, the interpreter in the folder
-      of that program is returned.
-    - Otherwise, the first interpreter in the PATH is returned.
+    If the command is no Python program, the first `python` in the PATH is returned.
     """
-    path = env.get("PATH")
-    program = shutil.which(command[0], path=path)
-    if program is not None:
-        if _PYTHON_NAME.fullmatch(Path(program).name):
-            return program
-        neighbour = Path(program).with_name("python")
-        if os.access(neighbour, os.X_OK):
-            return str(neighbour)
-    return shutil.which("python", path=path)
+    path = env.get("PATH", os.defpath)
+    python = find_command_python(command, path, cwd)
+    return str(python) if python is not None else shutil.which("python", path=path)
 
 
 def _run(
