@@ -24,6 +24,7 @@ from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.log_file import HeldLog
 from tasks.record.metrics_file import FileFingerprint, MetricsFile
+from tasks.record.places import is_own_json_file
 from tasks.record.resume_check import compare_first_step
 from tasks.spec.formatting import format_duration, join_words, suggest_name
 from tasks.spec.probes import get_number
@@ -73,6 +74,9 @@ class MissingStep:
     problem: str
     #: Advice for the user. The advice repeats the keys or files that `problem` names.
     remedy: str
+    #: True if the training has probably written no metrics yet. If the training hangs before its
+    #: first step, such a problem explains nothing.
+    is_before_first_line: bool = False
 
     def __str__(self) -> str:
         return self.problem
@@ -308,25 +312,40 @@ def _describe_file(path: Path, key: str) -> MissingStep:
         path: The metrics file.
         key: Key of the training step in the JSON object of each line.
     """
+    advice = (
+        f'Change the training so that it appends a line such as {{"{key}": 1}} to {path} after '
+        "each step. The module muster_metrics does this: see `muster docs your-training`."
+    )
+    other = "Or write another file into `progress.jsonl` of the spec."
     if path.exists():
         return MissingStep(
             problem=f"{path} has no new line with a JSON object",
-            remedy=f'Change the training so that it appends a line such as {{"{key}": 1}} to '
-            f"{path} after each step. Or write another file into `progress.jsonl` of the spec.",
+            remedy=f"{advice} {other}",
+            is_before_first_line=True,
         )
-    remedy = "Write the path of the training's metrics file into `progress.jsonl` of the spec."
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
         return MissingStep(
-            problem=f"{path} does not exist, and neither does its folder", remedy=remedy
+            problem=f"{path} does not exist, and neither does its folder",
+            remedy=f"{advice} {other}",
+            is_before_first_line=True,
         )
-    similar = [name for name in names if name.endswith((".json", ".jsonl", ".ndjson"))]
+    similar = [
+        name
+        for name in names
+        if name.endswith((".json", ".jsonl", ".ndjson")) and not is_own_json_file(name)
+    ]
     if not similar:
-        return MissingStep(problem=f"{path} does not exist", remedy=remedy)
+        return MissingStep(
+            problem=f"{path} does not exist",
+            remedy=f"{advice} {other}",
+            is_before_first_line=True,
+        )
     return MissingStep(
         problem=f"{path} does not exist, but its folder has {_list_some(similar)}",
-        remedy=f"{remedy} {path.parent} has {_list_some(similar)}.",
+        remedy="In `progress.jsonl` of the spec, write the path of the file to which the training "
+        f"writes its metrics. {path.parent} has {_list_some(similar)}.",
     )
 
 
@@ -807,7 +826,8 @@ class ProgressWatch:
         if self.silence.has_grown_since_progress:
             text += f", and no checkpoint has grown for {silent_s:.0f} s"
         problems = []
-        if (missing_step := await self.explain_missing_step()) is not None:
+        missing_step = await self.explain_missing_step()
+        if missing_step is not None and not missing_step.is_before_first_line:
             problems.append(str(missing_step))
         if not self.silence.is_by_step and self.log_reader.is_overdue:
             problems.append(str(self.log_reader))

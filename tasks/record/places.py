@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from uuid import UUID
 
@@ -394,6 +395,24 @@ def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) 
     UTC.
     """
     return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
+
+
+#: Patterns of the JSON files that Muster itself writes into the folders of a run and its attempts.
+_OWN_JSON_FILES = (
+    "events.jsonl",
+    "rollout.jsonl",
+    "submission*.json",
+    "*.error.json",
+    "run.json",
+    "evaluations.json",
+    "lineage.json",
+    "result.json",
+)
+
+
+def is_own_json_file(name: str) -> bool:
+    """Return True if Muster writes a JSON file of this name into the folders of a run."""
+    return any(fnmatchcase(name, pattern) for pattern in _OWN_JSON_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

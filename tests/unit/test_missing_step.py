@@ -95,6 +95,24 @@ def test_explanation_of_a_missing_file_lists_similar_files(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "run.json", "submission-trainer.json", "trainer.error.json", "a.log"]
+)
+def test_file_of_muster_is_not_named_as_a_metrics_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    path = tmp_path / "metrics.jsonl"
+
+    missing = find_missing_step(path, key="iter")
+
+    assert missing is not None
+    assert missing.problem == f"{path} does not exist"
+    assert missing.remedy == (
+        f'Change the training so that it appends a line such as {{"iter": 1}} to {path} after each '
+        "step. The module muster_metrics does this: see `muster docs your-training`. Or write "
+        "another file into `progress.jsonl` of the spec."
+    )
+
+
 def test_explanation_says_that_a_file_has_no_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("step 1, loss 0.5\n")
@@ -186,6 +204,6 @@ def test_remedy_for_a_wrong_file_names_the_files_that_exist(tmp_path: Path) -> N
 
     assert missing is not None
     assert missing.remedy == (
-        "Write the path of the training's metrics file into `progress.jsonl` of the spec. "
-        f"{tmp_path} has train.jsonl."
+        "In `progress.jsonl` of the spec, write the path of the file to which the training writes "
+        f"its metrics. {tmp_path} has train.jsonl."
     )

@@ -374,3 +374,17 @@ def test_stall_without_a_known_step_names_a_wrong_key(tmp_path: Path) -> None:
 
     assert why.startswith("no first step within 26 s of the start")
     assert why.endswith(f"; {path} has no number `stpe`, but has step; did you mean `step`?")
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("events.jsonl", False), ("log.jsonl", True)])
+def test_stall_before_the_first_line_names_only_files_of_the_training(
+    tmp_path: Path, name: str, is_named: bool
+) -> None:
+    (tmp_path / name).touch()
+    path = tmp_path / "metrics.jsonl"
+    source = JsonlProgress(path, "step", reader=InlineReader(path))
+
+    why, _, _ = watch_until_stalled(limit_s=25.0, source=source)
+
+    assert (str(path) in why) is is_named
+    assert (name in why) is is_named
