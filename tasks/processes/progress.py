@@ -27,7 +27,7 @@ from tasks.record.metrics_file import FileFingerprint, MetricsFile
 from tasks.record.places import is_own_json_file
 from tasks.record.resume_check import compare_first_step
 from tasks.spec.formatting import format_duration, join_words, suggest_name
-from tasks.spec.probes import get_number
+from tasks.spec.probes import get_number, get_step
 from tasks.spec.run import Progress
 from tasks.spec.values import describe_value, get_value, is_number
 
@@ -110,7 +110,7 @@ class HttpProgress:
             async with asyncio.timeout(5.0):
                 response = await self._client.get(self._url)
             content = response.json()
-            step = get_number(content, self._key)
+            step = get_step(content, self._key)
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
             # If an earlier answer of the server had a fault, keep the description of that fault.
             # The server may have ended since then, so this new error says less.
@@ -175,7 +175,7 @@ class JsonlProgress:
         self._step: float | None = None
         #: Number of JSON objects without a step that came before the first object with a step.
         self._without_step = 0
-        #: Last JSON object in which `key` had no numeric value. None if there was none.
+        #: Last JSON object in which the value of `key` was no step. None if there was none.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
         with suppress(PlaceTimeout):
@@ -219,7 +219,7 @@ class JsonlProgress:
             if was_rewritten:
                 self._step = None
             for figures in added:
-                if (step := get_number(figures, self._key)) is not None:
+                if (step := get_step(figures, self._key)) is not None:
                     self._step = step
                     self._has_step = True
                     self._take(step, figures)
@@ -271,6 +271,23 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     """
     missing = object()
     value = get_value(content, key, missing)
+    if get_number(content, key) is not None:
+        # The key names another metric, such as a loss.
+        steps = [name for name in _list_number_keys(content) if get_step(content, name) is not None]
+        if not steps:
+            has_steps = "has no whole number"
+            remedy = f"Change the training so that it writes its step as a number into {source}."
+        else:
+            has_steps = f"has whole numbers in {_list_some(steps)}"
+            remedy = (
+                f"In `progress.step` of the spec, replace `{key}` by the key of the training step. "
+                f"{source} {has_steps}."
+            )
+        return MissingStep(
+            problem=f"`{key}` in {source} is no training step, because its value {value:g} is no "
+            f"whole number; {source} {has_steps}",
+            remedy=remedy,
+        )
     if value is not missing:
         return MissingStep(
             problem=f"the value of `{key}` in {source} is {describe_value(value)}, but must be a "

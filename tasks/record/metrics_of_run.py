@@ -12,7 +12,7 @@ from tasks.record.metrics_file import MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.placeholders import mapping_or_empty
-from tasks.spec.probes import get_number
+from tasks.spec.probes import get_number, get_step
 
 #: Key of the training step in each line of a metrics file. Used if the spec contains no other key.
 DEFAULT_STEP_KEY = "step"
@@ -64,7 +64,7 @@ def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[Me
         file = MetricsFile(path, since=attempt.metrics)
         while (lines := file.read_new()) or file.has_more:
             for line in lines:
-                step = get_number(line, step_key)
+                step = get_step(line, step_key)
                 if step is not None:
                     yield MetricsRow(attempt=attempt.number, step=step, metrics=line)
         file.close()
@@ -134,7 +134,7 @@ class MetricReader:
                 restarts = file.restarts
                 values.clear()
             for line in lines:
-                step = get_number(line, step_key)
+                step = get_step(line, step_key)
                 if step is not None:
                     value = get_number(line, self._key)
                     values[step] = values.get(step) if value is None else value

@@ -22,7 +22,7 @@ from tasks.show.markdown import escape_markdown
 from tasks.show.output import strip_controls
 from tasks.show.run_view import RunView, Shown, describe_component_state
 from tasks.spec.formatting import format_count, format_duration, format_time
-from tasks.spec.probes import get_number
+from tasks.spec.probes import get_step
 from tasks.spec.watch import find_metric
 
 #: Width of a picture in pixels. The text must still be legible on an artifact's card in the Prefect
@@ -626,7 +626,7 @@ class Figures:
         return self._file.has_more
 
     def _add(self, entry: Mapping[str, Any]) -> None:
-        step = get_number(entry, self._step_key)
+        step = get_step(entry, self._step_key)
         if step is None:
             return
         self._on_line(step, entry)

@@ -79,6 +79,17 @@ def get_number(content: Any, key: str) -> float | None:
     return None
 
 
+def get_step(content: Any, key: str) -> float | None:
+    """Return the training step at a dotted key of decoded JSON.
+
+    Returns:
+        The step, or None if the key is missing or its value is no whole number. Such a value is
+        another metric, for example a loss.
+    """
+    value = get_number(content, key)
+    return value if value is not None and value == int(value) else None
+
+
 def _check_condition(value: object) -> object:
     """Return a condition unchanged. Raise an error if it is not a plain value or `{not: VALUE}`."""
     expected = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value

@@ -15,7 +15,7 @@ from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.spec.placeholders import mapping_or_empty
-from tasks.spec.probes import get_number
+from tasks.spec.probes import get_step
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.run_records import explain_missing_files
 from tasks.train.runs import Run
@@ -94,7 +94,7 @@ def _add_figures(
         figures: The rows with the evaluations' results, see `list_evaluation_rows`.
         step_key: Key of the step in the rows of the training.
     """
-    by_step = {get_number(row, step_key): row for row in rows}
+    by_step = {get_step(row, step_key): row for row in rows}
     for row in figures:
         step = row["step"]
         own = {step_key: step, **{key: row[key] for key in row if key != "step"}}

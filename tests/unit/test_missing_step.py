@@ -63,6 +63,16 @@ def write_lines(path: Path, *lines: Any) -> None:
         ),
         ({"name": "a"}, "FILE has no `global_step`, and no other number"),
         (
+            {"iter": 3, "global_step": 4.185, "perf": {"tokens": 20, "time": 0.3}},
+            "`global_step` in FILE is no training step, because its value 4.185 is no whole "
+            "number; FILE has whole numbers in iter and perf.tokens",
+        ),
+        (
+            {"global_step": 4.185},
+            "`global_step` in FILE is no training step, because its value 4.185 is no whole "
+            "number; FILE has no whole number",
+        ),
+        (
             {"global_step": "3"},
             "the value of `global_step` in FILE is the text '3', but must be a finite number",
         ),
@@ -120,6 +130,13 @@ def test_explanation_says_that_a_file_has_no_json(tmp_path: Path) -> None:
     assert explain(path) == f"{path} has no new line with a JSON object"
 
 
+def test_step_that_is_written_as_a_float_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, {"global_step": 3.0})
+
+    assert explain(path) == ""
+
+
 def test_known_step_needs_no_explanation(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, {"loss": 0.5}, {"global_step": 3})
@@ -173,6 +190,11 @@ def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explan
             {"step": 3, "loss": 0.5},
             "In `progress.step` of the spec, replace `global_step` by the key of the training "
             "step. The numbers in FILE have the keys step and loss.",
+        ),
+        (
+            {"iter": 3, "global_step": 4.185},
+            "In `progress.step` of the spec, replace `global_step` by the key of the training "
+            "step. FILE has whole numbers in iter.",
         ),
         (
             {"name": "a"},
