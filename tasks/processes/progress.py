@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,9 +27,9 @@ from tasks.record.metrics_file import FileFingerprint, MetricsFile
 from tasks.record.places import is_own_json_file
 from tasks.record.resume_check import compare_first_step
 from tasks.spec.formatting import format_duration, join_words, suggest_name
-from tasks.spec.probes import get_number, get_step
+from tasks.spec.probes import get_number, get_step, is_whole_number
 from tasks.spec.run import Progress
-from tasks.spec.values import describe_value, get_value, is_number
+from tasks.spec.values import describe_value, get_value, list_numbers
 
 #: Largest number of bytes at the end of a log that one check reads.
 _TAIL_BYTES = 65536
@@ -273,7 +273,7 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     value = get_value(content, key, missing)
     if get_number(content, key) is not None:
         # The key names another metric, such as a loss.
-        steps = [name for name in _list_number_keys(content) if get_step(content, name) is not None]
+        steps = [name for name, number in list_numbers(content) if is_whole_number(number)]
         if not steps:
             has_steps = "has no whole number"
             remedy = f"Change the training so that it writes its step as a number into {source}."
@@ -295,7 +295,7 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
             remedy=f"Change the training so that `{key}` in {source} is a number, or write another "
             "key into `progress.step` of the spec.",
         )
-    keys = list(_list_number_keys(content))
+    keys = [name for name, _ in list_numbers(content)]
     if not keys:
         return MissingStep(
             problem=f"{source} has no `{key}`, and no other number",
@@ -309,17 +309,6 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
         remedy=f"In `progress.step` of the spec, replace `{key}` by the key of the training step. "
         f"The numbers in {source} have the keys {_list_some(keys)}.",
     )
-
-
-def _list_number_keys(content: object, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of all numbers in decoded JSON. Keys of inner mappings are joined by dots."""
-    if not isinstance(content, Mapping):
-        return
-    for key, value in content.items():
-        if is_number(value):
-            yield f"{prefix}{key}"
-        else:
-            yield from _list_number_keys(value, f"{prefix}{key}.")
 
 
 def _describe_file(path: Path, key: str) -> MissingStep:

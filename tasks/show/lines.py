@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,8 +34,7 @@ from tasks.spec.formatting import (
     format_duration,
     join_commas,
 )
-from tasks.spec.values import is_number
-from tasks.spec.watch import list_metric_sections
+from tasks.spec.values import list_numbers, shorten
 
 #: Mapping from the name of an event to its line of text and a Rich style. In the line, `{0}` stands
 #: for the event. Other events are not shown.
@@ -220,6 +220,9 @@ _STORY_ITEMS = 8
 _STORY_LOG_LINES = 10
 #: Keys in a line of a metrics file that are no metrics.
 _NO_METRICS = frozenset({"step", "attempt", "at", "epoch", "global_step", "data", "metrics"})
+#: Matches the start of a metric's dotted key that is no part of its name; see
+#: `list_metric_sections`.
+_SECTION = re.compile(r"(data|metrics)\.")
 #: Largest length, in characters, of log lines and other text from programs in a summary of a run.
 #: Longer text is cut.
 _STORY_COLUMNS = 160
@@ -257,7 +260,7 @@ def summarize_run(
         for fact in list_facts(place, last, last.failure):
             yield f"{fact.label}: {fact.text}"
         for line in last.failure.log_tail.splitlines()[-_STORY_LOG_LINES:]:
-            yield f"  | {line[:_STORY_COLUMNS]}"
+            yield f"  | {shorten(line, _STORY_COLUMNS)}"
 
     yield from _summarize_metrics(rows)
     yield from slow
@@ -279,25 +282,25 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
         parts.append(attempt.decision)
     yield ", ".join(parts)
 
-    yield from _limit_lines([f"  {text}" for text in describe_attempt(attempt)], "remarks")
+    # The remarks are texts of Muster, so they are not cut.
+    remarks = [f"  {text}" for text in describe_attempt(attempt)]
+    yield from _limit_lines(remarks, "remarks")
     components = [
         f"  {name}: {describe_component_state(attempt, name)}" for name in attempt.components
     ]
-    yield from _limit_lines(components, "components")
+    yield from _limit_lines([shorten(line, _STORY_COLUMNS) for line in components], "components")
     alarms = [f"  alarm: {alarm.message}" for alarm in attempt.alarms]
+    alarms = [shorten(line, _STORY_COLUMNS) for line in alarms]
     yield from _limit_lines(alarms, "alarms")
 
 
 def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
     """Yield the first eight lines, and a line such as `and 3 more alarms` if there are more.
 
-    Each line is cut after 160 characters.
-
     Args:
         noun: Plural noun for the things that the lines describe, such as `alarms`.
     """
-    for line in lines[:_STORY_ITEMS]:
-        yield line[:_STORY_COLUMNS]
+    yield from lines[:_STORY_ITEMS]
     if len(lines) > _STORY_ITEMS:
         yield f"  and {len(lines) - _STORY_ITEMS} more {noun}"
 
@@ -313,10 +316,10 @@ def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """
     values_by_name: dict[str, list[float]] = {}
     for row in rows:
-        for section in list_metric_sections(row):
-            for name, value in section.items():
-                if name not in _NO_METRICS and is_number(value):
-                    values_by_name.setdefault(name, []).append(value)
+        for key, value in list_numbers(row):
+            name = _SECTION.sub("", key)
+            if name.rpartition(".")[2] not in _NO_METRICS:
+                values_by_name.setdefault(name, []).append(value)
 
     names = sort_by_meaning(values_by_name)
     for name in names[:_STORY_ITEMS]:
@@ -328,4 +331,4 @@ def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if others:
         count = format_count(len(others), "more metric")
         line = f"and {count} (see `muster metrics`): {join_commas(others)}"
-        yield line[:_STORY_COLUMNS]
+        yield shorten(line, _STORY_COLUMNS)

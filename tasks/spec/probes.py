@@ -87,7 +87,12 @@ def get_step(content: Any, key: str) -> float | None:
         another metric, for example a loss.
     """
     value = get_number(content, key)
-    return value if value is not None and value == int(value) else None
+    return value if value is not None and is_whole_number(value) else None
+
+
+def is_whole_number(value: float) -> bool:
+    """Return True if a number is finite and has no fraction, such as 3 and 3.0."""
+    return isinstance(value, int) or value.is_integer()
 
 
 def _check_condition(value: object) -> object:

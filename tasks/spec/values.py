@@ -311,6 +311,24 @@ def get_value(content: Any, key: str, default: object = None) -> Any:
     return get_value(inner, rest, default) if dot else inner
 
 
+def list_numbers(content: object, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the dotted key and the value of each number in decoded JSON, in the order of the JSON.
+
+    Numbers in lists are left out.
+
+    Args:
+        content: The decoded JSON.
+        prefix: Text before each key.
+    """
+    if not isinstance(content, Mapping):
+        return
+    for key, value in content.items():
+        if is_number(value):
+            yield f"{prefix}{key}", value
+        else:
+            yield from list_numbers(value, f"{prefix}{key}.")
+
+
 def shorten(text: str, length: int = 60) -> str:
     """Return the text. If it is longer than `length` characters, cut it and end it with `...`."""
     return text if len(text) <= length else f"{text[: length - 3]}..."

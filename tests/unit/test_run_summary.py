@@ -212,6 +212,32 @@ def test_summary_contains_attempts_alarms_failure_metrics_and_files(place: RunPl
         assert any(part in line for line in more), (part, text)
 
 
+def test_summary_contains_nested_metrics(place: RunPlace) -> None:
+    line = {"at": {"step": 5}, "train": {"loss": 0.5}, "data": {"kl": 2.0, "a": {"b": 7}}}
+    with (place.attempt(2).directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+    lines = tell_story(find_run("latest")).splitlines()
+
+    assert "train.loss: first 0.5, last 0.5, range 0.5 to 0.5" in lines
+    assert "kl: first 2, last 2, range 2 to 2" in lines
+    assert "a.b: first 7, last 7, range 7 to 7" in lines
+    assert not any(line.startswith("at.step") for line in lines)
+
+
+def test_summary_does_not_cut_the_reason_for_a_checkpoint(place: RunPlace) -> None:
+    reason = "the checkpoint has not changed since the trainer ended (unknown layout)"
+    checkpoint = f"/srv/{'long/' * 30}it000070"
+    record = json.loads(place.record.read_text())
+    resume = {"from": checkpoint, "step": 70, "rule": reason}
+    record["attempts"][1]["resume"] = resume
+    place.record.write_text(json.dumps(record))
+
+    text = tell_story(find_run("latest"))
+
+    assert reason in text and checkpoint in text
+
+
 def test_summary_of_a_thousand_attempts_has_less_than_sixty_lines(place: RunPlace) -> None:
     record = json.loads(place.record.read_text())
     attempts = [{**record["attempts"][0], "number": number} for number in range(1, 1001)]
