@@ -15,6 +15,7 @@ from tasks.record.places import (
     renew_server_password,
 )
 from tasks.spec.programs import build_component_path
+from tasks.spec.ui_pages import make_page_url
 
 #: Root of Muster's checkout, or the directory that contains Muster's packages in an installed
 #: wheel.
@@ -33,9 +34,9 @@ POOL = "gang"
 #: Name of the work pool for pipelines. A pipeline starts several runs and waits for their ends.
 PIPELINES_POOL = "pipelines"
 #: Path of the page in the Prefect UI that shows the queue of the work pool `gang`.
-QUEUE_PAGE = "/v2/artifacts/key/gang-queue"
+QUEUE_PAGE = make_page_url("", "artifacts/key/gang-queue")
 #: Path of the page in the Prefect UI that shows the nodes of the work pool `gang`.
-NODES_PAGE = "/v2/artifacts/key/gang-nodes"
+NODES_PAGE = make_page_url("", "artifacts/key/gang-nodes")
 #: Start of the last line that `deployments.stack.setup` prints if it has succeeded.
 SET_UP = "Set up:"
 #: Environment variable with the id of the `muster up` stack. Every process of a stack has this

@@ -29,13 +29,13 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed, Failed, Pending, Scheduled
-from prefect.utilities.urls import url_for
 
 from tasks.pipeline.decision import StageRun
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.record.states import RunState
 from tasks.server import flow_runs
 from tasks.server.flow_runs import read_flow_runs, read_refusal
+from tasks.server.server import find_page_url
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
@@ -382,7 +382,7 @@ def format_link(run: StageRun) -> str:
     Returns:
         The URL, or "flow run ID" if no address of the Prefect UI is configured.
     """
-    url = url_for("flow-run", obj_id=run.flow_run_id)
+    url = find_page_url("flow-run", run.flow_run_id)
     return url or f"flow run {run.flow_run_id}"
 
 

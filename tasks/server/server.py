@@ -21,8 +21,10 @@ from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    PREFECT_UI_URL,
     temporary_settings,
 )
+from prefect.utilities.urls import url_for
 
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import probe
@@ -37,6 +39,7 @@ from tasks.server.flow_runs import ProxyAway, ServerAway, ServerRefuses, connect
 from tasks.spec.errors import Fault, InvalidSpec, MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
 from tasks.spec.run import RunSpec
+from tasks.spec.ui_pages import make_page_url
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,23 @@ _is_temporary: ContextVar[bool] = ContextVar("is_temporary", default=False)
 
 class NoServer(MusterError):
     """No Prefect server is available. The user must start a server, or unset PREFECT_API_URL."""
+
+
+def find_page_url(kind: str, object_id: object) -> str | None:
+    """Return the URL of an object's page in the UI of the configured Prefect server.
+
+    Args:
+        kind: Kind of the object in Prefect, such as `flow-run` or `deployment`.
+        object_id: Id of the object.
+
+    Returns:
+        The URL, or None if no address of the UI is configured.
+    """
+    ui_url = PREFECT_UI_URL.value()
+    url = url_for(kind, obj_id=str(object_id))
+    if not ui_url or url is None:
+        return None
+    return make_page_url(ui_url, url.removeprefix(ui_url))
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
-from prefect.utilities.urls import url_for
 
 from tasks.processes.devices import Devices
 from tasks.processes.identity import ProcessId
@@ -40,6 +39,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.server.server import (
     find_lasting_api_url,
+    find_page_url,
     hide_prefect_logs,
     prefect_server,
     read_configured_secrets,
@@ -140,7 +140,7 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                 flow_run_id = state.state_details.flow_run_id
                 link = None
                 if flow_run_id and is_lasting:
-                    link = url_for("flow-run", obj_id=flow_run_id)
+                    link = find_page_url("flow-run", flow_run_id)
             ignore_until_exit()
             terminal.end(state.type.value.lower(), state.message or "", link or "")
     except (KeyboardInterrupt, TerminationSignal):

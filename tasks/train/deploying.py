@@ -23,7 +23,6 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
-from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
 from tasks.pipeline.stage_specs import add_code, require_deployment
@@ -46,7 +45,7 @@ from tasks.server.deployments import (
 )
 from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
 from tasks.server.flow_runs import connect_to_server, read_refusal
-from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
+from tasks.server.server import NoServer, find_page_url, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.show.terminal import Terminal
 from tasks.spec.documents import find_document
@@ -226,7 +225,7 @@ def _submit_matrix(
     count = len(pipeline.stages[0].points)
     with connect_to_configured_server() as client:
         flow_run = queue_matrix(client, spec, pipeline, root)
-        page = url_for("flow-run", obj_id=flow_run.id)
+        page = find_page_url("flow-run", flow_run.id)
         if json:
             content = {"flow_run_id": str(flow_run.id), "page": page, "points": count}
             print(dumps(content, indent=2), flush=True)
@@ -268,7 +267,7 @@ def follow_run(
         The exit code of the command.
     """
     run_id = parse_request(flow_run).name
-    page = url_for("flow-run", obj_id=flow_run.id)
+    page = find_page_url("flow-run", flow_run.id)
     if json:
         content = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
         print(dumps(content, indent=2), flush=True)
@@ -483,7 +482,7 @@ def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
     """Print the URL of a deployment, its schedules, and a command that starts a run."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
-    print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
+    print(f"  page      {find_page_url('deployment', deployment.id)}")
     for line in describe_schedules(deployment, datetime.now(UTC)):
         print(f"  schedule  {line}")
     print(f"  overlap   {describe_overlap(deployment)}")

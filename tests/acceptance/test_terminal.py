@@ -130,7 +130,7 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
         f"log {run.directory}/attempt-01/trainer.log",
         "| loaded",
         f"record {run.directory}/run.json",
-        f"page {api.removesuffix('/api')}/runs/flow-run/{run.record()['flow_run_id']}",
+        f"page {api.removesuffix('/api')}/v2/runs/flow-run/{run.record()['flow_run_id']}",
     ):
         assert remove_spaces(part) in block
     # The terminal no longer shows the table of the components, which is redrawn during the run. The

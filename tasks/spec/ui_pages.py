@@ -1,0 +1,27 @@
+"""URLs of pages in the Prefect UI.
+
+This module must not import Prefect. The command `muster` uses the module before it sets the
+environment variables that Prefect reads.
+"""
+
+from __future__ import annotations
+
+#: Path of the UI in which a page shows a login form if the browser is not logged in. After the
+#: login, the UI shows the page. The older UI at `/` shows an error instead.
+#: Source: prefect/server/api/server.py, _resolve_ui_base_urls.
+_UI_PATH = "/v2"
+#: Start of the UI of Prefect Cloud, which has no path `/v2`.
+_CLOUD_UI = "https://app.prefect.cloud"
+
+
+def make_page_url(ui_url: str, page: str) -> str:
+    """Return the URL of a page in the Prefect UI.
+
+    Args:
+        ui_url: URL of the Prefect UI. If empty, the path of the page on the server is returned.
+        page: Path of the page in the UI, such as `runs/flow-run/ID`.
+    """
+    base = ui_url.rstrip("/")
+    if not base.startswith(_CLOUD_UI):
+        base = base.removesuffix(_UI_PATH) + _UI_PATH
+    return f"{base}/{page.lstrip('/')}"
