@@ -19,6 +19,7 @@ import yaml
 
 from tasks.record.events import Event
 from tasks.spec.formatting import format_duration, join_commas, join_words
+from tasks.spec.run import DEFAULT_READ_EVERY_S
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
@@ -36,6 +37,10 @@ _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
+#: Smallest number of readings of the training step in the time of the recent steps. Each measured
+#: time is wrong by up to one interval between two readings, so the duration of a step would be
+#: too inexact with fewer readings.
+_MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
 #: Key for the time in which the trainer waits, for example for rollouts.
@@ -210,7 +215,13 @@ class Slow:
 class TimeSpent:
     """Collects durations and GPU utilisation from a run's metrics and events, and analyses them."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_every_s: float = DEFAULT_READ_EVERY_S) -> None:
+        """
+        Args:
+            read_every_s: Seconds between two readings of the training step, `progress.every_s` in
+                the spec.
+        """
+        self._read_every_s = read_every_s
         #: Mapping from a training step to the durations that `measure_parts` returned, oldest step
         #: first.
         self._steps: dict[float, dict[str, float]] = {}
@@ -266,7 +277,7 @@ class TimeSpent:
         steps = [_complete_parts(parts) for parts in self._steps.values()]
         # The first step is left out, because it includes the start of all components.
         steps = steps[1:] or steps
-        paces = [(parts[_WHOLE], 1.0) for parts in steps] or [*self._paces]
+        paces = [(parts[_WHOLE], 1.0) for parts in steps] or self._measured_paces
         step, step_error_s = _measure_steps(paces) if paces else (None, 0.0)
         names = dict.fromkeys(name for parts in steps[-_RECENT_COUNT:] for name in parts)
         names.pop(_WHOLE, None)
@@ -281,6 +292,13 @@ class TimeSpent:
             step_error_s=step_error_s,
         )
         return slow if slow.step or slow.gpus or slow.requests else None
+
+    @property
+    def _measured_paces(self) -> list[_Pace]:
+        """Durations between progress events; empty if the recent ones are too inexact."""
+        paces = [*self._paces]
+        recent_s = sum(seconds for seconds, _ in paces[-_RECENT_COUNT:])
+        return paces if recent_s >= _MIN_READINGS * self._read_every_s else []
 
 
 def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:

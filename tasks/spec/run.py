@@ -48,6 +48,8 @@ from tasks.spec.values import (
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
 from tasks.spec.workloads import Workload
 
+#: Default of `progress.every_s`: seconds between two readings of the training step.
+DEFAULT_READ_EVERY_S = 0.5
 #: Mapping from a component's name to the default value of its key `on_exit_zero`. For other
 #: components, the default is `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
@@ -165,7 +167,7 @@ class Progress(Model):
         examples=[60],
     )
     every_s: Seconds = Field(
-        0.5,
+        DEFAULT_READ_EVERY_S,
         description="Seconds between two readings of the step. A longer interval saves CPU time "
         "in a run of several weeks.",
     )

@@ -125,7 +125,8 @@ class RunPage:
         #: Metrics of the current attempt. None before the first attempt.
         self._figures: Figures | None = None
         self._metrics_reader = PlaceReader("the metrics")
-        self._time_spent = TimeSpent()
+        progress = run.resolved_spec.progress
+        self._time_spent = TimeSpent(*([progress.every_s] if progress is not None else []))
 
     def observe(self, event: Event) -> bool:
         """Process an event of the run. Return True if an update must now be sent earlier."""

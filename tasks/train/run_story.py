@@ -7,10 +7,14 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.events import read_events
 from tasks.show.lines import summarize_run
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.run import DEFAULT_READ_EVERY_S
+from tasks.spec.values import is_number
 from tasks.train.local_runs import list_attempts
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_records import find_record
@@ -23,8 +27,11 @@ def measure_time_use(run: Run) -> Slow | None:
     Returns:
         The use of time. None if the files are on another host, or do not contain enough data.
     """
-    spent = TimeSpent()
-    for number in list_attempts(run.place):
+    numbers = list_attempts(run.place)
+    spec = read_attempt_spec(run.place, numbers[-1]) if numbers else {}
+    every_s = mapping_or_empty(spec.get("progress")).get("every_s", DEFAULT_READ_EVERY_S)
+    spent = TimeSpent(every_s if is_number(every_s) else DEFAULT_READ_EVERY_S)
+    for number in numbers:
         for event in read_events(run.place.attempt(number).events):
             spent.observe(event)
     for index, row in enumerate(_read_available_metrics(run)):

@@ -123,7 +123,7 @@ def read_progress(step_times: Iterable[float]) -> list[Event]:
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_that_are_read_at_intervals_do_not_count_as_slower(step_s: float, seed: int) -> None:
     noise = random.Random(seed)
-    step_times = [step_s * noise.uniform(0.9, 1.1) for _ in range(noise.randint(25, 200))]
+    step_times = [step_s * noise.uniform(0.9, 1.1) for _ in range(noise.randint(60, 200))]
 
     analysis = slow(events=read_progress(step_times))
 
@@ -176,6 +176,31 @@ def test_steps_without_figures_are_timed_by_progress_events() -> None:
     analysis = slow(events=events)
 
     assert analysis.step is not None and analysis.step.now == pytest.approx((5 + 10 + 10) / 3)
+
+
+@pytest.mark.parametrize(("step_s", "is_shown"), [(0.27, False), (2.0, True)])
+def test_duration_of_a_step_is_shown_only_if_the_step_was_read_often_enough(
+    step_s: float, is_shown: bool
+) -> None:
+    spent = TimeSpent(read_every_s=0.5)
+
+    for event in read_progress([step_s] * 4):
+        spent.observe(event)
+
+    assert (spent.slow is not None) is is_shown
+
+
+def test_long_interval_between_readings_needs_a_longer_measurement() -> None:
+    events = read_progress([2.0] * 4)
+    frequent = TimeSpent(read_every_s=0.5)
+    seldom = TimeSpent(read_every_s=10.0)
+
+    for event in events:
+        frequent.observe(event)
+        seldom.observe(event)
+
+    assert frequent.slow is not None
+    assert seldom.slow is None
 
 
 def test_idle_nodes_and_slow_responses_are_named() -> None:
