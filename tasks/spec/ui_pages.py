@@ -12,6 +12,10 @@ from __future__ import annotations
 _UI_PATH = "/v2"
 #: Start of the UI of Prefect Cloud, which has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
+#: Pages that the UI does not show after a login, because the UI then adds the query `?tab=` twice.
+#: The URL of the login form opens these pages, also if the browser is logged in, and if the server
+#: has no password.
+_FAILS_AFTER_LOGIN = "deployments/"
 
 
 def make_page_url(ui_url: str, page: str) -> str:
@@ -22,6 +26,10 @@ def make_page_url(ui_url: str, page: str) -> str:
         page: Path of the page in the UI, such as `runs/flow-run/ID`.
     """
     base = ui_url.rstrip("/")
-    if not base.startswith(_CLOUD_UI):
-        base = base.removesuffix(_UI_PATH) + _UI_PATH
-    return f"{base}/{page.lstrip('/')}"
+    path = page.lstrip("/")
+    if base.startswith(_CLOUD_UI):
+        return f"{base}/{path}"
+    base = base.removesuffix(_UI_PATH) + _UI_PATH
+    if path.startswith(_FAILS_AFTER_LOGIN):
+        return f"{base}/login?redirectTo=/{path}"
+    return f"{base}/{path}"

@@ -43,7 +43,7 @@ def test_page_of_a_run_is_in_the_ui_with_a_login_form(ui_url: str, page: str) ->
     ("kind", "route"),
     [
         ("flow-run", "/runs/flow-run/$id"),
-        ("deployment", "/deployments/deployment/$id"),
+        ("deployment", "/login?redirectTo=/deployments/deployment/$id"),
     ],
 )
 def test_ui_of_the_installed_prefect_has_the_pages_of_the_links(kind: str, route: str) -> None:
@@ -53,7 +53,8 @@ def test_ui_of_the_installed_prefect_has_the_pages_of_the_links(kind: str, route
     scripts = Path(prefect.__ui_v2_static_path__).glob("assets/*.js")
 
     assert page == f"http://h/v2{route}"
-    assert any(f"`{route}`" in script.read_text() for script in scripts)
+    path = route.removeprefix("/login?redirectTo=")
+    assert any(f"`{path}`" in script.read_text() for script in scripts)
 
 
 def test_ui_of_the_installed_prefect_has_a_page_for_an_artifact_key() -> None:
