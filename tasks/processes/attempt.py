@@ -366,7 +366,7 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
 
 
 def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return a process that the kernel reports, with the name that its launcher uses in the log."""
+    """Return the result of `name_processes_of_spawn`, or None if `failure` is None."""
     return None if failure is None else name_processes_of_spawn(text, failure)
 
 
@@ -382,7 +382,7 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     if loader is None:
         return None
     cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
-    # Ignore the worker if the training survived its kill, or if another error explains the failure.
+    # Ignore the killed worker if the training continued, or if another error explains the failure.
     is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
     return loader if is_explained else None
 
@@ -802,7 +802,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_places(self) -> None:
-        """Check repeatedly whether files and folders answer, and report each change to the user."""
+        """Check repeatedly which files and folders do not answer, and report them to the user."""
         check_logs_at_s = 0.0
         while True:
             if time.monotonic() >= check_logs_at_s:

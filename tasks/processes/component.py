@@ -69,9 +69,9 @@ class ComponentPlan:
     #: Function that returns True while the component writes a checkpoint. The function may block.
     #: The attribute is None if it is unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
-    #: Function that returns the seconds since a checkpoint last grew, or None if no checkpoint has
-    #: grown since the last call. The function may block. The attribute is None if it is unknown
-    #: whether the component writes checkpoints.
+    #: Function that returns the seconds since the latest growth of a checkpoint, once for each
+    #: growth. The result is None if no checkpoint has grown since the last call. The function may
+    #: block. The attribute is None if it is unknown whether the component writes checkpoints.
     seconds_since_growth: Callable[[], float | None] | None = None
     #: Function that returns the step and the time of the newest complete checkpoint. The function
     #: may block and may raise OSError. The attribute is None if the component has no checkpoints.
@@ -160,7 +160,7 @@ _LAST_ASK_S = 1.0
 #: Time limit in seconds for reading the state of the readiness probe's file before a component is
 #: started.
 _FILE_WITHIN_S = 5.0
-#: Rule name of the failure in which a process outside the run listens on a port of the run.
+#: Value of `Failure.rule` if a process outside the run listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
 

@@ -41,7 +41,7 @@ _PAUSE_PER_SEARCH = 50.0
 #: Time limit in seconds for a search for descendants. Reading /proc can block for a process that is
 #: stuck in the kernel.
 _SEARCH_WITHIN_S = 10.0
-#: Largest number of descendants that are watched at the same time, because each needs an open file.
+#: Largest number of descendants that are watched at the same time. Each needs an open file.
 _WATCHED_AT_MOST = 512
 #: Largest number of seconds between a possible cause and the end of the component. Possible causes
 #: are the death of a descendant, and a kill by the OOM killer. Earlier events are no causes.

@@ -192,7 +192,8 @@ class DeviceLease:
             for index in self.indices:
                 key = devices.key(index)
                 # Only one socket can have the name `key`. So while this socket exists, no other run
-                # can lease the device. The second socket shows other runs the owner of the device.
+                # can lease the device. The name of the second socket contains the owner, so that
+                # other runs can read the owner.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")

@@ -337,11 +337,13 @@ def _self_and_ancestors() -> set[int]:
 
 
 def _are_gone(processes: Iterable[PidAndStart], deadline: float) -> bool:
-    """Wait until all processes have ended, for at most `KILLED_WITHIN_S` seconds.
+    """Wait until all processes have ended.
+
+    The wait ends after `KILLED_WITHIN_S` seconds or at the deadline, whichever comes first.
 
     Args:
         processes: The processes.
-        deadline: Latest end of the wait, in CLOCK_MONOTONIC seconds.
+        deadline: The deadline, in CLOCK_MONOTONIC seconds.
 
     Returns:
         False if a process still exists at the end of the wait.

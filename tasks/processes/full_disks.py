@@ -20,9 +20,9 @@ from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
 #: A file system with fewer free bytes than this number counts as full. A full file system may have
 #: some free bytes left, if the last write needed more bytes.
 _FULL_BELOW_BYTES = 1 << 16
-#: Rule name of a failure whose cause is a full file system.
+#: Value of `Failure.rule` if a full file system has caused the failure.
 RULE = "full-disk"
-#: Rule names of failures without a specific cause in the log.
+#: Values of `Failure.rule` if the log shows no specific cause of the failure.
 _UNEXPLAINED_RULES = ("exit", "bus-error")
 #: Signals that the kernel or the program itself sends after a failed write.
 _SIGNALS_OF_FAILED_WRITES = frozenset({"SIGBUS", "SIGABRT", "SIGSEGV"})

@@ -527,9 +527,9 @@ _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULT
 class Diagnosis:
     """Examines a component that hangs, and writes the report on it.
 
-    First await `examine`, before any process of the run is stopped. The component may wait for
-    another component, and only living processes show this. Then stop the component inside the
-    context `collecting_output`.
+    First await `examine`, before any process of the run is stopped. If the component waits for
+    another component, the wait is visible only while both components are alive. Then stop the
+    component inside the context `collecting_output`.
 
     `examine` and `collecting_output` take some seconds and raise no errors. Their work is done in
     daemon threads, which are abandoned if a process or a file system blocks them.

@@ -218,7 +218,8 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
 def remove_test_files(folder: str) -> dict[str, Any]:
     """Remove the folder with the test files that `gather_facts` has written.
 
-    Returns an empty dictionary, because each function that runs on another node must return one.
+    Returns an empty dictionary, because a function that runs on another node must return a
+    dictionary.
     """
     shutil.rmtree(folder, ignore_errors=True)
     return {}

@@ -139,7 +139,7 @@ def main() -> None:
     if is_own_program:
         # Keep the folder of Muster's packages on the import path. With the option -m, this file is
         # inside that folder, so take the folder from the path of this file. Without the option,
-        # this file is the program `muster`: a copy that is in another folder.
+        # the path would be wrong: the program `muster` is a copy of this file in another folder.
         own.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.path[:] = select_own_path(sys.path, foreign=find_foreign_folders(), own=own)
     module = _COMMAND

@@ -465,8 +465,8 @@ class _Output:
         complete_bytes = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self._read_bytes = start + complete_bytes
         lines = data[:complete_bytes].decode("utf-8", "replace").splitlines()
-        # Pass a list to `any`, so that `_is_new` is called for every line and remembers it. With a
-        # generator, `any` would stop at the first new line.
+        # Pass a list to `any`, because `_is_new` must remember every line. With a generator, `any`
+        # would stop at the first new line.
         is_new = any([self._is_new(line) for line in lines])
         partial_line = data[complete_bytes:].decode("utf-8", "replace")
         has_changed = partial_line != self._partial_line
@@ -797,7 +797,7 @@ class ProgressWatch:
         return is_server and await self._has_output()
 
     async def seconds_since_growth(self) -> float | None:
-        """Return the seconds since a checkpoint of a component last grew.
+        """Return the seconds since the latest growth of a checkpoint, once for each growth.
 
         Returns:
             None if no checkpoint has grown since the last call.

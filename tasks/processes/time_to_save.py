@@ -167,7 +167,7 @@ class TimeToSave:
         )
 
     def _is_warned(self, component: RunningComponent) -> bool:
-        """Return True if a component got a warning of an end that is still expected.
+        """Return True if a component was warned of the attempt's end, and the warning still holds.
 
         If the attempt still runs some time after the announced end, the end counts as cancelled.
         The warning is then forgotten, so that the component can be warned of a later end.

@@ -50,9 +50,9 @@ _ROUND_PAUSE_PART = 0.05
 #: For this number of seconds after the first round of SIGKILL, the rounds follow each other without
 #: a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: Seconds from the first SIGKILL to the report of the remaining processes, if this user cannot
-#: signal any of them. The report is delayed, because the processes may end by themselves when their
-#: parent has ended.
+#: Seconds from the first SIGKILL to the report of the remaining processes, if all of them are
+#: processes that this user cannot signal. The report is delayed, because the processes may end by
+#: themselves when their parent has ended.
 REFUSED_AFTER_S = 1.0
 #: Processes that still exist this number of seconds after the first SIGKILL are reported as stuck.
 #: A stuck process is in uninterruptible sleep, for example on a broken disk.

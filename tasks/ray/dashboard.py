@@ -152,7 +152,7 @@ class Credentials:
             address: URL of the cluster's dashboard.
             listed: The clusters that operators trust, from the settings.
             is_own: True if the run of this process uses the cluster. Ray's token may then be sent
-                to the cluster, even if it is not among the listed clusters.
+                to the cluster, even if `listed` does not contain the cluster.
         """
         for cluster in listed:
             if cluster.address == address.rstrip("/"):

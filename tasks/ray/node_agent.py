@@ -263,8 +263,8 @@ class NodeAgent:
     def _serve(self, connection: socket.socket) -> None:
         """Read one request from a client, and carry out the request if its signature is valid."""
         nonce = os.urandom(16).hex()
-        # Agents that run on the same machine as the same user can kill the same processes. So the
-        # agent's first message contains the machine and the user.
+        # Name the machine and the user in the first message. Agents with the same machine and user
+        # can kill the same processes, so a client needs only one of these agents.
         sees = f"{machine()} {os.getuid()}"
         try:
             with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:

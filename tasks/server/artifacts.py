@@ -293,7 +293,7 @@ def _create_artifact(client: SyncPrefectClient, content: dict[str, Any]) -> str:
 def _read_entries(
     client: SyncPrefectClient, updated_before: datetime | None = None
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the id, the name and the ordered part ids of each code entry on the server.
+    """Yield the id, the name and the ordered part ids of each entry for submitted code.
 
     Args:
         client: Client of the Prefect server.

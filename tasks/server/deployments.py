@@ -329,7 +329,7 @@ def find_next_start(schedule: SCHEDULE_TYPES, now: datetime) -> datetime | None:
         now: The present time.
 
     Raises:
-        ValueError: The Prefect server cannot compute a date for the rule.
+        ValueError: The classes of the Prefect server cannot compute a date for the schedule.
     """
     if not isinstance(schedule, CronSchedule | IntervalSchedule | RRuleSchedule):
         return None

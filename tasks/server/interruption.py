@@ -78,7 +78,7 @@ class Change(Enum):
     def of_state(state: State[Any] | None) -> Change:
         """Return the `Change` that led to a flow run's state.
 
-        The process of the flow run is still running.
+        Call this only while the process of the flow run is running.
 
         Args:
             state: state of the flow run, or None if the state is unknown.

@@ -39,7 +39,7 @@ class Proxy:
     variable: str
     #: Value of the environment variable, for example `http://proxy.example:3128`.
     value: str
-    #: Host name of the server in the URL. The proxy was selected for this URL.
+    #: Host name in the URL for which the proxy was selected.
     host: str
 
     @property

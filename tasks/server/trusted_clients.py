@@ -112,15 +112,15 @@ class RenewedPassword(httpx.Auth):
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: Password of the server at the start of this process. Only refused requests
-                with this password are repeated. Other passwords were configured by the operator,
-                and are not replaced.
+            password: Password of the server at the start of this process. A refused request with
+                this password is repeated with the present password of the server. A refused request
+                with another password is not repeated, because an operator has configured that
+                password.
         """
         self._old_header = make_auth_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Yield the request. If the server refuses the request, yield it again with the new
-        password.
+        """Yield a request. After a refusal, yield the request again with the present password.
 
         httpx calls this method for each request, and sends each yielded request to the server.
         """
