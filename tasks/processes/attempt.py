@@ -344,8 +344,8 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     is_crash = death.signal_name in _FATAL_SIGNALS
     if logged is not None and logged.exit_code is not None:
         # DeepSpeed may name the wrong rank, because it checks its ranks one after the other, once
-        # per second. The named rank may only have lost its connection to the rank that had died
-        # first. `torch.multiprocessing.spawn` checks its processes in any order, too.
+        # per second. The named rank may have failed only because the rank that had died first no
+        # longer answered. `torch.multiprocessing.spawn` checks its processes in any order, too.
         is_exception = logged.exit_code == 1
         is_later = is_exception and (
             death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))

@@ -223,7 +223,8 @@ class DescendantWatch:
         known = self._known.get(pid)
         if known is not None and known.id == process.id:
             if known.parent != process.parent:
-                # The parent has ended. The new parent says nothing about the process.
+                # The process has a new parent, because its former parent has ended. Keep the
+                # earlier description, which was derived from the former parent.
                 return
             if known.peers > process.peers:
                 # Some equal workers have ended. The process keeps its position.

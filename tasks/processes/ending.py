@@ -275,8 +275,8 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
     known: set[PidAndStart] = set()
 
     def send(pid: int, start: int, signum: int) -> bool:
-        # Ignore that a process of another user cannot be signalled. `_end_matching` returns this
-        # process as well, so the caller reports it as remaining.
+        # A process of another user gets no signal. `_end_matching` returns this process anyway, so
+        # the caller reports the process as remaining.
         with suppress(PermissionError):
             return signal_if(pid, signum, lambda: start_ticks(pid) == start)
         return False

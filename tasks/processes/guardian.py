@@ -514,9 +514,8 @@ def enter_namespace(init: int, alive: int) -> None:
     # setns(2) does not move the calling process into the PID namespace, only its later children.
     child = os.fork()
     if child == 0:
-        # The parent is outside the namespace, so `getppid` returns 0 for a living and for a dead
-        # parent. So the guardian process does not notice a parent that died before this call, and
-        # continues.
+        # The parent is outside the namespace, so `getppid` always returns 0, even if the parent has
+        # died. So if the parent died before this call, the guardian process continues.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)

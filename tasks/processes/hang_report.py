@@ -614,9 +614,9 @@ class Diagnosis:
         """
         if handles_signal(pid, self.command.stop_signal):
             return False
-        # The stop signal only reaches the process group of the component's first process. If the
-        # first process handles the signal, it may save a checkpoint. To save, the first process may
-        # need processes outside its group, so those processes must not be aborted.
+        # The stop signal ends only processes in the process group of the component's first process.
+        # Abort a process outside this group only if the first process saves no checkpoint after the
+        # signal. Otherwise, the first process may need the other process to save the checkpoint.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
         return not saves or _read_group(pid) == _read_group(first)

@@ -528,9 +528,9 @@ class KillRounds:
     def are_stuck(self, pids: Iterable[int]) -> bool:
         """Return True if the remaining processes must now be reported as survivors of SIGKILL.
 
-        The processes are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If this user
-        cannot signal any of the processes, they are reported earlier, after `REFUSED_AFTER_S`
-        seconds.
+        The processes are reported `STUCK_AFTER_S` seconds after the first SIGKILL. If all of them
+        are processes that this user cannot signal, they are reported earlier, after
+        `REFUSED_AFTER_S` seconds.
 
         Args:
             pids: The remaining processes.
