@@ -250,8 +250,8 @@ class SchedulingPass:
     refused: list[Refused] = field(default_factory=list, init=False)
     #: Runs that are cancelled because their deployment allows no waiting runs.
     skipped: list[Skipped] = field(default_factory=list, init=False)
-    #: Waiting runs whose Cancelled state was overwritten, each with that state. The scheduler that
-    #: overwrote the state was killed before restoring it.
+    #: Runs that were cancelled but still wait, each with its Cancelled state. A scheduler has
+    #: overwritten this state, and was killed before it could restore the state.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
     #: Runs that have a grant, but were not started by their worker. These runs lose their grants
     #: and wait again.
@@ -316,7 +316,7 @@ class SchedulingPass:
         return len(self.queue) - not_startable
 
     def list_missing_nodes(self, machine: ClusterNode | None = None) -> list[ClusterNode]:
-        """Return the nodes that are not in `nodes` but on which programs hold GPUs.
+        """Return the nodes with GPUs in use that are missing in the field `nodes`.
 
         Examples are the nodes of a Ray cluster that does not answer, and the nodes of a work pool
         that was deleted.
@@ -615,8 +615,8 @@ class SchedulingPass:
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # If a run does not use Ray, only its GPU grant shows its GPUs. So leave out runs that
-            # have neither Ray nor a grant.
+            # If a run does not use Ray, only its GPU grant shows its GPUs. So leave out such a run
+            # if it has no grant.
             and (entry.grant is not None or key)
         ]
         # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs

@@ -329,8 +329,9 @@ class _ProcessTexts:
 
         Args:
             argv: The new command line.
-            env: The new environment variables. None to leave the environment unchanged. Before the
-                call, the caller must make the C library store all variables in other memory.
+            env: The new environment variables. None to leave the environment unchanged. The old
+                variables are overwritten. So before the call, the caller must make the C library
+                store all variables in other memory.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(
@@ -508,11 +509,11 @@ class ForkServer:
             self._process = None
 
     def _read_message(self) -> None:
-        """Handle the message that the fork server is ready, or the end of the fork server.
+        """Read the message that the fork server is ready, or notice that the fork server has ended.
 
-        After the end of a fork server that was ready, a new fork server is started at once. After
-        the end of a fork server during its imports, a new one is started by the next run, because
-        an immediate restart would probably fail, too.
+        If the fork server was ready before it ended, a new fork server is started at once. If the
+        fork server ended during its imports, an immediate restart would probably fail, too. So the
+        next run starts the new fork server.
         """
         assert self._control is not None
         was_ready = self.is_ready
@@ -641,11 +642,9 @@ class ForkServer:
     def _count_fork(self, change: int) -> None:
         """Change the number of runs that are being forked now.
 
-        The worker is a subreaper while the number is above 0.
-
-        A forked run becomes a child process of the worker only if the worker is a subreaper. The
-        worker does not stay a subreaper, because leftover processes of runs would then become child
-        processes of the worker, too.
+        While the number is above 0, the worker is a subreaper. So a forked run becomes a child
+        process of the worker. At other times, the worker is no subreaper: otherwise, leftover
+        processes of runs would become child processes of the worker, too.
 
         Args:
             change: 1 at the beginning of a fork, -1 at its end.

@@ -563,8 +563,8 @@ class LedgerReader:
             return []
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
-        # `read` later requests each cached flow run that is missing in its results. So remove the
-        # flow runs of other types of work pools from the cache.
+        # The request above has put flow runs of other types of work pools into the cache. Remove
+        # them: `read` would request each of them again, because they are not in its result.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -682,10 +682,10 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     """
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
-    # There are two possible reasons for the missing queue: the queue was deleted, or the deployment
-    # has no work pool. If the queue was deleted, the flow run still contains the name of the queue.
-    # Only the name of a default queue is missing. A flow run of a default queue has the label of a
-    # worker, or a state that Muster's scheduler has set.
+    # The flow run has no queue. Either the queue was deleted, or the deployment has no work pool.
+    # After the deletion of a queue, the flow run still contains the name of the queue. The name of
+    # a default queue is the exception: it is removed, too. So also return True if a worker of
+    # type `gang` has started the flow run, or if Muster's scheduler has set its state.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES

@@ -125,8 +125,9 @@ class PoolCopies:
     async def update(self, pools: Iterable[WorkPool]) -> None:
         """Copy changed settings of work pools to the server, and restore the settings of new pools.
 
-        An empty pool is restored only if its id differs from the id in the copy. So a user can
-        still remove all settings of a pool.
+        A pool without settings is restored only if its id differs from the id in the copy. A
+        different id means that the pool was deleted and created again. With the same id, a user has
+        removed the settings.
 
         Args:
             pools: The work pools of type `gang`, as they were read from the server.

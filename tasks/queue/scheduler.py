@@ -60,8 +60,8 @@ _LOGGER_OF_FLOW_RUNS = "muster.queue"
 
 #: Value of `Scheduler._last` if the next scheduling pass must read all waiting runs again.
 _NO_PASS: Final = None, None, -math.inf, -math.inf
-#: Type of a function that returns True if this process should start a run. Its arguments are the
-#: run, and the Mapping from node name to the number of GPUs that the run gets on the node.
+#: Type of a function that returns True if this process should start a run. The arguments are the
+#: run, and a mapping from node name to the number of GPUs that the run gets on the node.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 

@@ -486,8 +486,8 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
-    # The keys of a node's field `held` are run ids. A new flow run may still have a random name
-    # from Prefect instead of its run id. So search for the name and for the run id.
+    # The keys of a node's field `held` are run ids. The name of a flow run is usually its run id,
+    # but a new flow run may still have a random name from Prefect. So search for both.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({format_count(node.held[name], 'GPU')})"

@@ -87,10 +87,10 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # All workers with the same name write their process into the same Prefect variable. A
-        # process that replaces the value of this process is a second live worker. A value from
-        # before the first write of this process is ignored, because it may belong to an ended
-        # process.
+        # All workers with the same name write their host and process id into the same Prefect
+        # variable. If the variable names another process after this process has written it, the
+        # other process is a second live worker. Before the first write, ignore the variable,
+        # because it may name a process that has ended.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0
