@@ -39,9 +39,9 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the parent of the fleet process died at the same time, the exit code is unknown, and
-    # `failure.has_ended` is False. Then the value `exit` of `failure.rule` shows that the fleet
-    # process has ended.
+    # If the fleet process and its parent died at the same time, the exit code is unknown, and
+    # `failure.has_ended` is False. In this case, `failure.rule` is `exit` if the fleet process has
+    # ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict

@@ -291,9 +291,8 @@ class Forwarder:
         # The spec may set a POST request that generates a token as the health check. Clients may
         # then send requests to the path of this health check, too.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
-        #: Further paths that are forwarded. A POST request to these paths counts as a request that
-        #: generates tokens.
-        #: `ANY_PATH` stands for every path.
+        #: Further paths whose requests are forwarded. `ANY_PATH` stands for every path. A POST
+        #: request to one of these paths counts as a request that generates tokens.
         self.paths = frozenset([*(settings.paths or ()), *token_paths])
         #: True if the key `user` of OpenAI's API is used as the session id.
         self.by_user = settings.session_by_user

@@ -335,7 +335,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        # Outcome in the event if the try to restart the server group is cancelled.
+        # Values of the event below if the restart is cancelled.
         outcome = "abandoned"
         message = "the fleet is stopped"
         try:

@@ -105,7 +105,7 @@ class FleetView:
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The server groups that serve requests, or will after the first weight commit."""
+        """The server groups that serve requests, or only wait for the first weight commit."""
         up_states = SERVING_STATES
         if self.awaits_weights:
             up_states = SERVING_STATES | {GroupState.STALE}

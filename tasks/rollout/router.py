@@ -361,7 +361,7 @@ class Router:
         """Return the slot of the entrypoint that should receive a request.
 
         Raises:
-            NoEntrypoint: No active entrypoint is left after the exclusion.
+            NoEntrypoint: No entrypoint is active, or all active entrypoints are in `exclude`.
             MustWait: All suitable entrypoints are at their limit.
         """
         if session is not None:

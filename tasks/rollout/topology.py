@@ -419,7 +419,8 @@ def _plan_server(
         place: Position of the server in its fleet, and its addresses.
         places_of_engine: Positions and addresses of all servers of the engine, including `place`.
         devices: `devices[variable][rank]` is the GPU of a rank. `variable` is an environment
-            variable that limits a process to its GPUs. Empty if no variable is set.
+            variable that limits a process to its GPUs. The mapping is empty if no such variable
+            has to be set.
     """
     fleet = backend.fleet
     env = {**select_literals(fleet.env), **backend.env(place)}
