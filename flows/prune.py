@@ -1,8 +1,8 @@
 """The flow `prune`: delete old files of ended runs on this host."""
 
 # Do not add `from __future__ import annotations` to this file. The upkeep process pickles the flow
-# function by value. The pickle contains only names that the body of the function uses, and no names
-# in annotations. So annotations must be evaluated at the import of this file.
+# function by value, and the pickle lacks names that only the annotations use. So the annotations
+# cannot be evaluated after unpickling, and must be evaluated at the import of this file.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed

@@ -27,8 +27,8 @@ POLL_LAST_S = 0.25
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
-#: Length, in tokens, of the shortest sequence that environments drop. A prompt with its answer is
-#: always shorter.
+#: Length limit of a sequence, in tokens. Environments drop sequences that reach the limit. A prompt
+#: with its answer is always shorter.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 

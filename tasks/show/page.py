@@ -167,7 +167,8 @@ def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-#: Largest number of attempts that the card of the artifact `attempts` names in the Prefect UI.
+#: Largest number of attempts that are listed on the card of the artifact `attempts` in the Prefect
+#: UI.
 _MAX_ATTEMPTS_IN_HEADLINE = 5
 
 

@@ -201,7 +201,7 @@ class ObservedRun:
     def snapshot(self) -> ObservedRun:
         """Return a copy of this object that later events do not change.
 
-        Other threads wait during the copy. So the copy is shallow, because a shallow copy is fast.
+        Other threads wait during the copy. So make a shallow copy, which is fast.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}

@@ -280,7 +280,8 @@ class _SpecWriter:
     def framework_name(self) -> str:
         """Name of the recognised framework, such as `TRL`, or `a script`.
 
-        A script that starts its ranks itself is no script for torchrun.
+        If a script starts its ranks itself, the name is not `torchrun` but `a script`, because
+        torchrun must not start this script.
         """
         is_plain = self._script.starts_own_ranks and self._framework["name"] == "torchrun"
         return "a script" if is_plain else self._framework["name"]

@@ -34,7 +34,7 @@ class NodeBlame(StrEnum):
 
 
 class CheckpointBlame(StrEnum):
-    """Condition under which the checkpoint that an attempt loaded may be the cause of a failure."""
+    """Condition under which a loaded checkpoint may be the cause of a failure."""
 
     #: A checkpoint never causes a failure of this kind.
     NEVER = "never"

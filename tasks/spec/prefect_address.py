@@ -10,7 +10,8 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-#: Mapping from files in the working directory to the keys of the table with Prefect's settings.
+#: Files in the working directory that can contain Prefect's settings. Each file name is mapped to
+#: the path of the TOML table with the settings. The path is empty if the whole file is the table.
 _SETTINGS_FILES: dict[str, tuple[str, ...]] = {
     "prefect.toml": (),
     "pyproject.toml": ("tool", "prefect"),

@@ -70,8 +70,8 @@ _LAUNCHERS = {
     ("accelerate", "launch"): _ACCELERATE_OPTION,
     ("accelerate.commands.launch",): _ACCELERATE_OPTION,
 }
-#: Matches the options of these programs that have no value. After any other option, the next
-#: argument may be the value of the option, or the script.
+#: Matches the options of torchrun and `accelerate launch` that have no value. After any other
+#: option, the next argument may be the value of the option, or the script.
 _LAUNCHER_FLAG = re.compile(
     r"standalone|run-path|virtual-local-rank|use-env|cpu|multi-gpu|use-deepspeed|use-fsdp|q|quiet"
     r"|debug"
@@ -214,8 +214,8 @@ def find_trusted_environment(root: Path) -> Path | None:
         return None
     for place in (environment, programs, programs / "python"):
         try:
-            # `python` may be a link to an interpreter of another user. Check only the owner of the
-            # link, because a trusted user has chosen this target.
+            # `python` may be a link to an interpreter of another user. This is allowed if the link
+            # itself belongs to a trusted user, who has chosen that interpreter.
             fault = find_marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
             # The file or folder does not exist, so no program can be started from it.
@@ -304,7 +304,8 @@ def _get_local_command(component: Component | Rollout) -> list[str | None]:
 def _resolve_argument(text: str) -> str | None:
     """Return an argument of a command, or None if it has placeholders.
 
-    Of an option such as `--steps=${progress.total}`, only `--steps=` is returned.
+    If an option has a placeholder only in its value, the name of the option is returned: `--steps=`
+    for `--steps=${progress.total}`.
     """
     literal = _resolve_literal(text)
     option = _OPTION_WITH_VALUE.match(text)
@@ -354,7 +355,7 @@ def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[F
 
 
 def _find_program_faults(place: str, program: str | None, path: str) -> Iterator[Fault]:
-    """Yield a fault if a program does not exist, whatever the working directory is.
+    """Yield a fault if a program does not exist. The working directory need not be known.
 
     Call this function if the working directory of a component does not exist or is unknown. A
     program such as `./train.sh`, whose location depends on the working directory, is not checked.

@@ -230,8 +230,8 @@ def validate_collecting_faults(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":
-                # `refused` is an error type of Muster. Create this error again, because pydantic
-                # can only create its own errors from the name of a type.
+                # `refused` is an error type of Muster. Pydantic cannot create such an error from
+                # the name of the type, so create the error here.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
@@ -579,8 +579,9 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Error messages write out all digits of numbers up to about this power of ten, such as 1000 for
-#: `1e3`. For larger numbers, the message contains an example instead.
+#: Exponent in the limit 10**15 for numbers in error messages. Up to about this limit, a message
+#: contains all digits of the number, such as 1000 for `1e3`. For a larger number, the message
+#: contains an example instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
