@@ -65,9 +65,9 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the restarts that were already subtracted from the budget of recoveries. Each
-    #: server group numbers its restarts from 0. For example, the restarts with the number 0 of all
-    #: groups are subtracted as a single restart.
+    #: Restart numbers for which the budget of recoveries was already reduced. Each server group
+    #: numbers its restarts from 0. The restarts with the same number, such as the first restarts of
+    #: all groups, reduce the budget only by 1.
     paid: set[int] = field(default_factory=set)
 
 

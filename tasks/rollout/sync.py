@@ -263,8 +263,8 @@ class WeightSyncs:
 
         - `${engine.index}`: Index of the server's engine.
         - `${engine.world_size}`: Number of ranks whose weights are updated through the server.
-        - `${engine.rank_offset}`: First of these ranks in the trainer's process group. The trainer
-          has rank 0, and the ranks of all targets follow.
+        - `${engine.rank_offset}`: First rank of the server in the trainer's process group. The
+          trainer has rank 0, and the ranks of all targets follow.
 
         Args:
             id: Id of the weight sync.
