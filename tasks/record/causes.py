@@ -577,9 +577,9 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # Read chunks from the end of the file to its beginning. If the first line of a chunk is
-        # incomplete, the next chunk ends with this line and so contains the whole line. A line that
-        # is longer than a chunk is skipped.
+        # Read chunks from the end of the file to its beginning. If a chunk begins in the middle of
+        # a line, leave this line to the next chunk, which ends with the whole line. A line that is
+        # longer than a chunk is skipped.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}

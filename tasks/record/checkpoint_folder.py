@@ -215,9 +215,9 @@ class _Candidate:
 
     @property
     def rank(self) -> int:
-        """Number that says how likely this file or folder is a checkpoint: 0 is the most likely.
+        """Number that rates how likely this file or folder is a checkpoint. 0 is the most likely.
 
-        Only the files and folders with the lowest number in their folder count as checkpoints.
+        In each folder, only the files and folders with the lowest number count as checkpoints.
         """
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0
@@ -285,8 +285,8 @@ def list_unrecognised(written: str, root: Path) -> list[CheckpointPath]:
 def _may_be_checkpoint(path: CheckpointPath) -> bool:
     """Return True if an unrecognised file or folder may be a checkpoint.
 
-    A file or folder with a number in its name must contain something else than logs. Otherwise, it
-    must contain tensors.
+    If the name contains a number, the file or folder must contain something other than logs. If the
+    name contains no number, the file or folder must contain tensors.
     """
     if is_never_checkpoint(path.name) or _read_pointer(path) is not None:
         return False
@@ -359,10 +359,10 @@ def _has_training_files(content: Content) -> bool:
 
 
 def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Return the candidates. Leave out unknown folders and files if there are several series.
+    """Return the candidates, without those of an unknown layout if there are several series.
 
-    Example: in a folder with `actor-5` and `critic-5`, it is unclear which of the two is the
-    checkpoint.
+    Files or folders whose names differ only in a number, such as `actor-5` and `actor-10`, form a
+    series. In a folder with `actor-5` and `critic-5`, it is unclear which one is the checkpoint.
     """
     series = {drop_numbers(one.name) for one in candidates if one.kind is NameKind.NUMBERED}
     if len(series) <= 1:
@@ -740,10 +740,7 @@ def _find_best_pointer(
 def _note_pointers(
     pointers: Sequence[_Pointer], checkpoints: Sequence[Checkpoint]
 ) -> Iterator[str]:
-    """Yield a remark for the user about each pointer file with the name of a wrong checkpoint.
-
-    Each pointer file should name the newest complete checkpoint.
-    """
+    """Yield a remark for each pointer file that does not name the newest complete checkpoint."""
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     if not complete:
         return

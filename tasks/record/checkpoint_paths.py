@@ -149,8 +149,8 @@ def check_access(written: str) -> None:
         written: Value of the spec key `checkpoints`, which may contain placeholders.
 
     Raises:
-        StoreRefused: The store refuses access, or has no such bucket, or the Python package that
-            connects to the store is not installed.
+        StoreRefused: The store refuses access, the bucket does not exist, or the Python package
+            that connects to the store is not installed.
         StoreUnreachable: The store did not answer.
     """
     if not is_url(written):

@@ -77,7 +77,9 @@ class StoreUnreachable(StoreError):
 
 
 class StoreRefused(StoreError):
-    """The store refuses access, or has no such bucket. A person must change the spec or the rights.
+    """The store refuses access, or the bucket does not exist.
+
+    A person must change the spec or the access rights.
 
     Args:
         problem: The failed operation and the reason.

@@ -936,8 +936,8 @@ def _read_attempts(place: RunPlace) -> tuple[tuple[AttemptRecord, ...], Mapping[
     return (), {}
 
 
-#: Beginning of the reason for not using a checkpoint that was saved during an alarm. An alarm is
-#: raised if a training metric breaks a rule in the run spec.
+#: Beginning of the text that says why a checkpoint from the time of an alarm is not used. An alarm
+#: is raised if a training metric breaks a rule in the run spec.
 _ALARMED = "the checkpoint was saved during or after the alarm"
 
 

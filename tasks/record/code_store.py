@@ -306,9 +306,9 @@ def list_import_folders(project: Path, place: Path, environment: Path | None) ->
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A .pth file contains the folder in which the packages are. The import finder of an
-                # editable package contains the folder of the package itself, so return the parent
-                # of that folder.
+                # A .pth file contains the path of the folder in which the packages are. The import
+                # finder of an editable package contains the path of the package itself, so return
+                # the parent folder of the package.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None

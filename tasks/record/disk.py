@@ -111,14 +111,15 @@ class DiskThread:
         self._thread: threading.Thread | None = None
         self._has_new_work = False
         self._is_busy = False
-        #: Mapping from the path of each file to replace to a function that returns the new content.
+        #: Files that must be replaced, as a mapping from the path to a function that returns the
+        #: new content.
         self._replacements: dict[Path, Callable[[], str]] = {}
         #: Mapping from the path of a file to the lines that the disk thread must append.
         self._lines: dict[Path, bytearray] = {}
         #: Functions that the disk thread must call.
         self._calls: list[Callable[[], None]] = []
-        #: Mapping from each file whose last write failed to the reason. A warning about the failure
-        #: was already logged.
+        #: Files whose last write failed, as a mapping from the path to the reason. A warning about
+        #: each of these failures was already logged.
         self._failing_files: dict[Path, str] = {}
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:

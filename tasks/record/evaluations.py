@@ -68,7 +68,8 @@ class EvaluationNote(Recorded):
     state: EvaluationState = EvaluationState.CHOSEN
     #: Prefect id of the evaluation's flow run. Empty if no run was created.
     flow_run_id: str = ""
-    #: Name of the evaluation's flow run. When the evaluation starts, this name becomes its run id.
+    #: Name of the evaluation's flow run. After the evaluation has started, this name is also the
+    #: run id of the evaluation.
     run_id: str = ""
     #: Message about the state, such as the cause of a failure. May be empty.
     message: str = ""
@@ -215,9 +216,9 @@ class EvaluatedCheckpoint:
 def read_evaluated_checkpoints(
     place: RunPlace, content: EvaluationsJson | None = None
 ) -> list[EvaluatedCheckpoint]:
-    """Return the evaluations of a run with the numbers in their results, in the recorded order.
+    """Return the evaluations of a run, each with the numbers in its result, in the recorded order.
 
-    If the result of an evaluation is missing or not valid, its numbers are empty.
+    An evaluation without a valid result has no numbers.
 
     Args:
         place: Directory of the training's run.

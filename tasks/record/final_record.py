@@ -43,8 +43,8 @@ class FlowLoss:
     pid: int
     #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
-    #: True if the flow run is scheduled again on the Prefect server, or None if the server did not
-    #: answer. With True or None, a run that was waiting continues to wait.
+    #: True if the flow run is scheduled again on the Prefect server. None if the server did not
+    #: answer. In both cases, a run that was waiting continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that continued the run, or an empty string. The run may
     #: already have ended on that host.
@@ -118,8 +118,8 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # Every other failure is recorded in an attempt. So a failed run without an attempt failed
-    # because its flow process was killed.
+    # All other failures are recorded in an attempt. So if a failed run has no attempt, its flow
+    # process was killed.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 

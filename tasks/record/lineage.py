@@ -206,9 +206,9 @@ def describe_lineage(
 
 
 def list_inputs(spec: Mapping[str, Any], run_id: str) -> tuple[LineageInput, ...]:
-    """Return the data that a run reads, as far as the run's spec contains their names.
+    """Return the inputs of a run that the run's spec names.
 
-    The data are:
+    The inputs are:
 
     - the checkpoint in the key `start_from`
     - the items of the key `inputs`
@@ -499,7 +499,7 @@ class LineageIndex:
         return users
 
     def find_output(self, data: LineageInput) -> LineageOutput | None:
-        """Return the output of another run that this input comes from, or None if unknown.
+        """Return the output that contains the data of an input, or None if no known run wrote it.
 
         The path of the output is the path of the input, or is a folder that contains the input.
         """

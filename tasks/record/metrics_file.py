@@ -112,8 +112,8 @@ class MetricsFile:
             self.has_more = False
             return []
         if not data:
-            # The file has not grown. If the last line has no newline, an earlier call has already
-            # returned its content.
+            # The file has not grown. An earlier call has already returned the last line, even if
+            # this line has no newline.
             return []
 
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")

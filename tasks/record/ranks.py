@@ -122,14 +122,14 @@ _EXCEPTION_EXIT_CODE = 1
 class RankFailure:
     """The process that failed before all others in a distributed training."""
 
-    #: Name of the process, or of the rank whose child process it is: `rank 1`, `local rank 1`,
-    #: `process 1`, `worker process 2 of 2` or `Process-2`.
+    #: Name of the process: `rank 1`, `local rank 1`, `process 1`, `worker process 2 of 2` or
+    #: `Process-2`. For a child process of a rank, the name of the rank.
     name: str
     #: Description of a child process of a rank: `a child process` or `a data loader worker`. Empty
     #: if the process is the rank itself.
     child: str = ""
-    #: Position of the process, or of the process whose child it is, among the processes that its
-    #: parent has started with the same program. The first position is 0. None if unknown.
+    #: Position of the process, from 0, among the processes that its parent has started with the
+    #: same program. For a child process of a rank, the position of the rank. None if unknown.
     number: int | None = None
     #: Number of the rank. None if the launcher does not report a rank.
     rank: int | None = None
@@ -215,10 +215,10 @@ def _find_named_process(text: str) -> RankFailure | None:
 
 
 def name_processes_of_spawn(text: str, failure: RankFailure) -> RankFailure:
-    """Return the failure with the process number of `torch.multiprocessing.spawn` as the name.
+    """Return the failure with the name `process N` if `torch.multiprocessing.spawn` was used.
 
-    The failure is returned unchanged if the log contains no message of this launcher, or if the
-    process already has the name of a rank.
+    N is the number of the process, from 0. The failure is returned unchanged if the log contains no
+    message of `torch.multiprocessing.spawn`, or if the process already has the name of a rank.
     """
     is_named = failure.number is None or failure.rank is not None
     if is_named or not _TORCH_SPAWN.search(text):
@@ -227,7 +227,9 @@ def name_processes_of_spawn(text: str, failure: RankFailure) -> RankFailure:
 
 
 def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return the worker of a data loader that a signal killed, from the error of its rank.
+    """Return the data loader worker that a signal has killed.
+
+    The rank that started the worker reports the signal in an error message.
 
     Args:
         text: The end of the log, with the lines of the failed rank.
@@ -235,7 +237,7 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
             unknown.
 
     Returns:
-        None if the log contains no such error.
+        The worker. None if the log contains no such error message.
     """
     matches = [match for match in _KILLED_LOADER.finditer(text) if match["signal"] in _SIGNALS]
     if not matches:
@@ -329,7 +331,7 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
 
 
 def has_lost_peer(text: str) -> bool:
-    """Return True if a rank lost its connection to another rank, or waited too long for it."""
+    """Return True if a rank lost the connection to another rank, or waited too long for a rank."""
     return (_LOST_PEER.search(text) or _WAITED_IN_VAIN.search(text)) is not None
 
 

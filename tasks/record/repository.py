@@ -290,8 +290,8 @@ class GitView:
         """
         if not names:
             return {}
-        # Delete the file `info/attributes` while this git command runs. The file switches off all
-        # filters, so git would not report any.
+        # The file `info/attributes` switches off all filters, so git would report no filters.
+        # Remove the file while this git command runs, and write it again afterwards.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:

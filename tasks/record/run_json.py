@@ -174,8 +174,9 @@ class AttemptRecord(Recorded):
     resume: ResumeRecord | None = None
     #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()
-    #: Mapping from each file or folder that does not respond to the time of the first failed read,
-    #: in UTC epoch seconds. Example: files on a network file system whose server is down.
+    #: Files and folders that do not respond, as a mapping from the path to the time of the first
+    #: failed read, in UTC epoch seconds. Example: files on a network file system whose server is
+    #: down.
     unanswered: Mapping[str, float] = {}
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None
@@ -299,8 +300,8 @@ class RunJson(Recorded):
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     #: Checkpoints that this run must not use, as a mapping from path to signature. A signature
-    #: identifies the content. Such a checkpoint existed before the run, or a person retried the run
-    #: from an earlier step than that of the checkpoint.
+    #: identifies the content. Either the checkpoint existed before the run, or a person retried the
+    #: run from an earlier step.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""

@@ -59,7 +59,7 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """Return the states through which a run passes to a new state after its flow process died.
+    """Return the states from one state to another, for a run whose flow process has died.
 
     If components may have been alive, one of these states is STOPPING.
 
