@@ -69,7 +69,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """The facts about a stage that decide whether Muster starts a run of the stage."""
+    """Facts from which Muster decides whether to start a run of a stage."""
 
     name: str
     #: Names of the stages that must have ended before this stage begins.
@@ -252,9 +252,10 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
         requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
-        The last run, if it has failed or was cancelled and is not followed by a restart of the
-            pipeline. None in all other cases: without runs, or if a run is active, has completed or
-            was stopped early.
+        The last run, if it has failed or was cancelled. None in these cases:
+        - The stage or the matrix point has had no run yet.
+        - A run is active, has completed or was stopped early.
+        - A user has restarted the pipeline since the end of the last run.
     """
     if not tries or _needs_no_run(tries):
         return None
@@ -284,7 +285,9 @@ def _needs_no_run(tries: Sequence[StageRun]) -> bool:
 
 
 def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
-    """Return the last run of each stage or matrix point, if it has a run.
+    """Return the last runs of stages and matrix points, as a mapping from their names.
+
+    Stages and matrix points without runs are left out.
 
     Args:
         units: Names of stages, and names `STAGE.N` of matrix points. The keys of the result are in

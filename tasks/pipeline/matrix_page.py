@@ -67,9 +67,10 @@ class MatrixPage:
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:
-        """Update the artifact of each matrix that has a run, if the content has changed.
+        """Update the artifact of each matrix if the content has changed.
 
-        Without a change of a run's state, an artifact is updated at most every ten seconds.
+        A matrix without runs has no artifact. If only numbers have changed, an artifact is updated
+        at most every ten seconds.
 
         Args:
             values: The runs of the pipeline's stages, and the values that they have produced.

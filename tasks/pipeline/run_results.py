@@ -59,8 +59,8 @@ class RunResults:
         #: that runs a function or a command. If the result is missing or invalid, the value is an
         #: exception with the reason.
         self._results: dict[str, Any] = {}
-        #: Mapping from the flow run id of a completed point to its number for the choice of the
-        #: best point (key `best`). None if the point has no number.
+        #: Mapping from the flow run id of a completed matrix point to the number that the key
+        #: `best` compares. None if the point has no number.
         self._figures: dict[str, float | None] = {}
         #: Flow run ids of the completed runs whose evaluations have ended. These evaluations do not
         #: change any more.

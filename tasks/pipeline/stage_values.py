@@ -71,7 +71,7 @@ class StageValues:
         return "" if holds else f"the condition of the stage is false: {text}"
 
     def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield, for each value that a stage uses, the earlier stage and the key of its result."""
+        """Yield the earlier stage and the key of each value that a stage uses."""
         used: list[tuple[str, str]] = []
 
         def collect(other: str, key: str) -> str:

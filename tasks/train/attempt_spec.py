@@ -64,8 +64,8 @@ class AttemptSpec:
         #: The spec in which placeholders are replaced by values. The values of Prefect Secret
         #: blocks are not inserted.
         self.resolved = self._resolve(names)
-        # The value of a secret variable such as WANDB_KEY can be just `${run.id}`. The run id must
-        # not be masked, because paths contain it. So values of placeholders are no secrets.
+        # A secret variable such as WANDB_KEY can have the value `${run.id}`. But the run id must
+        # not be masked, because paths contain the run id. So values of placeholders are no secrets.
         secrets.add(self.resolved.secrets - {*names.values()})
 
     def with_block_values(self) -> RunSpec:

@@ -49,10 +49,9 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
 def list_runs_with_specs(
     at_most: int = _SEARCHED_RUNS,
 ) -> list[tuple[Run, Mapping[str, Any]]]:
-    """Return pairs of a run and its run spec on the Prefect server.
+    """Return the runs of `list_runs`, each with its run spec from the Prefect server.
 
-    The runs are those of `list_runs`. The spec is empty if the server does not have the run, or if
-    the flow run has no spec.
+    The spec is empty if the server does not have the run, or if the flow run has no spec.
 
     Args:
         at_most: Largest number of runs to return.

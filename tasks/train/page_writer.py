@@ -65,7 +65,7 @@ _READ_METRICS_WITHIN_S = 5.0
 _PAUSE_S = 5.0
 #: Largest number of seconds that `due_in_s` returns.
 _MAX_WAIT_S = 3600.0
-#: Seconds before the first update. So one update shows all events at the start of a run.
+#: Seconds before the first update. The delay lets one update show all events at the start of a run.
 _FIRST_UPDATE_AFTER_S = 1.0
 
 #: Mapping from the prefix of an event name to the keys of the artifacts that the event changes. If

@@ -239,10 +239,10 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # `gpus` is the number of GPUs that the actors of the job must use. It is known only if
-        # these actors use all GPUs of the run. It is 0 if another job or inference servers may also
-        # use GPUs. It is 0 with `entrypoint_gpus`, too: Ray gives these GPUs to the job's driver,
-        # and the job waits until they are free.
+        # `gpus` is the number of GPUs that the actors of the job must use, or 0 if this number is
+        # unknown. The number is known only if these actors use all GPUs of the run. Other jobs and
+        # inference servers may also use GPUs. The GPUs of `entrypoint_gpus` are not used by actors:
+        # Ray gives these GPUs to the job's driver, and the job waits until they are free.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # A checked-out project contains symbolic links to data outside of the code. Do not upload

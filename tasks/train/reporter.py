@@ -103,7 +103,8 @@ class Reporter:
         self._pending_activity = ""
         #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
         self._activity_due_s = 0.0
-        #: Queue of functions that each send one report. The entry None ends the thread.
+        #: Queue of functions. Each function sends one report. None in the queue ends the thread of
+        #: this reporter.
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         #: True if the server did not answer when the last report was sent.
         self._is_server_away = False
@@ -113,8 +114,8 @@ class Reporter:
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
         self._expected_end = ExpectedEnd()
-        #: Mapping from the id of each recovery of inference servers to the id of the task run that
-        #: shows the recovery, and a description. Contains only recoveries in progress.
+        #: Recoveries of inference servers that are in progress, as a mapping from the id of the
+        #: recovery to a pair: the id of the task run that shows the recovery, and a description.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = make_context_thread("reporter", self._work)
 

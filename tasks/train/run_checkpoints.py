@@ -149,7 +149,7 @@ def _describe_retention(row: RunCheckpoint) -> str:
 
 
 def with_start(spec: RunSpec, name: str) -> RunSpec:
-    """Return a copy of a run spec that starts from a checkpoint of another run.
+    """Return a copy of a run spec in which the run starts from a checkpoint of another run.
 
     Args:
         spec: The run spec.

@@ -139,8 +139,8 @@ def _describe_argument(option: str, old: str, new: str) -> str:
     """Return a text with the old and the new value of an argument.
 
     Args:
-        option: The argument before the changed argument. If it is an option such as `--lr`, the
-            text begins with its name.
+        option: The argument before the changed argument. If `option` is the name of an option, such
+            as `--lr`, the text begins with this name.
         old: The argument in the first attempt.
         new: The argument in the second attempt.
     """

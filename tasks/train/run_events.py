@@ -21,9 +21,9 @@ from tasks.show.run_view import ObservedRun
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
-#: Largest number of log lines of a component in an event. Notifications contain these lines.
+#: Largest number of lines of a component's log in one event. Notifications contain these lines.
 _MAX_TAIL_LINES = 15
-#: Largest number of log characters of a component in an event.
+#: Largest number of characters of a component's log in one event.
 _MAX_TAIL_CHARACTERS = 2000
 
 

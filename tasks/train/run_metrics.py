@@ -44,7 +44,7 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
 
     - the keys that the training wrote
     - the key `attempt` with the number of the attempt that wrote the row
-    - the numbers in the results of evaluations of this step's checkpoint, such as `math.accuracy`
+    - the results of evaluations of the checkpoint with this step, such as `math.accuracy`
 
     If several attempts reached a step, the row of the last attempt is returned.
 

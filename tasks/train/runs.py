@@ -52,7 +52,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name in the spec of the run, or the run id if it does not contain this name."""
+        """Name in the spec of the run, or the run id if the run id does not contain the name."""
         match = _RUN_ID.fullmatch(self.run_id)
         return match[1] if match else self.run_id
 

@@ -492,7 +492,8 @@ class RunSession:
         else:
             resume_plan = self.plan_resume()
             resume = resume_plan.as_record()
-            # If some files may be checkpoints, `resume.rule` names them, and contains the remedy.
+            # If some files may be checkpoints, the text in `resume.rule` already names these files
+            # and the remedy. So add no further remark.
             if not resume_plan.unrecognised and (
                 remark := describe_fruitless_attempts(self.spec, self.record.content.attempts)
             ):

@@ -88,7 +88,7 @@ def make_matrix_pipeline(
 
 
 def _find_path(spec: RunSpec, key: str) -> str:
-    """Return the dotted path in the run spec for a key of the option `--matrix`.
+    """Return the path in the run spec, such as `env.SEED`, that a key of `--matrix` means.
 
     The key is either this path, or the name of an environment variable in the spec, in upper or
     lower case.

@@ -314,13 +314,14 @@ def _describe_end(run: RunSession) -> State[None]:
     return make_state(message=run.mask(decision.reason))
 
 
-# Call this function at import. Prefect writes log lines before it calls the flow. If the worker
-# that reads these lines was killed, the write error would end the run.
+# Call this function when the module is imported, because Prefect writes log lines before the flow
+# begins. Without this call, a write error would end the run if the worker that reads the log lines
+# was killed.
 outlive_readers()
 
 
 def make_run_id_of_flow_run() -> str:
-    """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
+    """Return the run id of the current flow run. The run id is also the name of the flow run."""
     spec = get_current_spec(RunSpec)
     return spec.run_id or make_current_run_id(spec.name, spec.workload)
 
@@ -343,8 +344,9 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         add_listed_clusters(read_listed_clusters(api_url))
     starter = find_worker_flow_run()
     earlier_record = None
-    # If the run had an earlier process, that process may have been on another host. So read its
-    # record from the server. This does not apply to a run that a person started on this machine.
+    # If the run had an earlier process, that process may have been on another host. So read the
+    # record of the run from the server. A run that a person started on this machine does not need
+    # this step.
     if api_url and starter and starter.run_count > 1:
         earlier_record = read_earlier_record(api_url, flow_run_id)
     try:

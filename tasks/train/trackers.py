@@ -27,7 +27,7 @@ _MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
 #: variables uses MLflow.
 _MLFLOW_PLACES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
 
-#: Tag of an MLflow run that contains the id of Muster's run.
+#: Name of a tag of MLflow runs. The value of the tag is the id of Muster's run.
 RUN_TAG = "muster.run"
 
 

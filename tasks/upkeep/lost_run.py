@@ -63,8 +63,8 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT = timedelta(seconds=60)
 #: Seconds from the loss of a flow process to the earliest start of the run's next flow process.
 _DUE_AFTER_S = 2.0
-#: Seconds after the loss of a run at which the cleanup is completed without the Prefect server.
-#: Until then, the cleanup is postponed while the server does not answer.
+#: If the Prefect server does not answer, the cleanup after the loss of a run is postponed for at
+#: most this number of seconds. Then the cleanup is completed without the server.
 _SERVER_TIMEOUT_S = 24 * 3600.0
 #: Longest time, in seconds, that a new flow process of a run waits while another process cleans up
 #: after the previous flow process.
@@ -404,9 +404,8 @@ def _on_server(
         flow_run: The run's flow run on the Prefect server, or None if it does not exist.
 
     Returns:
-        The completed results, and the flow run's present state, which the caller may have to
-        replace. The state is None if another host has taken over the run, or if the flow run does
-        not exist or has no state.
+        The completed results, and the present state of the flow run. The state is None if another
+        host has taken over the run, or if the flow run does not exist or has no state.
     """
     if flow_run is None:
         return loss, None

@@ -309,7 +309,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of other runs that the record and the specs of a run contain.
+    """Return the ids of other runs in the record and the specs of a run.
 
     The run may have started from files of the other runs, for example from a checkpoint.
     """

@@ -36,8 +36,8 @@ class RunReport:
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Phrases about Ray nodes that were checked for leftover processes now, because they could not
-    #: be checked when the Ray job ended.
+    #: Phrases about Ray nodes that `muster reconcile` has checked for leftover processes. These
+    #: nodes could not be checked when the Ray job ended.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
