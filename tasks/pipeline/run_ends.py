@@ -19,7 +19,8 @@ from tasks.server.flow_runs import make_context_thread
 
 _log = logging.getLogger(__name__)
 
-#: Prefix of the names of Prefect's events about flow runs, and of the ids of their resources.
+#: Prefix of the names of Prefect's events about flow runs. The resource ids of these events have
+#: the same prefix.
 _FLOW_RUN = "prefect.flow-run."
 #: Names of the events about the end of a flow run.
 _END_EVENTS = [

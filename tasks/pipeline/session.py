@@ -232,7 +232,7 @@ class PipelineSession:
         self._requests.wake()
 
     def cancel_runs(self) -> None:
-        """Cancel all runs of a cancelled pipeline that have not ended, and wait for their ends.
+        """Cancel all unfinished runs of a cancelled pipeline, and wait until the runs have ended.
 
         If the pipeline is not cancelled, nothing happens. The wait takes at most the longest grace
         periods of a run plus three minutes. After a call of `hurry`, the runs get no grace periods,

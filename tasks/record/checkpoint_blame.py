@@ -22,8 +22,8 @@ from tasks.spec.run import RunSpec
 #: Name of the rule in `cause_rules.toml` that matches the error message of a trainer which loads an
 #: incomplete checkpoint.
 CUT_SHORT = "checkpoint-cut-short"
-#: If more consecutive attempts than this fail to load their checkpoints, Muster assumes that the
-#: checkpoints are not the cause.
+#: If more than this number of consecutive attempts fail to load their checkpoints, Muster assumes
+#: that the checkpoints are not the cause.
 _MAX_BLAMED_IN_A_ROW = 3
 #: Signals that usually come from another process. If a trainer dies from a different signal, such
 #: as SIGSEGV, the trainer itself caused the failure.

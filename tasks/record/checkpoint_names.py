@@ -18,7 +18,7 @@ _PARTIAL = re.compile(
 )
 #: Suffix that Muster adds to the name of a checkpoint before it removes the checkpoint.
 REMOVAL_SUFFIX = ".muster-old"
-#: Matches file names that are no names of checkpoints, even if they contain a number.
+#: Matches the names of files that are certainly no checkpoints, even if a name contains a number.
 _OTHER_SUFFIX = re.compile(
     r"^events\.out\.tfevents\.|\.(?:log|ya?ml|jsonl|csv|tsv|md|html?|png|jpe?g|svg|pdf|py|sh|toml"
     r"|cfg|ini|lock|out|err|parquet|arrow|done|onnx|gguf)$",
@@ -206,7 +206,9 @@ def drop_numbers(name: str) -> str:
 
 
 def make_pattern(names: Sequence[str]) -> str:
-    """Return a glob pattern for the names of the longest series, such as `it*` for `it000005`.
+    """Return a glob pattern for the series with the most names, such as `it*` for `it000005`.
+
+    A series consists of names that differ only in a number.
 
     Args:
         names: Names of files and folders in a folder, at least one.

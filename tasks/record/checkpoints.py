@@ -130,7 +130,7 @@ def plan_resume(
     - Usually, this is the newest complete checkpoint of the run. Checkpoints that an attempt could
       not load or that were saved during an alarm are skipped.
     - If the attempts could load none of the complete checkpoints, the newest is chosen
-      nevertheless. An attempt without a checkpoint would overwrite all of them.
+      nevertheless. An attempt without a checkpoint would overwrite all checkpoints.
     - The spec key `start_from` names a checkpoint that a person has chosen. This checkpoint is used
       if the run has no complete checkpoint, or if the person chose it for this attempt.
 

@@ -66,8 +66,9 @@ def decide_retry(
 
     Args:
         verdict: Result of the attempt.
-        before: Kinds of failure of the earlier attempts that count against the retry limit, in
-            order. None stands for an attempt that did not fail; see `list_counted_failures`.
+        before: Kind of failure of each earlier attempt that counts against the retry limit, in the
+            order of the attempts. None for an attempt that did not fail; see
+            `list_counted_failures`.
         policy: Retry policy of the spec for this kind of failure. None if a run is never retried
             after a failure of this kind.
         start: Phrase about the checkpoint of the next attempt: `from PATH`. Empty if the next
@@ -133,7 +134,7 @@ def _has_never_run(kind: FailureKind | None) -> bool:
 def list_counted_failures(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> list[FailureKind | None]:
-    """Return the kinds of failure of the earlier attempts that count against the retry limit.
+    """Return the kind of failure of each earlier attempt that counts against the retry limit.
 
     The limit is the key `attempts` of a retry policy. Attempts that failed because of their
     checkpoint do not count. Counting starts again in two cases:

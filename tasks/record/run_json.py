@@ -291,8 +291,8 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: Method with which Muster ends all processes of the run, such as a cgroup. The mapping also
-    #: says what the method guarantees, and why Muster could not use a better method.
+    #: Facts about the method with which Muster ends all processes of the run, such as a cgroup: the
+    #: method, its guarantees, and the reason why Muster could not use a better method.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. If a person
     #: started this run from a checkpoint of another run, the key `parent` contains that run and
