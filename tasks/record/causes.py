@@ -137,8 +137,8 @@ _HARMLESS = re.compile(
 _PROCESS = re.compile(r"pid=\d+|\[rank\d+\]|\bTP\d+\b")
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"^(?:During handling of the above|The above) exception")
-#: Matches a line that says that the next traceback belongs to an exception that was caught. The
-#: process continues after such an exception.
+#: Matches a line before the traceback of an exception that was caught. The process continues after
+#: such an exception.
 _CAUGHT = re.compile(
     r"^Exception ignored in|exception was never retrieved|^--- Logging error ---"
     r"|^Exception in (?:ASGI application|callback|thread)"

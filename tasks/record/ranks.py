@@ -75,7 +75,7 @@ _TRACEBACK = re.compile(
     r"(?P<error>\S[^\n]*(?:\n|$))",
     re.MULTILINE,
 )
-#: Matches an error of a launcher that only says that a rank ended or that a signal stopped the
+#: Matches a launcher error that only reports the end of a rank, or the signal that stopped the
 #: launcher. Source: torch/distributed/elastic/multiprocessing/errors and api.py.
 _LAUNCHER_ERROR = re.compile(
     r"torch\.distributed\.elastic\.multiprocessing\.\S*(?:ChildFailedError|SignalException):"

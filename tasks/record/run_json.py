@@ -292,7 +292,7 @@ class RunJson(Recorded):
     workload: str = ""
     tags: tuple[str, ...] = ()
     #: Facts about the method with which Muster ends all processes of the run, such as a cgroup: the
-    #: method, its guarantees, and the reason why Muster could not use a better method.
+    #: name, the guarantees, and the reason why Muster could not use a better method.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. If a person
     #: started this run from a checkpoint of another run, the key `parent` contains that run and

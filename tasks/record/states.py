@@ -59,7 +59,7 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """Return the states from one state to another, for a run whose flow process has died.
+    """Return the states that lead from one state to another after a flow process has died.
 
     If components may have been alive, one of these states is STOPPING.
 

@@ -52,7 +52,7 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
 _INTERVAL_PER_AGE = 0.01
 #: Upper limit for the interval that results from `_INTERVAL_PER_AGE`, in seconds.
 _MAX_INTERVAL_S = 60.0
-#: Artifacts that contain durations. They are updated even if no event occurs.
+#: Artifacts that contain durations. These artifacts are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact while no event occurs.
 _TIMED_INTERVAL_S = 30.0

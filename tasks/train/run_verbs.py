@@ -262,8 +262,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         for sentence in time_use.sentences():
             print(sentence)
     else:
-        # The use of time is computed from files of the run. If these files are on another host, read
-        # the Prefect artifact in which that host has stored the result.
+        # The use of time is computed from files of the run. If these files are on another host,
+        # read the Prefect artifact in which that host has stored the result.
         print_markdown(read_artifacts(found_run, TIME))
     return exit_code
 

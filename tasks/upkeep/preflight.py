@@ -100,8 +100,8 @@ class NodeResult:
     #: Difference between the node's clock and the clock of the machine that runs the preflight, in
     #: seconds. None if the difference was not measured.
     skew_s: float | None = None
-    #: Largest possible error of `skew_s` in seconds. It is half of the round-trip time of the
-    #: request that measured the difference.
+    #: Largest possible error of `skew_s` in seconds. The error is half of the round-trip time of
+    #: the request that measured the difference.
     skew_error_s: float = 0.0
 
 
