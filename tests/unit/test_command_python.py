@@ -48,9 +48,11 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose `.venv` has no launcher."""
+    """A project with two scripts, whose `.venv` has no launcher."""
     folder = tmp_path / "project"
     make_environment(folder / ".venv")
+    for name in ("train.py", "eval.py"):
+        (folder / name).touch()
     monkeypatch.chdir(folder)
     return folder
 
@@ -112,6 +114,7 @@ def test_launcher_is_accepted_if_the_spec_chooses_its_environment(
 def test_launcher_is_accepted_if_no_environment_is_chosen(
     tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
 
     assert find_missing_files(make_spec("torchrun", "train.py"), tmp_path) == ()
