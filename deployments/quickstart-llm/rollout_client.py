@@ -67,8 +67,8 @@ class Synced:
     serving: tuple[int, ...]
     #: Engines that did not get the weights: mapping from the index of the engine to the reason.
     left_out: Mapping[int, str]
-    #: Seconds from the start of the weight sync to its commit. During this time, no engine samples
-    #: answers.
+    #: Seconds from the start of the weight sync to its commit. During this time, the engines
+    #: generate no answers.
     took_s: float
 
 

@@ -93,7 +93,7 @@ _READY_WITHIN_S = 120.0
 _WORKER_GRACE_S = 20.0
 #: Grace period of the Ray head and of each Ray node, in seconds.
 _RAY_GRACE_S = 15.0
-#: Grace period of the Prefect server, in seconds.
+#: Seconds from SIGTERM to SIGKILL when the stack stops its Prefect server.
 _SERVER_GRACE_S = 5.0
 
 

@@ -262,8 +262,8 @@ def _umask() -> int:
             "runs. Set MUSTER_UMASK to 077 (only you can read the files), 027 (your group can "
             "read them) or 022 (all users can read them)."
         )
-    # Keep only the umask bits for the group and for other users. With the bits for the owner, this
-    # user could not read new files.
+    # Keep only the umask bits for the group and for other users. With a bit for the owner, Muster
+    # itself could not read its new files.
     return mask & 0o077
 
 

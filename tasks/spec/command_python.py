@@ -64,8 +64,8 @@ def find_foreign_launcher(
     """Return a fault if a launcher such as `torchrun` is missing in the chosen environment.
 
     In this case, the launcher of another environment on the PATH would run the training with the
-    Python and the packages of that environment. A launcher with a folder in its name is accepted,
-    because the user has chosen its environment.
+    Python and the packages of that environment. If the command contains the path of the
+    launcher, the user has chosen the environment, and there is no fault.
 
     Args:
         command: The program and its arguments.

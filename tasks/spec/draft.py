@@ -78,8 +78,8 @@ _STEP_LOOP = re.compile(
 _FROM_ONE = re.compile(r"(?:^|\+)\s*1\s*$")
 #: Matches a word that needs no quotes in a YAML list such as `[python, train.py]`.
 _PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
-#: Number of GPUs in a run spec that is written on a machine without GPUs. The lines with this
-#: number are comments.
+#: Number of GPUs in a run spec that is written on a machine without GPUs. In the written spec, the
+#: lines with this number are comments.
 _EXAMPLE_GPUS = 8
 #: Largest number of scripts in `Draft.other_scripts`.
 _MAX_OTHER_SCRIPTS = 5

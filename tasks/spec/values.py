@@ -130,7 +130,7 @@ class Model(BaseModel):
         frozen=True,
         extra="forbid",
         serialize_by_alias=True,
-        # Use the keys of the spec file as labels in the form of the Prefect UI.
+        # Use the keys of the spec file as labels in the web form of the Prefect UI.
         field_title_generator=lambda name, field: field.alias or name,
     )
 
