@@ -132,7 +132,7 @@ def test_no_process_of_the_stack_sends_a_byte_to_another_user(tmp_path: Path, mo
         )
         try:
             wait_for(
-                lambda: "nothing was sent" in output.read_text(),
+                lambda: "Muster sent no data" in output.read_text(),
                 "the process reports the server of another user",
             )
         finally:
@@ -158,11 +158,11 @@ def test_no_client_of_ray_sends_the_token_to_another_user(
             await dashboard.aclose()
 
     with foreign_server() as stranger:
-        with pytest.raises(NoAnswer, match="nothing was sent"):
+        with pytest.raises(NoAnswer, match="Muster sent no data"):
             asyncio.run(ask(f"http://127.0.0.1:{stranger.port}"))
-        with pytest.raises(NoAnswer, match="nothing was sent"):
+        with pytest.raises(NoAnswer, match="Muster sent no data"):
             open_channel(f"127.0.0.1:{stranger.port}")
-        with pytest.raises(UntrustedListener, match="nothing was sent"):
+        with pytest.raises(UntrustedListener, match="Muster sent no data"):
             _client(f"http://127.0.0.1:{stranger.port}").list_jobs()
 
     assert stranger.received == []

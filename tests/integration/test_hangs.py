@@ -244,7 +244,7 @@ def test_process_reports_its_own_frame_if_py_spy_is_unavailable(
         build_python_component(harness, "trainer", STUCK % "", ready=UP, live=MISSED)
     )
 
-    assert "it hangs in wait_for_lock (<string>:7) (node " in check_stalled(verdict).message
+    assert "it hangs in wait_for_lock (<string>:7) (on node " in check_stalled(verdict).message
 
 
 def test_component_that_exits_at_sigterm_is_not_aborted(harness: ComponentHarness) -> None:
