@@ -357,7 +357,7 @@ class RunningComponent(ABC):
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: True if the component is blamed for missing progress. Muster then writes a report on the
+        #: True if the component made no progress for too long. Muster then writes a report on the
         #: component's processes before it stops the component.
         self.is_hung = False
         #: Place in the code where the component hangs. Empty if unknown, or if no hang report was

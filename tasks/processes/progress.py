@@ -668,8 +668,8 @@ class ProgressWatch:
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
     #: Training step that was read last; None if no step is known.
     step: float | None = None
-    #: Highest training step that was read; None if no step is known. The value stays the same if
-    #: the trainer later reports a lower step.
+    #: Highest training step that was read; None if no step is known. A lower step that is read
+    #: later does not change this value.
     highest_step: float | None = None
     #: Step in the first line that this attempt has added to the metrics file. None if the attempt
     #: has added no line.

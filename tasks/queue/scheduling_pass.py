@@ -340,9 +340,9 @@ class QueueReader:
             settings: Mapping from pool name to the settings of the work pool.
 
         Returns:
-            Two mappings from the address of a cluster: to the cluster if it could be read, and to
-                the error otherwise. The address "" stands for the nodes that work pools list for
-                runs without Ray.
+            Two mappings. The first maps the address of each cluster that was read to the
+                cluster. The second maps the address of each other cluster to the error. The
+                address "" stands for the nodes that work pools list for runs without Ray.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         keys -= {CLUSTER_OF_POOL}

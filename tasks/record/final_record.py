@@ -118,8 +118,8 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # All other failures are recorded in an attempt. So if a failed run has no attempt, its flow
-    # process was killed.
+    # If a failed run has no attempt, its flow process was killed. Any other failure is recorded in
+    # an attempt.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 

@@ -662,7 +662,7 @@ def parse_pipeline(
         path = f"stages.{index}"
         faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
         #: Mapping from the placeholder names of earlier stages, such as `stage.sft.run_id`, to
-        #: True, or to False if the placeholder will never have a value.
+        #: True. The value False means that the placeholder never gets a value.
         known_names: dict[str, bool] = {}
         for ancestor in list_ancestors(str(stage.get("name")), needs):
             known_names |= _list_placeholder_names(names_of_stages[ancestor])
@@ -755,8 +755,8 @@ def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
         stage: The earlier stage as plain data.
 
     Returns:
-        Mapping from each name, such as `stage.sft.run_id`, to True, or to False if the placeholder
-        will never have a value. A name that ends with a dot stands for all names that begin with
+        Mapping from each name, such as `stage.sft.run_id`, to True. The value False means that the
+        name never gets a value. A name that ends with a dot stands for all names that begin with
         it.
     """
     name = f"{STAGE}{stage.get('name')}"
@@ -787,7 +787,7 @@ def _check_stage(
         stage: The stage as plain data. It is changed.
         path: Dotted path of the stage in the pipeline spec, for the faults.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value.
+            `stage.sft.run_id`, to True. The value False means that the name never gets a value.
         faults: List to which the faults of the changed run spec are added.
     """
     written = stage["spec"]
@@ -863,7 +863,7 @@ def _check_step(
         stage: The step as plain data.
         path: Dotted path of the stage in the pipeline spec, for the faults.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value.
+            `stage.sft.run_id`, to True. The value False means that the name never gets a value.
         faults: List to which the faults are added.
     """
     args_uses = [*_find_arg_uses(stage.get("args"), "args")]

@@ -199,7 +199,7 @@ def rewrite_texts(data: object, change: Change) -> object:
 
 
 def _rewrite_node(node: object, places: object, path: str, change: Change) -> object:
-    """Return a part of a run spec in which texts are changed by a function.
+    """Apply a function to the texts in a part of a run spec, and return the changed part.
 
     Args:
         node: The part of the spec.
@@ -376,7 +376,7 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
     Args:
         written: The run spec of a stage.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True, or to False if the placeholder will never have a value. A
+            `stage.sft.run_id`, to True. The value False means that the name never gets a value. A
             name that ends with a dot stands for all names that begin with it.
 
     Raises:

@@ -12,9 +12,8 @@ from __future__ import annotations
 _UI_PATH = "/v2"
 #: Start of the UI of Prefect Cloud, which has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
-#: Pages that the UI does not show after a login, because the UI then adds the query `?tab=` twice.
-#: The URL of the login form opens these pages, also if the browser is logged in, and if the server
-#: has no password.
+#: Beginning of the pages that fail if the user logs in on the way: after the login, the UI adds the
+#: query `?tab=` twice. With the URL of the login form, these pages open with and without a login.
 _FAILS_AFTER_LOGIN = "deployments/"
 
 

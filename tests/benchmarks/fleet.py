@@ -211,7 +211,8 @@ async def dummy_running() -> AsyncIterator[str]:
 class SingleServerProber(HttpProber):
     """Prober for a large fake fleet. All probes go to one real server.
 
-    Each probe opens its own connection, so the duration is the same as with separate servers.
+    Each probe opens a connection of its own, as it would with one server per probe. So the
+    measured time is the same.
     """
 
     def __init__(self, url: str) -> None:

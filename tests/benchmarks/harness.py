@@ -159,7 +159,7 @@ def supervisor_of(
             liveness probe may be left out.
         register: Registry entry of the run.
         stall_after_s: The run counts as stalled if there is no output for this number of seconds.
-            None if the run never counts as stalled.
+            With None, the run never counts as stalled.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     components = tuple(

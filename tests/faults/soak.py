@@ -155,7 +155,7 @@ def kill_flow_and_guardians(trial: Trial) -> None:
 
 
 def suspend_flow(trial: Trial) -> None:
-    """Suspend the flow process for 2 to 8 seconds, as if the machine had no free CPU core."""
+    """Suspend the flow process for 2 to 8 seconds, as a busy machine might do."""
     trial.process.send_signal(signal.SIGSTOP)
     becomes_true(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)

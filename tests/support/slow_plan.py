@@ -45,8 +45,8 @@ FreeNodes = dict[str, FreeNode]
 class Forecast:
     """The expected situation at the start of the first waiting gang of the queue."""
 
-    #: Expected start of the first waiting gang, in seconds. None if this gang will never have
-    #: enough GPUs.
+    #: Time in seconds at which the first waiting gang should start. None if the gang can never
+    #: start.
     at: float | None
     #: Free GPUs and CPUs of each node at the expected start of the first waiting gang.
     free: FreeNodes

@@ -179,8 +179,8 @@ def test_request_is_not_sent_again_after_a_client_error(
         ((200, 200), (200, 200), {"0": 1, "1": 4}, {}),
         ((200, 500), (200, 200), {"0": 1}, {1: "/collective_rpc: 500 so"}),
         ((200, None), (200, None), {"0": 1}, {1: "/collective_rpc: None so"}),
-        # Engine 1 has the new weights, but still has a prefix cache that was computed with the old
-        # weights, because the reset failed.
+        # Engine 1 has the new weights. Its prefix cache could not be reset, so the cache still
+        # belongs to the old weights.
         ((200, 200), (200, 500), {"0": 1}, {1: "/reset_prefix_cache: 500 so"}),
     ],
 )

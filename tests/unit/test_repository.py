@@ -40,7 +40,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture
 def proof(shared: Path) -> Path:
-    """Return the path of a file. Each program of the attacker writes to this file at its start."""
+    """Return the path of a file that exists if a program of the attacker was started."""
     return shared / "proof"
 
 
