@@ -1064,6 +1064,10 @@ class SupervisedAttempt:
             line = await self._context.log_reader.ask(
                 partial(self._port_conflict_of, component), _READ_LOG_WITHIN_S
             )
+        if component.lost_port.is_set():
+            # While the log was read, another check found that the port is taken. `start` now
+            # restarts the component or fails the attempt.
+            return
         if line:
             message = f"{component.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT

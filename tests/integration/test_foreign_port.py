@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.processes.component import AttemptPlan
+from tasks.processes.attempt import SupervisedAttempt
+from tasks.processes.component import AttemptPlan, RunningComponent
 from tasks.processes.ports import PortsReserved
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
@@ -223,6 +224,47 @@ def test_component_whose_port_was_taken_restarts_with_another_port(
     assert ports.numbers["api.port"] != first_port
     assert harness.read_log("trainer") == f"{ports.numbers['api.port']}\n"
     assert [event.component for event in harness.list_events("component.moved")] == ["api"]
+
+
+def test_component_restarts_although_its_port_changes_while_its_log_is_read(
+    harness: ComponentHarness,
+    start_stranger: Callable[..., ForeignServer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = PortsReserved(["api.port"])
+    first_port = ports.numbers["api.port"]
+    read = SupervisedAttempt._port_conflict_of
+
+    def read_after_move(attempt: SupervisedAttempt, component: RunningComponent) -> str:
+        """Search the log for a port conflict, but only after the component got another port."""
+        wait_for(lambda: ports.numbers["api.port"] != first_port, "another port", DEADLINE_S)
+        return read(attempt, component)
+
+    monkeypatch.setattr(SupervisedAttempt, "_port_conflict_of", read_after_move)
+
+    def plan() -> AttemptPlan:
+        port = ports.numbers["api.port"]
+        ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
+        argv = (*python(SERVER), str(harness.directory), str(port))
+        return AttemptPlan(
+            run_id="run-1",
+            number=1,
+            cwd=harness.directory,
+            components=(harness.component("api", argv, ready=ready),),
+        )
+
+    def replan(component: str) -> AttemptPlan:
+        ports.move(component)
+        return plan()
+
+    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+    thread = take_once_spawned(harness, start_stranger, first_port)
+
+    supervisor.start("api")
+
+    thread.join()
+    assert [event.component for event in harness.list_events("component.moved")] == ["api"]
+    assert harness.list_events("component.ready", "api") != []
 
 
 def test_port_used_by_an_earlier_component_is_not_replaced(
