@@ -148,8 +148,8 @@ class PoolSettings(BaseModel):
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
             "the spec has no ray.address, so the work pool must list exactly one cluster (it "
-            f"lists: {addresses}). Write ray: {{address: URL}} into the spec, or list one cluster: "
-            "muster queue set cluster.URL=0"
+            f"lists: {addresses}). Write `ray: {{address: URL}}` into the spec, or list one "
+            "cluster: `muster queue set cluster.URL=0`"
         )
 
 

@@ -57,7 +57,7 @@ def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
     """
     if spec.fleet is None:
         problem = "the spec has no component `rollout`, so there are no inference servers to plan"
-        remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
+        remedy = "write `components: {rollout: {backend: sglang, model: PATH_OR_NAME}}`"
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
     if faults := fleet_faults(spec, spec.fleet):
         raise InvalidSpec(tuple(faults), source)

@@ -190,7 +190,7 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
             "with `placement: local`, an engine runs only on this machine, but here an engine "
             f"needs {node_count} nodes"
         )
-        remedy = "write nodes_per_engine: 1"
+        remedy = "write `nodes_per_engine: 1`"
         if not has_one_server:
             remedy += ", or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
@@ -201,7 +201,7 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
             "for Muster"
         )
         remedy = (
-            "write nodes_per_engine: 1. Or set expert_parallel, which starts one server for each "
+            "write `nodes_per_engine: 1`. Or set expert_parallel, which starts one server for each "
             "rank"
         )
         yield Fault(path=path, problem=problem, remedy=remedy)
@@ -220,7 +220,7 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
                 f"{name} runs on the Ray cluster, and cannot reach the gateway of the inference "
                 f"servers, which listens only on {fleet.host}"
             )
-            remedy = f'write {host}: "0.0.0.0", or an address of this machine'
+            remedy = f'write `{host}: "0.0.0.0"`, or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
         elif fleet.host in EVERY_ADDRESS and _find_reachable_address(spec, fleet.host) is None:
             problem = (
@@ -250,8 +250,8 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
                 "local`, which listen only on this machine"
             )
             remedy = (
-                f"use the gateway, with its URL ${{{ROLLOUT_URL}}}. Or write launcher: process, so "
-                f"that {name} runs on this machine"
+                f"use the gateway, with its URL ${{{ROLLOUT_URL}}}. Or write `launcher: process`, "
+                f"so that {name} runs on this machine"
             )
             yield Fault(path=use.path, problem=problem, remedy=remedy)
 
@@ -309,7 +309,7 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
             "engines with `placement: local` run only on this machine, but a node with the GPUs of "
             f"`gang` has room for only {engines_on_first_node} of {engine_count} engines"
         )
-        remedy = f"write engines: {engines_on_first_node}, or placement: ray"
+        remedy = f"write `engines: {engines_on_first_node}`, or `placement: ray`"
         yield Fault(path=path, problem=problem, remedy=remedy)
 
 

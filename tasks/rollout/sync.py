@@ -209,7 +209,7 @@ class WeightSyncs:
             await self._end(sync, "ended without a commit: requests did not end in time")
             problem = f"{outstanding} requests were still running after {timeout_s:g} s"
             raise FleetRefused(
-                f"{problem}. Set a longer timeout_s, or write in_flight: abort to abort such "
+                f"{problem}. Set a longer timeout_s, or write `in_flight: abort` to abort such "
                 "requests"
             ) from None
         except BaseException:

@@ -87,7 +87,7 @@ class ComponentStop(Stop):
                 "this key needs `warn`, the signal that is sent warn_s seconds before the end of "
                 "the attempt"
             )
-            yield ("warn_s",), make_refusal(problem, "write warn: SIGUSR1, or leave out warn_s")
+            yield ("warn_s",), make_refusal(problem, "write `warn: SIGUSR1`, or leave out warn_s")
 
     @property
     def saves_within_s(self) -> float:
@@ -124,7 +124,7 @@ class Component(Model):
     env: Env = Field(
         default_factory=dict,
         description="Environment variables of this component. They override the `env` of the "
-        "run. To use the value of a Prefect Secret block, write {secret: BLOCK} in place of the "
+        "run. To use the value of a Prefect Secret block, write `{secret: BLOCK}` in place of the "
         "value.",
         examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
@@ -212,7 +212,7 @@ class Component(Model):
             problem = (
                 "this key needs `checkpoints`, the folder from which Muster removes old checkpoints"
             )
-            remedy = "write checkpoints: FOLDER, or leave out keep"
+            remedy = "write `checkpoints: FOLDER`, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
         if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
             problem = "this key needs launcher: process, because a Ray job runs on another node"
@@ -224,7 +224,7 @@ class Component(Model):
                 "this key needs `checkpoints`, the folder in which Muster sees that a checkpoint "
                 "grows"
             )
-            remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
+            remedy = "write `checkpoints: FOLDER`, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
         is_preparation = mapping_or_empty(written.get("ready")).get("exit") is not None
         on_exit_zero = written.get("on_exit_zero")

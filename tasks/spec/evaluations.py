@@ -111,7 +111,7 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
         problem = (
             "evaluations need the key `checkpoints`, the folder with the checkpoints to evaluate"
         )
-        yield ("evals",), make_refusal(problem, "write checkpoints: FOLDER in the trainer")
+        yield ("evals",), make_refusal(problem, "write `checkpoints: FOLDER` in the trainer")
     for name, evaluation in evaluations.items():
         if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None:
             problem = f"an evaluation's name must match the pattern {PART_NAME}, found {name!r}"
@@ -134,14 +134,14 @@ def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> I
     on = find_place(written, evaluation)
     if on == "ray" and written.get("ray") is None:
         problem = "the evaluation would run on Ray, but the run has no Ray cluster"
-        yield ("on",), make_refusal(problem, "write on: host, or ray: {address: ADDRESS}")
+        yield ("on",), make_refusal(problem, "write `on: host`, or `ray: {address: ADDRESS}`")
     yield from check_resources(evaluation, on=on)
     if on != "ray":
         return
     yield from check_ray_secrets(mapping_or_empty(evaluation.get("env")))
     for (_, name), _refusal in check_ray_secrets(mapping_or_empty(written.get("env"))):
         problem = f"Ray would show the variable {name} of the run to every user of its dashboard"
-        remedy = "write on: host, or store the secret in a file on the nodes"
+        remedy = "write `on: host`, or store the secret in a file on the nodes"
         yield ("on",), make_refusal(problem, remedy)
 
 
@@ -157,7 +157,7 @@ def _check_keep_best(
     remedy = suggest_name(name, names)
     remedy = remedy or f"write EVALUATION.KEY; the evaluations are: {join_commas(names)}"
     if not names:
-        remedy = f"write evals: {{{name}: {{command: [PROGRAM, ARGUMENT]}}}}"
+        remedy = f"write `evals: {{{name}: {{command: [PROGRAM, ARGUMENT]}}}}`"
     problem = f"the run has no evaluation {name!r}"
     yield ("keep_best", "by"), make_refusal(problem, remedy)
 

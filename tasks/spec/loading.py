@@ -393,7 +393,7 @@ def _find_empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
     """
     for name, component in mapping_or_empty(written.get("components")).items():
         if component is None and name in ComponentsByName.offered:
-            remedy = f"write {name}: {{KEY: VALUE}}, or leave out {name}"
+            remedy = f"write `{name}: {{KEY: VALUE}}`, or leave out {name}"
             problem = f"must be a mapping, found {describe_value(component)}"
             yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
 

@@ -68,7 +68,7 @@ def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> A
     if isinstance(value, Mapping):
         return Range.model_validate(value)
     if not isinstance(value, list | tuple):
-        remedy = "write [VALUE, ...], or {min: A, max: B} together with sample"
+        remedy = "write `[VALUE, ...]`, or `{min: A, max: B}` together with `sample`"
         raise make_refusal(f"must be a list of values, found {describe_value(value)}", remedy)
     if not value:
         raise make_refusal("must not be empty", "write at least one value")
@@ -138,7 +138,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
                 problem = (
                     "this key needs `matrix`, because a stage without `matrix` has a single run"
                 )
-                yield (key,), make_refusal(problem, "write matrix: {KEY: [VALUE, ...]}")
+                yield (key,), make_refusal(problem, "write `matrix: {KEY: [VALUE, ...]}`")
         return
     if not isinstance(matrix, Mapping):
         return
@@ -159,7 +159,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
             problem = f"must be at most {count}, the number of points of the matrix, found {sample}"
             yield (
                 ("sample",),
-                make_refusal(problem, f"write sample: {count} or less, or leave out sample"),
+                make_refusal(problem, f"write `sample: {count}` or less, or leave out sample"),
             )
         count = sample
     if written.get("stop_early") is not None and matrix and count <= MIN_OTHER_POINTS:
@@ -170,7 +170,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("stop_early",), make_refusal(problem, "leave out stop_early, or write more values")
     if count > MAX_POINTS:
         problem = f"the matrix has {count} points, but at most {MAX_POINTS} are possible"
-        yield ("matrix",), make_refusal(problem, "write fewer values, or sample: N")
+        yield ("matrix",), make_refusal(problem, "write fewer values, or `sample: N`")
 
 
 def list_points(

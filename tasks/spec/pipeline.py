@@ -186,7 +186,7 @@ class Stage(Model):
     env: Env = Field(
         default_factory=dict,
         description="Environment variables of the step. To use the value of a Prefect Secret "
-        "block, write {secret: BLOCK} in place of the value.",
+        "block, write `{secret: BLOCK}` in place of the value.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     on: Literal["ray", "host"] = Field(
@@ -271,8 +271,8 @@ class Stage(Model):
                 ("spec",),
                 make_refusal(
                     problem,
-                    "write spec: FILE.yaml, deployment: train/NAME, call: MODULE:FUNCTION, or "
-                    "command: [PROGRAM, ARGUMENT]",
+                    "write `spec: FILE.yaml`, `deployment: train/NAME`, `call: MODULE:FUNCTION`, "
+                    "or `command: [PROGRAM, ARGUMENT]`",
                 ),
             )
             return
@@ -818,7 +818,7 @@ def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]
             Fault(
                 path=f"{path}.stop_early",
                 problem="the run spec names no metrics file, so Muster cannot compare the runs",
-                remedy="write progress: {jsonl: FILE, step: KEY} in the run spec",
+                remedy="write `progress: {jsonl: FILE, step: KEY}` in the run spec",
             )
         )
 
@@ -850,7 +850,7 @@ def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fau
     kept_rule = {"by": kept.get("by"), "mode": kept.get("mode") or "max"}
     if removes_checkpoints and kept_rule != rule and stage.get("checkpoint") is None:
         problem = f"the key `keep` of the run spec may remove the checkpoint with the best {by}"
-        remedy = f"write keep_best: {{by: {by}, mode: {rule['mode']}}} in the run spec"
+        remedy = f"write `keep_best: {{by: {by}, mode: {rule['mode']}}}` in the run spec"
         faults.append(Fault(path=f"{path}.best", problem=problem, remedy=remedy))
 
 

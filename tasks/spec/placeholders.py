@@ -405,7 +405,7 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
         "the placeholder `{}` will have no value, because no component of that stage has the key "
         "`checkpoints`"
     )
-    remedy = "write checkpoints: FOLDER in the component, or checkpoint: PATTERN in the stage"
+    remedy = "write `checkpoints: FOLDER` in the component, or `checkpoint: PATTERN` in the stage"
     without_value = [
         Fault(path=use.path, problem=problem.format(use), remedy=remedy)
         for use in uses
@@ -445,7 +445,7 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
     if use.name in _NUMBER_NAMES:
         section, _, key = use.name.partition(".")
         problem = f"the placeholder `{use}` has no value, because the spec has no key `{use.name}`"
-        remedy = f"write {section}: {{{key}: NUMBER}}, or leave out the placeholder"
+        remedy = f"write `{section}: {{{key}: NUMBER}}`, or leave out the placeholder"
         return Fault(path=use.path, problem=problem, remedy=remedy)
     shell = f"for a variable of the shell, write `$${{{use.name}}}`"
     near = suggest_name(use, [f"${{{name}}}" for name in known_names])

@@ -215,7 +215,7 @@ class Probe(Model):
             yield (), make_refusal(problem, f"write one of {', '.join(cls.questions)}")
         if written.get("json") is not None and written.get("http") is None:
             problem = "this key needs `http`, the URL whose JSON answer must meet the conditions"
-            yield ("json",), make_refusal(problem, "write http: ADDRESS in the same probe")
+            yield ("json",), make_refusal(problem, "write `http: ADDRESS` in the same probe")
 
     @property
     def address(self) -> tuple[str, int] | None:

@@ -140,7 +140,7 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     gpus_per_node = sizes.gpus_per_node
     if not faults and gpus_per_node and gpus_per_node * sizes.nodes != sizes.gpus:
         total = gpus_per_node * sizes.nodes
-        remedy = f"write gpus_per_node: {sizes.gpus // sizes.nodes}, or leave it out"
+        remedy = f"write `gpus_per_node: {sizes.gpus // sizes.nodes}`, or leave it out"
         problem = (
             f"an engine would have {total} GPUs, {gpus_per_node} on each node, but its parallel "
             f"ranks need {sizes.gpus}"
@@ -166,18 +166,20 @@ def _find_unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention:
         problem = f"only the backend sglang supports this key, found the backend {sizes.backend}"
-        remedy = "leave out dp_attention, or write backend: sglang"
+        remedy = "leave out dp_attention, or write `backend: sglang`"
         yield ("dp_attention",), make_refusal(problem, remedy)
 
 
 def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
         problem = "this key needs a data_parallel (number of replicas) of more than 1, found 1"
-        remedy = "write data_parallel: N with a divisor N of tensor_parallel"
+        remedy = "write `data_parallel: N` with a divisor N of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
         problem = f"SGLang allows no replicas within an engine that spans {sizes.nodes} nodes"
-        remedy = f"write data_parallel: 1 and engines: {sizes.data}, or add dp_attention: true"
+        remedy = (
+            f"write `data_parallel: 1` and `engines: {sizes.data}`, or add `dp_attention: true`"
+        )
         yield ("data_parallel",), make_refusal(problem, remedy)
 
 
@@ -194,7 +196,7 @@ def _find_lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
             "LMDeploy allows replicas only with tensor_parallel or expert_parallel, found "
             f"{sizes.data} replicas"
         )
-        remedy = f"write data_parallel: 1 and engines: {sizes.data}"
+        remedy = f"write `data_parallel: 1` and `engines: {sizes.data}`"
         yield ("data_parallel",), make_refusal(problem, remedy)
 
 
@@ -206,7 +208,7 @@ def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
             f"must be 1 or {gpus}, found {sizes.expert}: vLLM distributes the experts over all "
             "ranks of the engine (tensor_parallel times data_parallel)"
         )
-        remedy = f"write expert_parallel: {gpus}, or leave it out for no expert parallelism"
+        remedy = f"write `expert_parallel: {gpus}`, or leave it out for no expert parallelism"
         yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
@@ -216,7 +218,7 @@ def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         "the backend `command` does not support this key, because your own program decides how it "
         "uses its GPUs"
     )
-    remedy = "add the option of your program to `command`, and write gpus_per_node: N"
+    remedy = "add the option of your program to `command`, and write `gpus_per_node: N`"
     if sizes.tensor > 1:
         yield ("tensor_parallel",), make_refusal(problem, remedy)
     if sizes.expert > 1:
@@ -251,7 +253,7 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
         if whole % part:
             divisors = (number for number in range(1, whole + 1) if whole % number == 0)
             remedy = (
-                f"write {key}: {join_words(divisors, 'or')}, or change {name} to a multiple of "
+                f"set `{key}` to {join_words(divisors, 'or')}, or change {name} to a multiple of "
                 f"{part}"
             )
             yield (
@@ -344,7 +346,7 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
     ):
         if is_number(number) and is_number(limit) and number > limit:
             problem = f"must be at most `{limit_name}`, which is {limit:g}, found {number:g}"
-            yield (section, key), make_refusal(problem, f"write {key}: {limit:g} or less")
+            yield (section, key), make_refusal(problem, f"write `{key}: {limit:g}` or less")
 
 
 def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -367,7 +369,7 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
     if written.get("model") is None:
         yield (
             ("model",),
-            make_refusal(f"missing: {name} needs a model", "write model: PATH_OR_NAME"),
+            make_refusal(f"missing: {name} needs a model", "write `model: PATH_OR_NAME`"),
         )
     if written.get("command") is not None:
         problem = (
@@ -382,7 +384,7 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
                 problem = f"Muster itself sets {word.partition('=')[0]} for each server"
                 remedy = "leave it out"
                 if key != "none":
-                    remedy = f"write {key}: {_EXAMPLES.get(key, 'N')} instead"
+                    remedy = f"write `{key}: {_EXAMPLES.get(key, 'N')}` instead"
                 yield ("args", index), make_refusal(problem, remedy)
     for key in ("path", "token"):
         if health.get(key) is not None:
@@ -622,7 +624,7 @@ class Rollout(Model):
     env: Env = Field(
         default_factory=dict,
         description="Environment variables of the inference servers. They override the `env` of "
-        "the run. To use the value of a Prefect Secret block, write {secret: BLOCK} in place of "
+        "the run. To use the value of a Prefect Secret block, write `{secret: BLOCK}` in place of "
         "the value.",
         examples=[{"NCCL_DEBUG": "WARN"}],
     )

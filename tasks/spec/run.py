@@ -269,7 +269,7 @@ class RunSpec(Document):
     env: Env = Field(
         default_factory=dict,
         description="Environment variables of every component of the run. To use the value of a "
-        "Prefect Secret block, write {secret: BLOCK} in place of the value.",
+        "Prefect Secret block, write `{secret: BLOCK}` in place of the value.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     cwd: Text = Field(
@@ -414,7 +414,7 @@ class RunSpec(Document):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("success") is not None and written.get("progress") is None:
-            remedy = "add progress: {jsonl: FILE, step: KEY}"
+            remedy = "add `progress: {jsonl: FILE, step: KEY}`"
             yield (
                 ("success",),
                 make_refusal("this key needs `progress`, from which Muster reads the step", remedy),
@@ -423,11 +423,11 @@ class RunSpec(Document):
         total = mapping_or_empty(written.get("progress")).get("total")
         if is_number(required) and is_number(total) and required > total:
             problem = f"must be at most progress.total, which is {total:g}, found {required:g}"
-            remedy = f"write success.step: {total:g} or less, or raise progress.total"
+            remedy = f"write `success.step: {total:g}` or less, or raise progress.total"
             yield ("success", "step"), make_refusal(problem, remedy)
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):
-                remedy = "add progress: {jsonl: FILE, step: KEY}"
+                remedy = "add `progress: {jsonl: FILE, step: KEY}`"
                 problem = (
                     "this key needs `progress.jsonl`, the file from which Muster reads the metrics"
                 )
@@ -451,7 +451,7 @@ class RunSpec(Document):
                 problem = (
                     "missing: for this kind of failure, the spec must set the number of attempts"
                 )
-                yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
+                yield ("retry", str(kind), "attempts"), make_refusal(problem, "write `attempts: 3`")
 
     @classmethod
     def prepare(cls, data: object) -> object:

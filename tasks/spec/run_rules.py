@@ -40,7 +40,7 @@ def check_ray_use(
         uses_of_ray.append("rollout is placed on Ray")
     if uses_of_ray and written.get("ray") is None:
         problem = f"missing: {uses_of_ray[0]}, so the run needs a Ray cluster"
-        yield ("ray",), make_refusal(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
+        yield ("ray",), make_refusal(problem, 'write `ray: {address: "http://127.0.0.1:8265"}`')
 
     yield from _check_entrypoint_gpus(written, jobs)
     for name in jobs:
@@ -49,7 +49,7 @@ def check_ray_use(
             yield ("components", name, "live", "processes"), make_refusal(problem, "leave it out")
         if mapping_or_empty(components[name].get("ready")).get("notify"):
             problem = "a Ray job runs on another machine and cannot send READY=1 to this machine"
-            remedy = "write log: REGEX, or http: ADDRESS of the job"
+            remedy = "write `log: REGEX`, or `http: ADDRESS` of the job"
             yield ("components", name, "ready", "notify"), make_refusal(problem, remedy)
 
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
@@ -58,7 +58,7 @@ def check_ray_use(
             f"{other} runs on this machine, and ends if the process that controls the run dies, "
             "so Muster cannot adopt it"
         )
-        remedy = "write on_lost_flow: stop, or launcher: ray_job for every component"
+        remedy = "write `on_lost_flow: stop`, or `launcher: ray_job` for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
 
 
@@ -81,13 +81,13 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
             f"the driver of the Ray job takes {gpus} GPUs, but the run requests no GPUs with the "
             "key `gang`"
         )
-        yield place, make_refusal(problem, f"write gang: {{gpus_per_node: {gpus}}}")
+        yield place, make_refusal(problem, f"write `gang: {{gpus_per_node: {gpus}}}`")
     elif type(per_node) is int and gpus > per_node:
         problem = (
             f"the driver of the job takes {gpus} GPUs of one node, but gang.gpus_per_node is "
             f"{per_node}"
         )
-        yield place, make_refusal(problem, f"write entrypoint_gpus: {per_node} or less")
+        yield place, make_refusal(problem, f"write `entrypoint_gpus: {per_node}` or less")
     if len(jobs) > 1:
         problem = (
             f"the run has {len(jobs)} Ray jobs, and the driver of each job would take {gpus} GPUs"
@@ -134,7 +134,7 @@ def check_device_use(
     total = sum(reserved.values())
 
     if requests and written.get("gang") is None:
-        remedy = f"write gang: {{gpus_per_node: {total}}}"
+        remedy = f"write `gang: {{gpus_per_node: {total}}}`"
         yield ("gang",), make_refusal(f"missing: {requests} GPUs", remedy)
 
     gang = mapping_or_empty(written.get("gang"))
@@ -146,12 +146,15 @@ def check_device_use(
         problem = (
             f"must be 1 for a run without `ray`, found {nodes}: processes start on one machine"
         )
-        remedy = "write nodes: 1, or launcher: ray_job and ray: {address: ADDRESS} for a run on Ray"
+        remedy = (
+            "write `nodes: 1`, or for a run on Ray `launcher: ray_job` and "
+            "`ray: {address: ADDRESS}`"
+        )
         yield ("gang", "nodes"), make_refusal(problem, remedy)
     elif requests and type(gpus_per_node) is int and total > gpus_per_node:
         parts = " + ".join(f"{name} {gpus}" for name, gpus in reserved.items() if gpus)
         problem = f"found {gpus_per_node}, but the components reserve {total} GPUs: {parts}"
-        remedy = f"write gpus_per_node: {total}, or reduce the GPUs of the components"
+        remedy = f"write `gpus_per_node: {total}`, or reduce the GPUs of the components"
         yield ("gang", "gpus_per_node"), make_refusal(problem, remedy)
 
     yield from _find_device_variable_faults(("env",), written.get("env"))

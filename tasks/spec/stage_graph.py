@@ -77,7 +77,7 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
         text = " needs ".join([*cycle, cycle[0]])
         remedy = "remove one stage from the key `needs` of another stage"
         if any("needs" not in other for other in _select(indexed_stages, cycle)):
-            remedy += "; a stage without the key needs all stages before it, so write needs: []"
+            remedy += "; a stage without the key needs all stages before it, so write `needs: []`"
         yield Fault(
             path=f"stages.{index}.needs",
             problem=f"stages need each other in a cycle: {text}",

@@ -266,5 +266,5 @@ def _find_argument_faults(
             yield Fault(
                 path=f"{path}.args.{name}",
                 problem=f"missing: {function.name} requires this argument",
-                remedy=f"write args: {{{name}: VALUE}}",
+                remedy=f"write `args: {{{name}: VALUE}}`",
             )

@@ -65,7 +65,7 @@ def check_resources(written: Mapping[str, Any], *, on: object) -> Iterator[Refus
         for key in ("cpus", "memory_gib", "labels"):
             if resources.get(key):
                 problem = "this resource needs Ray, but the step runs without Ray (`on: host`)"
-                yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
+                yield ("resources", key), make_refusal(problem, "leave it out, or write `on: ray`")
     elif resources.get("gpus") and resources.get("labels"):
         problem = (
             "the queue chooses the node of a step with GPUs, but `labels` may require another node"
@@ -85,5 +85,5 @@ def check_ray_secrets(env: Mapping[Any, Any]) -> Iterator[Refusal]:
         is_block = isinstance(value, Mapping | SecretBlock)
         if is_block or (value and looks_secret(str(name))):
             problem = "Ray shows the variables of a step to every user of its dashboard"
-            remedy = "write on: host, or store the secret in a file on the nodes"
+            remedy = "write `on: host`, or store the secret in a file on the nodes"
             yield ("env", str(name)), make_refusal(problem, remedy)

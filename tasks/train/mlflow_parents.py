@@ -92,7 +92,7 @@ def find_mlflow_parents(
                     break
                 warn(
                     f"MLflow: the attempts of {name} are not grouped in one run, because "
-                    f"{error}. Check MLFLOW_TRACKING_URI, or write tracker: off in the spec"
+                    f"{error}. Check MLFLOW_TRACKING_URI, or write `tracker: off` in the spec"
                 )
         if parent_by_store[store]:
             parents[name] = parent_by_store[store]

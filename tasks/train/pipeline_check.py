@@ -196,9 +196,8 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
                     path=f"{path}.on" if stage.is_step else f"{path}.spec.ray.address",
                     problem=f"the address of the Ray cluster is missing, and the queue lists "
                     f"{format_count(len(addresses), 'cluster')}: {listed}",
-                    remedy="write ray: {address: ADDRESS} in the pipeline, or on: host in the step"
-                    if stage.is_step
-                    else "write ray: {address: ADDRESS}",
+                    remedy="write `ray: {address: ADDRESS}` in the pipeline"
+                    + (", or `on: host` in the step" if stage.is_step else ""),
                 )
                 continue
             address = address or addresses[0]

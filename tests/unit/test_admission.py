@@ -173,14 +173,14 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
 @pytest.mark.parametrize(
     ("pools", "message"),
     [
-        ({}, "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster"),
+        ({}, "(it lists: none). Write `ray: {address: URL}` into the spec, or list one cluster"),
         (
             {"gang": []},
-            "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster",
+            "(it lists: none). Write `ray: {address: URL}` into the spec, or list one cluster",
         ),
         (
             {"gang": ["http://a:8265", "http://b:8265"]},
-            "(it lists: http://a:8265, http://b:8265). Write ray: {address: URL}",
+            "(it lists: http://a:8265, http://b:8265). Write `ray: {address: URL}`",
         ),
     ],
 )

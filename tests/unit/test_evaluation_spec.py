@@ -113,7 +113,7 @@ def test_keep_best_names_an_evaluation_of_the_run(by: str, words: str) -> None:
 def test_keep_best_needs_evaluations() -> None:
     faults = faults_of(run_spec(evals={}, keep_best={"by": "math.accuracy"}))
 
-    assert "write evals: {math:" in faults["keep_best.by"]
+    assert "write `evals: {math:" in faults["keep_best.by"]
 
 
 @pytest.mark.parametrize(

@@ -143,19 +143,19 @@ def test_engine_size_follows_from_parallelism(
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
             "data_parallel",
             "SGLang allows no replicas within an engine that spans 2 nodes",
-            "write data_parallel: 1 and engines: 2, or add dp_attention: true",
+            "write `data_parallel: 1` and `engines: 2`, or add `dp_attention: true`",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "dp_attention": True},
             "dp_attention",
             "needs a data_parallel (number of replicas) of more than 1",
-            "write data_parallel: N with a divisor N of tensor_parallel",
+            "write `data_parallel: N` with a divisor N of tensor_parallel",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "data_parallel": 3, "dp_attention": True},
             "data_parallel",
             "must be a divisor of tensor_parallel, which is 8, found 3",
-            ": 1, 2, 4 or 8",
+            " to 1, 2, 4 or 8",
         ),
         (
             {**SGLANG, "data_parallel": 8, "dp_attention": True},
@@ -170,13 +170,13 @@ def test_engine_size_follows_from_parallelism(
             },
             "gpus_per_node",
             "an engine would have 4 GPUs, 4 on each node, but its parallel ranks need 8",
-            "write gpus_per_node: 8",
+            "write `gpus_per_node: 8`",
         ),
         (
             {**VLLM, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
             "dp_attention",
             "only the backend sglang",
-            "leave out dp_attention, or write backend: sglang",
+            "leave out dp_attention, or write `backend: sglang`",
         ),
         ({**LMDEPLOY, "tensor_parallel": 8, "dp_attention": True}, "dp_attention", "only", ""),
         (
@@ -190,7 +190,7 @@ def test_engine_size_follows_from_parallelism(
             {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
             "expert_parallel",
             "must be a divisor of tensor_parallel, which is 8, found 3",
-            ": 1, 2, 4 or 8",
+            " to 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that LMDeploy does not support are rejected
         (
@@ -209,7 +209,7 @@ def test_engine_size_follows_from_parallelism(
             {**LMDEPLOY, "expert_parallel": 8, "data_parallel": 3},
             "data_parallel",
             "must be a divisor of the number of GPUs of an engine, which is 8, found 3",
-            ": 1, 2, 4 or 8",
+            " to 1, 2, 4 or 8",
         ),
         (
             {**LMDEPLOY, "data_parallel": 2},
@@ -221,14 +221,14 @@ def test_engine_size_follows_from_parallelism(
             {**LMDEPLOY, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
             "must be a divisor of the number of GPUs of an engine, which is 8, found 3",
-            ": 1, 2, 4 or 8",
+            " to 1, 2, 4 or 8",
         ),
         # numbers of parallel ranks that vLLM does not support are rejected
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
             "must be 1 or 8, found 4: vLLM distributes the experts over all ranks",
-            "write expert_parallel: 8, or leave it out",
+            "write `expert_parallel: 8`, or leave it out",
         ),
         (
             {**VLLM, "data_parallel": 3, "nodes_per_engine": 2},
@@ -247,26 +247,26 @@ def test_engine_size_follows_from_parallelism(
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
             "an engine would have 8 GPUs, 4 on each node, but its parallel ranks need 16",
-            "write gpus_per_node: 8, or leave it out",
+            "write `gpus_per_node: 8`, or leave it out",
         ),
         (
             {**VLLM, "tensor_parallel": 4, "gpus_per_node": 8},
             "gpus_per_node",
             "an engine would have 8 GPUs, 8 on each node, but its parallel ranks need 4",
-            "write gpus_per_node: 4",
+            "write `gpus_per_node: 4`",
         ),
         # invalid values of `recovery` are rejected
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
             "must be at most `engines`, which is 2, found 3",
-            "write min_active: 2 or less",
+            "write `min_active: 2` or less",
         ),
         (
             {**COMMAND, "recovery": {"backoff_s": 5, "max_backoff_s": 4}},
             "recovery.backoff_s",
             "must be at most `max_backoff_s`, which is 4, found 5",
-            "write backoff_s: 4 or less",
+            "write `backoff_s: 4` or less",
         ),
         (
             {**COMMAND, "recovery": {"budget": 0}},
@@ -294,7 +294,7 @@ def test_engine_size_follows_from_parallelism(
             {**COMMAND, "health": {"first_after_s": 61}, "start_within_s": 60},
             "health.first_after_s",
             "must be at most `start_within_s`, which is 60, found 61",
-            "write first_after_s: 60 or less",
+            "write `first_after_s: 60` or less",
         ),
         # the user sets the backend's own variable for the time limit of a health check
         (
@@ -328,18 +328,22 @@ def test_invalid_fleet_is_rejected_with_a_remedy(
         # after `=`, or the option has another name
         (SGLANG, "--port", "leave it out"),
         (SGLANG, "--port=1", "leave it out"),
-        (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N instead"),
-        (SGLANG, "--model", "write model: PATH_OR_NAME instead"),
-        (SGLANG, "--nnodes", "write nodes_per_engine: N instead"),
-        (SGLANG, "--enable-dp-attention", "write dp_attention: true, and data_parallel: N instead"),
+        (SGLANG, "--tensor-parallel-size", "write `tensor_parallel: N` instead"),
+        (SGLANG, "--model", "write `model: PATH_OR_NAME` instead"),
+        (SGLANG, "--nnodes", "write `nodes_per_engine: N` instead"),
+        (
+            SGLANG,
+            "--enable-dp-attention",
+            "write `dp_attention: true, and data_parallel: N` instead",
+        ),
         (LMDEPLOY, "--server-port", "leave it out"),
-        (LMDEPLOY, "--ep", "write expert_parallel: N instead"),
-        (VLLM, "-tp", "write tensor_parallel: N instead"),
+        (LMDEPLOY, "--ep", "write `expert_parallel: N` instead"),
+        (VLLM, "-tp", "write `tensor_parallel: N` instead"),
         # vLLM accepts underscores instead of hyphens in the names of options
         (
             VLLM,
             "--data_parallel_size",
-            "write data_parallel: N instead",
+            "write `data_parallel: N` instead",
         ),
         (VLLM, "--headless", "leave it out"),
         # Muster itself sets these arguments, and the spec has no keys for them

@@ -581,7 +581,7 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
             2,
             "engines with `placement: local` run only on this machine, but a node with the GPUs "
             "of `gang` has room for only 2 of 3 engines",
-            "write engines: 2, or placement: ray",
+            "write `engines: 2`, or `placement: ray`",
         ),
     ],
 )
@@ -617,14 +617,14 @@ ONE_MACHINE = "an engine runs only on this machine, but here an engine needs 2"
     [
         # A single server of LMDeploy would span several nodes, so the fleet is rejected.
         (LMDEPLOY_TP16, "ray", "request the GPUs of the other nodes from Ray", "expert_parallel"),
-        (LMDEPLOY_TP16, "local", ONE_MACHINE, "write nodes_per_engine: 1"),
+        (LMDEPLOY_TP16, "local", ONE_MACHINE, "write `nodes_per_engine: 1`"),
         # An engine on several nodes cannot run on a single machine, so the fleet is rejected.
-        (SGLANG_TP16, "local", ONE_MACHINE, "write nodes_per_engine: 1, or placement: ray"),
+        (SGLANG_TP16, "local", ONE_MACHINE, "write `nodes_per_engine: 1`, or placement: ray"),
         (
             {**FLEET, "nodes_per_engine": 2},
             "local",
             ONE_MACHINE,
-            "write nodes_per_engine: 1, or placement: ray",
+            "write `nodes_per_engine: 1`, or placement: ray",
         ),
     ],
 )
@@ -637,7 +637,7 @@ def test_impossible_placement_of_engines_is_a_fault_of_the_spec(
 
     assert fault.path == "components.rollout.nodes_per_engine"
     assert problem in fault.problem
-    assert fault.remedy.startswith("write nodes_per_engine: 1") and remedy in fault.remedy
+    assert fault.remedy.startswith("write `nodes_per_engine: 1`") and remedy in fault.remedy
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ A = {"name": "a", "spec": spec()}
             pipeline({"name": "a"}),
             [
                 "stages.0.spec: missing: a stage needs a run spec, a deployment, a function or a "
-                "command (write spec: FILE.yaml, deployment: train/NAME, call: MODULE:FUNCTION, or "
-                "command: [PROGRAM, ARGUMENT])"
+                "command (write `spec: FILE.yaml`, `deployment: train/NAME`, "
+                "`call: MODULE:FUNCTION`, or `command: [PROGRAM, ARGUMENT]`)"
             ],
         ),
         (
@@ -145,8 +145,8 @@ A = {"name": "a", "spec": spec()}
             [
                 "stages.1.spec.components.trainer.command.1: the placeholder "
                 "`${stage.a.checkpoint}` will have no value, because no component of that stage "
-                "has the key `checkpoints` (write checkpoints: FOLDER in the component, or "
-                "checkpoint: PATTERN in the stage)"
+                "has the key `checkpoints` (write `checkpoints: FOLDER` in the component, or "
+                "`checkpoint: PATTERN` in the stage)"
             ],
         ),
         # an unknown name in the key `checkpoint` of a stage is reported

@@ -114,10 +114,10 @@ def test_run_without_an_address_gets_the_pools_only_cluster(gpus: int | None) ->
     [
         (
             (),
-            "(it lists: none). Write ray: {address: URL} into the spec, or list one cluster: "
-            "muster queue set",
+            "(it lists: none). Write `ray: {address: URL}` into the spec, or list one cluster: "
+            "`muster queue set",
         ),
-        ((A, B), f"(it lists: {A}, {B}). Write ray: {{address: URL}}"),
+        ((A, B), f"(it lists: {A}, {B}). Write `ray: {{address: URL}}`"),
     ],
 )
 def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(

@@ -402,12 +402,12 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
         ("trainer.stop.grace_s", math.nan, "must be a finite number, found nan", ""),
         ("trainer.stop.warn", "USR1", "must be the name of a signal", "did you mean `SIGUSR1`?"),
         ("trainer.stop.warn", "SIGKILL", "must be a signal that a program can handle", "SIGUSR1"),
-        ("trainer.stop.warn_s", 60, "needs `warn`", "write warn: SIGUSR1"),
+        ("trainer.stop.warn_s", 60, "needs `warn`", "write `warn: SIGUSR1`"),
         (
             "trainer.stop.save_grace_s",
             60,
             "this key needs `checkpoints`",
-            "write checkpoints: FOLDER",
+            "write `checkpoints: FOLDER`",
         ),
         # invalid durations
         ("stall_after_s", 0, "must be more than 0, found 0", ""),
@@ -567,7 +567,7 @@ def test_success_step_beyond_the_last_step_is_refused() -> None:
         (
             "success.step",
             "must be at most progress.total, which is 59, found 60",
-            "write success.step: 59 or less, or raise progress.total",
+            "write `success.step: 59` or less, or raise progress.total",
         )
     ]
 

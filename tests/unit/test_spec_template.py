@@ -101,9 +101,12 @@ def test_gang_without_a_number_of_nodes_has_one_node() -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("gang.gpus_per_node", "write gang: {gpus_per_node: NUMBER}, or leave out the placeholder"),
-        ("gang.nodes", "write gang: {nodes: NUMBER}, or leave out the placeholder"),
-        ("success.step", "write success: {step: NUMBER}, or leave out the placeholder"),
+        (
+            "gang.gpus_per_node",
+            "write `gang: {gpus_per_node: NUMBER}`, or leave out the placeholder",
+        ),
+        ("gang.nodes", "write `gang: {nodes: NUMBER}`, or leave out the placeholder"),
+        ("success.step", "write `success: {step: NUMBER}`, or leave out the placeholder"),
     ],
 )
 def test_placeholder_of_a_number_that_the_spec_lacks_is_a_fault(name: str, remedy: str) -> None:
@@ -242,7 +245,7 @@ def test_unknown_name_is_a_fault_in_each_place(
         (
             "${progress.total}",
             "`${progress.total}` has no value",
-            "write progress: {total: NUMBER}",
+            "write `progress: {total: NUMBER}`",
         ),
         ("${trainer.ports.metrics}", "unknown name", ""),  # the component has no such port
     ],
