@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -37,6 +38,8 @@ class Selection:
 def print_logs(run: RunPlace, number: int, selection: Selection, *, follow: bool) -> None:
     """Print the logs of an attempt. With `follow`, also print new lines until the run has ended.
 
+    If the logs of several components are printed, each line begins with the name of its component.
+
     Args:
         run: Paths of the run's files.
         number: Number of the first attempt to print.
@@ -51,10 +54,11 @@ def print_logs(run: RunPlace, number: int, selection: Selection, *, follow: bool
     while True:
         place = run.attempt(number)
         open_logs: dict[str, LogFile] = {}
+        names = not selection.component and _has_several_components(place, is_growing=follow)
         while follow and not _is_attempt_over(run, number):
-            _print_new_lines(place, selection, open_logs)
+            _print_new_lines(place, selection, open_logs, names=names)
             time.sleep(_READ_EVERY_S)
-        _print_new_lines(place, selection, open_logs, is_last=True)
+        _print_new_lines(place, selection, open_logs, names=names, is_last=True)
         number += 1
         if not follow or not run.attempt(number).directory.exists():
             return
@@ -89,11 +93,29 @@ def select_logs(run: RunPlace, number: int, component: str) -> list[str]:
     return [component] if component else names
 
 
+def _has_several_components(place: AttemptPlace, *, is_growing: bool) -> bool:
+    """Return True if an attempt has the logs of several components, or will have them later.
+
+    Args:
+        place: Paths of the attempt's files.
+        is_growing: True if the attempt may still start further components.
+    """
+    if len(list_logs(place)) > 1 or not is_growing:
+        return len(list_logs(place)) > 1
+    # Import the YAML parser only here, because the import takes long.
+    import yaml
+
+    with suppress(OSError, yaml.YAMLError, AttributeError, TypeError):
+        return len(yaml.safe_load(place.spec.read_text(encoding="utf-8")).get("components")) > 1
+    return True
+
+
 def _print_new_lines(
     place: AttemptPlace,
     selection: Selection,
     open_logs: dict[str, LogFile],
     *,
+    names: bool,
     is_last: bool = False,
 ) -> None:
     """Print the lines that were added to the logs of an attempt since the last call.
@@ -101,6 +123,7 @@ def _print_new_lines(
     Args:
         selection: Criteria for the printed lines.
         open_logs: Mapping from component names to open log files. New log files are added.
+        names: True to begin each line with the name of its component.
         is_last: True if the attempt is over. A last line without a newline is then printed, too.
     """
     new_names = [
@@ -111,7 +134,7 @@ def _print_new_lines(
     open_logs |= {name: LogFile(place.log(name)) for name in new_names}
     width = max(map(len, open_logs), default=0)
     for color, (name, log) in zip(cycle(_COLORS), open_logs.items()):
-        prefix = "" if selection.component else f"{name:{width}} | "
+        prefix = f"{name:{width}} | " if names else ""
         if name in new_names and selection.last_lines is not None:
             blocks = _read_last_lines(log, selection, selection.last_lines, is_last=is_last)
         else:

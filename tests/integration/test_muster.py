@@ -182,12 +182,16 @@ def test_plan_lists_the_engines_of_a_fleet(shell: Shell) -> None:
 
 
 def test_output_respects_the_terminal_width_and_no_color(shell: Shell) -> None:
+    # Only the lines of a run with several logs begin with the name of a component.
+    (attempt,) = shell.home.glob("runs/mine-sft-*/attempt-01")
+    (attempt / "api.log").write_text("ready\n")
+
     plain = shell.on_terminal("ls", columns=50, NO_COLOR="1")
     colored = shell.on_terminal("logs", columns=50)
 
     assert not re.search(r"\x1b\[[0-9;]*[34][0-7]m", plain.written)
     assert "mine-sft-" in plain.text()
-    assert "\x1b[36mtrainer | " in colored.written
+    assert "\x1b[36mapi     | " in colored.written
 
 
 def test_closed_output_pipe_causes_no_error_message(shell: Shell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -89,8 +90,7 @@ def test_log_of_a_local_run_is_printed_without_slow_imports_and_without_server(
     )
 
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    prefix = "" if "trainer" in options else "trainer | "
-    assert done.stdout == f"{prefix}step 1\n{prefix}step 2\n"
+    assert done.stdout == "step 1\nstep 2\n"
 
 
 def test_last_lines_are_read_from_the_end_of_the_log(
@@ -124,6 +124,36 @@ def test_whole_log_is_printed_unchanged_with_a_newline_at_its_end(
     logs(RUN, "trainer")
 
     assert capfdbinary.readouterr().out == content + b"\n"
+
+
+def test_lines_of_a_run_with_one_component_have_no_name(
+    log: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    log.write_bytes(b"step 1\nstep 2\n")
+
+    logs(RUN)
+
+    assert capfdbinary.readouterr().out == b"step 1\nstep 2\n"
+
+
+@pytest.mark.parametrize(
+    ("components", "prefix"), [(["trainer"], b""), (["trainer", "api"], b"trainer | ")]
+)
+def test_followed_lines_have_a_name_if_the_spec_has_several_components(
+    log: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    components: list[str],
+    prefix: bytes,
+) -> None:
+    log.write_bytes(b"step 1\n")
+    spec = {"components": {name: {"command": ["true"]} for name in components}}
+    RunPlace.of(RUN).attempt(1).spec.write_text(json.dumps(spec))
+    record = RunJson(run_id=RUN, state=RunState.COMPLETED, started_at=1.0, ended_at=2.0)
+    RunPlace.of(RUN).record.write_text(record.model_dump_json())
+
+    logs(RUN, follow=True)
+
+    assert capfdbinary.readouterr().out == prefix + b"step 1\n"
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
