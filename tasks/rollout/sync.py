@@ -206,14 +206,16 @@ class WeightSyncs:
                 await self._pause_targets(sync, pause)
         except TimeoutError:
             outstanding = self._router.outstanding
-            await self._end(sync, "ended without a commit: requests did not end in time")
+            await self._end(
+                sync, "ended without a commit, because the running requests did not end in time"
+            )
             problem = f"{outstanding} requests were still running after {timeout_s:g} s"
             raise FleetRefused(
                 f"{problem}. Set a longer timeout_s, or write `in_flight: abort` to abort such "
                 "requests"
             ) from None
         except BaseException:
-            await self._end(sync, "ended without a commit: it could not begin")
+            await self._end(sync, "ended without a commit, because the sync could not begin")
             raise
 
         self._deadline = asyncio.create_task(self._expire(sync), name=f"rollout-sync-{sync.id}")
@@ -387,7 +389,9 @@ class WeightSyncs:
         """
         if self._open is not None and not self._open.is_ending:
             await self._end(
-                self._open, "ended without a commit: the fleet is stopped", is_fleet_stopped=True
+                self._open,
+                "ended without a commit, because the fleet is stopped",
+                is_fleet_stopped=True,
             )
 
     def _describe_serving(self) -> dict[str, Any]:
@@ -426,7 +430,9 @@ class WeightSyncs:
         if not sync.is_ending:
             lasted_s = sync.until_s - sync.began_s
             await self._end(
-                sync, f"ended without a commit after its time limit of {lasted_s:g} s (timeout_s)"
+                sync,
+                "ended without a commit, because the sync reached its time limit of "
+                f"{lasted_s:g} s (timeout_s)",
             )
 
     async def _end(
@@ -462,10 +468,7 @@ class WeightSyncs:
                 if target.fault:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
-                    why = (
-                        "the engine may have parts of the new weights, because the sync was "
-                        f"{outcome}"
-                    )
+                    why = f"the engine may have parts of the new weights. The sync was {outcome}"
                     states.mark_stale(target.engine, target.epoch, why)
             if sync.is_paused and not is_fleet_stopped:
                 await self._resume_targets(sync)

@@ -278,7 +278,7 @@ async def test_sync_without_commit_makes_only_touched_engines_stale(
     await harness.fleet.syncs.broadcast(sync, LOAD if is_touched else read_version, 5.0)
     if is_late:
         await asyncio.sleep(51.0)
-        with pytest.raises(NoSuchSync, match=r"after its time limit of 50 s \(timeout_s\)"):
+        with pytest.raises(NoSuchSync, match=r"reached its time limit of 50 s \(timeout_s\)"):
             await harness.fleet.syncs.commit(sync, 4, {0: 1, 1: 1})
     else:
         assert (await harness.fleet.syncs.give_up(sync))["version"] == 3
