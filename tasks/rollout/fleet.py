@@ -36,7 +36,7 @@ from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, WeightSyncs
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import IllegalTransition, MusterError
-from tasks.spec.formatting import join_commas
+from tasks.spec.formatting import format_count, join_commas
 from tasks.spec.rollout import Rollout
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,10 @@ class Fleet:
             IllegalTransition: The fleet is not stopped.
         """
         if self._phase is not FleetPhase.STOPPED:
-            raise IllegalTransition(f"the fleet is {self._phase.value}, so it cannot be started")
+            raise IllegalTransition(
+                "only a stopped fleet of inference servers can be started, but this fleet is "
+                f"{self._phase.value}"
+            )
         self._phase = FleetPhase.STARTING
         self._failed_starts.clear()
         if self.fatal.done():
@@ -253,8 +256,8 @@ class Fleet:
         async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused(
-                    "a weight sync is in progress, and engines need not answer a health check "
-                    "during a sync. Request the health check again after the sync"
+                    "a weight sync is in progress. During a sync, even a working engine can leave "
+                    "a health check unanswered. Request the health check again after the sync"
                 )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
@@ -593,7 +596,7 @@ class Fleet:
         if kept < needed:
             reason = (
                 f"Muster no longer restarts {total - kept} of {total} engines, but the run needs "
-                f"at least {needed}"
+                f"at least {format_count(needed, 'engine')}"
             )
         elif checks_min_active and is_time_to_serve and serving < min_active:
             reason = (

@@ -410,8 +410,8 @@ class Health:
         except Exception:
             # An error in Muster itself must not count as a failure of the server.
             _log.exception(
-                "Muster could not send a health check to the server of rank %d (start number "
-                "%d of its engine)",
+                "Muster could not send a health check to the server of rank %d (starts of the "
+                "engine so far: %d)",
                 rank,
                 epoch,
             )
@@ -434,8 +434,8 @@ class Health:
             watch.token_or_yes_s = now_s()
         if watch.yes_after_failures > settings.misses > 0:
             what = (
-                f"the server of rank {rank} passes its health checks, but all requests to this "
-                "server fail without a single token"
+                f"the server of rank {rank} passes its health checks, but every request to this "
+                "server fails before the first generated token"
             )
             reason = watch.failed_request_reason
             self._report_failed(watch, f"{what}; last failure: {reason}")

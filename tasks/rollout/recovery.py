@@ -508,7 +508,8 @@ class Recovery:
         except Exception as error:
             if not isinstance(error, StartFailed):
                 _log.exception(
-                    "Muster could not start the server of rank %d (start number %d of its engine)",
+                    "Muster could not start the server of rank %d (starts of the engine so "
+                    "far: %d)",
                     slot.rank,
                     epoch,
                 )

@@ -275,8 +275,13 @@ class Registry:
         """
         view = self.group(group)
         if view.is_begun or view.state not in (GroupState.STARTING, GroupState.RECOVERING):
+            reason = (
+                "their start has already begun"
+                if view.is_begun
+                else f"the state of the group is {view.state.value}"
+            )
             raise IllegalTransition(
-                f"{_describe(view)} is {view.state.value}: its servers cannot be started"
+                f"the servers of {_describe(view)} cannot be started, because {reason}"
             )
         if slots is not None:
             moved = {slot.rank: slot for slot in slots}
@@ -304,7 +309,8 @@ class Registry:
             return
         if view.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(
-                f"{_describe(view)} is {view.state.value}: its servers have been started before"
+                f"the start of {_describe(view)} has already ended: the state of the group is "
+                f"{view.state.value}"
             )
         state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
         self._move(view, state, cause="", version=_LOADED_VERSION)
@@ -376,7 +382,8 @@ class Registry:
         view = self.group(group)
         if view.state is not GroupState.RECOVERING:
             raise IllegalTransition(
-                f"{_describe(view)} is {view.state.value}: no recovery handles it"
+                f"no restart of {_describe(view)} is in progress: the state of the group is "
+                f"{view.state.value}"
             )
         self._move(view, GroupState.INACTIVE, cause=cause)
 
@@ -461,8 +468,8 @@ class Registry:
             legal_states = LEGAL_GROUP_TRANSITIONS[before.state]
             legal = ", ".join(sorted(legal_state.value for legal_state in legal_states))
             raise IllegalTransition(
-                f"{_describe(before)} cannot go from {before.state.value} to {state.value}, only "
-                f"to {legal or 'nothing'}"
+                f"the state of {_describe(before)} cannot change from {before.state.value} to "
+                f"{state.value}. The possible next states are: {legal or 'none'}"
             )
         if state in (GroupState.INACTIVE, GroupState.RETIRED):
             fields |= {"is_begun": False, "version": None, "unreachable": ()}

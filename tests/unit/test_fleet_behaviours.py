@@ -103,8 +103,8 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
     assert took_s == 0
     assert reason.startswith(
-        "Muster no longer restarts 2 of 2 engines, but the run needs at least 1: ranks 0: all 1 "
-        "allowed restarts are used up"
+        "Muster no longer restarts 2 of 2 engines, but the run needs at least 1 engine: ranks 0: "
+        "all 1 allowed restarts are used up"
     )
     assert "rank 0 died: killed by SIGKILL" in reason
     assert reason.endswith("last lines of rank 0:\nCUDA error")

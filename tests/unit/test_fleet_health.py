@@ -375,8 +375,8 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
         await asyncio.sleep(1.0)
 
     assert harness.last_failure_cause(0) == (
-        "the server of rank 0 passes its health checks, but all requests to this server fail "
-        "without a single token; last failure: the server answered 500"
+        "the server of rank 0 passes its health checks, but every request to this server fails "
+        "before the first generated token; last failure: the server answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
     stopped_ranks = {rank for rank in range(3) if len(harness.host.times("stop", rank))}
@@ -599,8 +599,8 @@ async def test_exception_in_a_probe_does_not_end_the_health_checks(
     assert (await harness.fleet.check())["failed"] == []
 
     assert (
-        "Muster could not send a health check to the server of rank 0 (start number 1 of its "
-        "engine)"
+        "Muster could not send a health check to the server of rank 0 (starts of the engine "
+        "so far: 1)"
     ) in caplog.text
 
 

@@ -108,7 +108,8 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         (
             {"code": 1},
-            "FleetError: Muster no longer restarts 1 of 2 engines, but the run needs at least 2\n",
+            "FleetError: Muster no longer restarts 1 of 2 engines, but the run needs at least 2 "
+            "engines\n",
             "RUNTIME_ERROR",
         ),
         (

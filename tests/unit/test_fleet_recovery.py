@@ -198,7 +198,7 @@ async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> Non
     harness.host[1].start_errors = ["no GPU"] * 9
     with pytest.raises(
         FleetFailed,
-        match="Muster no longer restarts 1 of 3 engines, but the run needs at least 3",
+        match="Muster no longer restarts 1 of 3 engines, but the run needs at least 3 engines",
     ):
         await harness.fleet.start()
 
@@ -368,7 +368,7 @@ async def test_stop_during_the_start_ends_the_start() -> None:
 @in_virtual_time
 async def test_running_fleet_cannot_be_started() -> None:
     harness = await start_fake_fleet(1)
-    with pytest.raises(IllegalTransition, match="the fleet is running, so it cannot be started"):
+    with pytest.raises(IllegalTransition, match="can be started, but this fleet is running"):
         await harness.fleet.start()
 
 
