@@ -129,8 +129,8 @@ class Admission:
             self._table.open()
         except OSError as error:
             _log.warning(
-                "the kernel does not allow sock_diag requests. So Muster reads the users of "
-                "connections from /proc/net/tcp: %s",
+                "the kernel does not allow sock_diag requests (%s). To find the user of a "
+                "connection, Muster reads /proc/net/tcp instead",
                 error,
             )
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -72,8 +72,8 @@ class Access:
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
             raise ValueError(
-                f"the gateway listens on {host}, which other machines can reach, so it needs a "
-                "token"
+                f"the gateway needs a token, because other machines can reach the address {host}. "
+                "Write `require_token: true` into components.rollout"
             )
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
@@ -174,9 +174,10 @@ class Access:
     def _make_page_refusal(self, header: str, value: str) -> Answer:
         port = "" if self.port is None else f":{self.port}"
         message = (
-            f"the gateway rejects a request with the header {header}: {value[:100]!r}. Without a "
-            f"token, only programs that connect to 127.0.0.1{port} are allowed, and no web pages. "
-            "To use a token, write `require_token: true` into components.rollout"
+            f"the gateway rejects this request because of the value of its header {header}: "
+            f"{value[:100]!r}. Without a token, the gateway accepts only requests to "
+            f"127.0.0.1{port}, and none from web pages. To use a token, write "
+            "`require_token: true` into components.rollout"
         )
         return make_error(403, "forbidden", message)
 

@@ -431,7 +431,9 @@ class HttpRequest:
         try:
             return await self.content.read_up_to(most, piece_within_s=BODY_PIECE_WITHIN_S)
         except TimeoutError:
-            why = f"the next part of the body did not arrive within {BODY_PIECE_WITHIN_S:g} s"
+            why = (
+                f"the next part of the request body did not arrive within {BODY_PIECE_WITHIN_S:g} s"
+            )
             raise Malformed(why, 408) from None
 
     def send(self, answer: Answer) -> int:

@@ -260,8 +260,8 @@ class Router:
         except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
                 why = (
-                    f"{self._queue_size} requests already wait for a server, the limit in "
-                    "queue_size. Send fewer requests at once"
+                    f"the gateway's queue is full: {self._queue_size} requests already wait for a "
+                    "server (queue_size). Send fewer requests at once"
                 )
                 raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()

@@ -30,7 +30,7 @@ def test_loopback_addresses_are_recognized(host: str, expected: bool) -> None:
 
 
 def test_gateway_beyond_loopback_needs_a_token() -> None:
-    with pytest.raises(ValueError, match=r"listens on 0\.0\.0\.0, which other machines can reach"):
+    with pytest.raises(ValueError, match=r"other machines can reach the address 0\.0\.0\.0"):
         Access("0.0.0.0", None)
 
 
