@@ -306,8 +306,8 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            "engines with `placement: local` run only on this machine, but a node with the GPUs of "
-            f"`gang` has room for only {engines_on_first_node} of {engine_count} engines"
+            "with `placement: local`, all engines run on this machine, but gang.gpus_per_node is "
+            f"enough for only {engines_on_first_node} of {engine_count} engines"
         )
         remedy = f"write `engines: {engines_on_first_node}`, or `placement: ray`"
         yield Fault(path=path, problem=problem, remedy=remedy)

@@ -245,8 +245,8 @@ class RayHost:
                 for bundle in bundles
             )
             raise NoHost(
-                f"the Ray cluster had no room for the servers of the fleet within {within_s:g} s: "
-                f"they need {wanted}"
+                f"the Ray cluster had no room for the servers of the fleet within {within_s:g} s. "
+                f"The servers need {wanted}"
             ) from error
         return cls(plan, {key: env[key] for key in env if _is_valid_elsewhere(key)}, group)
 
@@ -539,9 +539,9 @@ class RayHost:
         except OSError as error:
             self._log_bound = None
             _log.warning(
-                "%s is larger than log_max_bytes. Muster cannot shorten it, because its file "
-                "system cannot free the beginning of a file (%s). The logs of the servers will "
-                "keep growing.",
+                "The log %s is larger than log_max_bytes. Muster cannot shorten this log, because "
+                "the file system cannot free the beginning of a file (%s). The logs of all "
+                "inference servers will keep growing.",
                 target,
                 error.strerror,
             )

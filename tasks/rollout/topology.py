@@ -172,8 +172,8 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
             yield (
-                f"{name}: none of its servers ({join_commas(engine.group)}) is an entrypoint, "
-                "which accepts requests"
+                f"{name}: none of its servers ({join_commas(engine.group)}) accepts "
+                "requests as an entrypoint"
             )
 
         updated_ranks: set[int] = set()
@@ -181,7 +181,7 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
             server = f"{name}, server {slot.rank}"
             yield from _find_repeated(f"{server}: a rank is listed twice", slot.ranks, seen_ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
-                problem = "this server would update the weights of ranks of another engine"
+                problem = "this server is assigned to update the weights of ranks of another engine"
                 yield f"{server}: {problem}: {join_commas(sorted(unknown))}"
             problem = "updates the weights of a rank twice"
             yield from _find_repeated(f"{server}: {problem}", slot.weight_ranks, updated_ranks)
@@ -190,7 +190,8 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
                     f"{server}: an address is used twice", (slot.url,), seen_urls
                 )
         if missing := set(engine.ranks) - updated_ranks:
-            yield f"{name}: no server updates the weights of ranks {join_commas(sorted(missing))}"
+            problem = "no server is assigned to update the weights of ranks"
+            yield f"{name}: {problem} {join_commas(sorted(missing))}"
 
 
 def _find_repeated(problem: str, items: Iterable[T], seen: set[T]) -> Iterator[str]:

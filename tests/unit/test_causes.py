@@ -46,8 +46,8 @@ TEXTS = {
         "within 1800 seconds. See `ray status` to make sure the cluster has enough resources."
     ),
     "muster-fleet-room": (
-        "FleetError: the Ray cluster had no room for the servers of the fleet within 300 s: they "
-        "need 8 GPU, 1 CPU + 8 GPU, 1 CPU"
+        "FleetError: the Ray cluster had no room for the servers of the fleet within 300 s. The "
+        "servers need 8 GPU, 1 CPU + 8 GPU, 1 CPU"
     ),
     "skyrl-placement-group": (
         "RuntimeError: Failed to create placement group with 2 bundles (requiring 8.0 GPUs, 8.0 "

@@ -579,8 +579,8 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
         (
             "local",
             2,
-            "engines with `placement: local` run only on this machine, but a node with the GPUs "
-            "of `gang` has room for only 2 of 3 engines",
+            "with `placement: local`, all engines run on this machine, but gang.gpus_per_node is "
+            "enough for only 2 of 3 engines",
             "write `engines: 2`, or `placement: ray`",
         ),
     ],

@@ -446,13 +446,13 @@ def plan(*engines: Engine) -> TopologyPlan:
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
-            "engine 0: none of its servers (0, 1) is an entrypoint, which accepts requests",
+            "engine 0: none of its servers (0, 1) accepts requests as an entrypoint",
         ),
         # `weight_ranks` are the ranks whose weights a server updates. Wrong ranks are rejected.
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
-            "engine 0, server 0: this server would update the weights of ranks of another engine: "
-            "7",
+            "engine 0, server 0: this server is assigned to update the weights of ranks of another "
+            "engine: 7",
         ),
         (
             (engine(slot(0), slot(1, weight_ranks=(0, 1))),),
@@ -460,7 +460,7 @@ def plan(*engines: Engine) -> TopologyPlan:
         ),
         (
             (engine(slot(0, ranks=(0, 1, 2))),),
-            "engine 0: no server updates the weights of ranks 1, 2",
+            "engine 0: no server is assigned to update the weights of ranks 1, 2",
         ),
         # Two servers with the same address are rejected.
         (
