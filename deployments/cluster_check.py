@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not selected_nodes:
         addresses = ", ".join(sorted({node.ip for node in nodes}))
         print(
-            f"--node names {', '.join(options.node)}, but the nodes of the cluster have only "
-            f"these addresses: {addresses or 'none'}",
+            f"no node of the cluster has an address in --node ({', '.join(options.node)}). The "
+            f"nodes have these addresses: {addresses or 'none'}",
             file=sys.stderr,
         )
         return EXIT_INVALID

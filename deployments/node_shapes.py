@@ -92,7 +92,10 @@ class _Spawner:
         deadline = time.monotonic() + _STARTED_WITHIN_S
         while not any(_is_sleep(pid) for pid in _find_marked(mark)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{argv} has not started `sleep` within {_STARTED_WITHIN_S:g} s")
+                raise TimeoutError(
+                    f"no `sleep` process was running {_STARTED_WITHIN_S:g} s after the start of "
+                    f"the command {argv}"
+                )
             time.sleep(0.02)
         return os.getpid()
 

@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         f"deployments on the Prefect server of PREFECT_API_URL: {flows}. If the "
         "server does not answer, the program waits.",
         epilog="Exit: 0 the program was ended by SIGINT or SIGTERM; 2 the program takes no "
-        "arguments but got one, or another user may write in MUSTER_HOME.",
+        "arguments but got one, or another user has write permission in MUSTER_HOME.",
     )
 
 

@@ -213,9 +213,9 @@ def check_answers(
                 key=lambda version: float(_compute_gaps(model, batch, kept_weights[version])[row]),
             )
             raise OutOfStep(
-                f"{_describe_source(batch.answers[row])}, but its log-probabilities differ by "
-                f"{gaps[worst]:.3g} nats from those of the trainer. The weights of version "
-                f"{best_version} fit best"
+                f"{_describe_source(batch.answers[row])}, but the log-probabilities of "
+                f"this answer differ by {gaps[worst]:.3g} nats from the trainer's values. The "
+                f"weights of version {best_version} fit the answer best"
             )
         largest_gap = max(largest_gap, float(gaps[worst]))
 

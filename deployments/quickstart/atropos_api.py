@@ -145,7 +145,7 @@ def build_batch(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batc
         if len(answers) != group_size:
             raise ApiError(
                 f"the environment sent a group of {len(answers)} answers instead of {group_size}. "
-                "Set its group_size to the --group-size of the trainer"
+                "Set the group_size of the environment to the value of the trainer's --group-size"
             )
         if not group.get("inference_logprobs"):
             raise ApiError(

@@ -325,7 +325,7 @@ The stack is up.
   work pool       {POOL}, served by the worker {stack.worker}
   queue           {stack.ui_url}{QUEUE_PAGE}
   nodes           {stack.ui_url}{NODES_PAGE}
-  deployments     those of {PROJECT_FILE}
+  deployments     from {PROJECT_FILE}
   database        {place.server_home}
   logs            {place.logs}
 Next, from any directory:
@@ -333,10 +333,10 @@ Next, from any directory:
   muster deploy SPEC.yaml            let the Prefect UI or a schedule start runs of a spec
   muster ls                          list the runs
   muster down                        stop the stack and its runs
-For other programs, set the address of the server with
+For other programs, set the address of the Prefect server with
   export PREFECT_API_URL={stack.api_url}
   {export}
-and the address of its Ray cluster with
+and the address of the Ray cluster with
   export RAY_ADDRESS={stack.ray_dashboard} {ray_variables}"""
 
 
