@@ -352,10 +352,10 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         faulty = [entry for entry in settings.faulty if entry.until > now]
         spare_nodes = {entry.name for entry in settings.nodes} - drained - {node}
         if (not spare_nodes and not settings.clusters) or len(faulty) >= _MAX_FAULTY:
-            cause = "the work pool has no other node"
-            if faulty:
+            cause = "the work pool has no other node for new runs"
+            if len(faulty) >= _MAX_FAULTY:
                 cause = (
-                    f"it has already drained {len(faulty)} faulty nodes, the largest allowed number"
+                    f"{len(faulty)} faulty nodes are already drained, the largest allowed number"
                 )
             _log.warning(
                 "the node %s seems faulty, but Muster does not drain it, because %s", node, cause
@@ -365,7 +365,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         kind = failure.kind.value
         reason = (
             f"the runs {other_runs[0].name} and {run_id} failed on this node within a day "
-            f"({run_id} failed as {kind})"
+            f"(failure kind of {run_id}: {kind})"
         )
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})

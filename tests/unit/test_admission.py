@@ -20,8 +20,22 @@ from tasks.queue import admission
 from tasks.queue.admission import _Admission
 from tasks.queue.grants import Grant
 from tasks.queue.lease import LeaseLost
-from tasks.queue.settings import MissingFromServer, PoolSettings, with_settings
+from tasks.queue.settings import (
+    FaultyNode,
+    MissingFromServer,
+    PoolSettings,
+    TableNode,
+    with_settings,
+)
 from tasks.ray.dashboard import ListedCluster
+from tasks.record.outcome import Failure, FailureKind
+
+GPU_1, GPU_2, GPU_3, GPU_4 = (TableNode(name=f"gpu-{number}", gpus=8) for number in range(1, 5))
+
+
+def make_faulty_node(name: str) -> FaultyNode:
+    """Return the entry of a node that Muster has drained until the year 2096."""
+    return FaultyNode(node=name, until=4e9)
 
 
 class Server:
@@ -193,6 +207,47 @@ def test_pool_without_exactly_one_cluster_is_explained(
         admission.find_cluster(uuid4())
 
 
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        # The only other node of the work pool is drained already.
+        (
+            PoolSettings(nodes=(GPU_1, GPU_2), faulty=(make_faulty_node("gpu-2"),)),
+            "the work pool has no other node for new runs",
+        ),
+        (
+            PoolSettings(
+                nodes=(GPU_1, GPU_2, GPU_3, GPU_4),
+                faulty=(make_faulty_node("gpu-2"), make_faulty_node("gpu-3")),
+            ),
+            "2 faulty nodes are already drained, the largest allowed number",
+        ),
+    ],
+)
+def test_faulty_node_that_is_not_drained_is_reported_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: PoolSettings,
+    cause: str,
+) -> None:
+    async def find_pool(*_: object) -> WorkPool:
+        return WorkPool(name="gang", type="gang", base_job_template=with_settings({}, settings))
+
+    async def read_other_runs(*_: object) -> list[FlowRun]:
+        return [FlowRun(id=uuid4(), flow_id=uuid4(), name="earlier")]
+
+    monkeypatch.setattr(admission, "get_client", lambda: Pools({}, "gang", {}))
+    monkeypatch.setattr(admission, "find_blamed_nodes", lambda *_: ("gpu-1",))
+    monkeypatch.setattr(admission, "_find_gang_pool", find_pool)
+    monkeypatch.setattr(admission, "_read_other_failed_runs", read_other_runs)
+    failure = Failure(kind=FailureKind.GPU_HARDWARE, message="the GPU fell off the bus")
+
+    asyncio.run(admission.note_failure(uuid4(), "sft-1", failure))
+
+    expected = f"the node gpu-1 seems faulty, but Muster does not drain it, because {cause}"
+    assert expected in caplog.messages
+
+
 class Pools:
     """A fake Prefect server that has one flow run and several work pools.
 
@@ -230,3 +285,5 @@ class Pools:
             )
             for name, addresses in self._pools.items()
         ]
+
+    async def update_flow_run_labels(self, flow_run_id: UUID, labels: dict[str, Any]) -> None: ...
