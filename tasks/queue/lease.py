@@ -297,8 +297,8 @@ class SchedulingLease:
             except TimeoutError as error:
                 if limit.expired():
                     raise LeaseLost(
-                        f"the {self.hold_s:g} s in which this process may change the queue are "
-                        "over. Another scheduler may now hold the scheduler lock"
+                        f"this process had {self.hold_s:g} s to change the queue, and did not "
+                        "finish. Another scheduler may now hold the scheduler lock"
                     ) from error
                 raise
             finally:

@@ -261,7 +261,8 @@ class Capacity:
                 raise NoCapacity(str(error)) from error
             raise NoCapacity(
                 f"{error}. The work pool does not list this cluster, so Muster sent no token and "
-                f"no headers. To list the cluster: muster queue set cluster.{address}=0"
+                "no headers. To list this cluster as a cluster without an autoscaler: muster queue "
+                f"set cluster.{address}=0"
             ) from error
         except NoAnswer as error:
             took_too_long = self.clock() - started_s >= self.within_s

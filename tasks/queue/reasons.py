@@ -182,7 +182,7 @@ def _explain_missing_gpus(
             if reason.is_start_assumed:
                 # The parts of the message are separated by semicolons, so this part must not
                 # contain a semicolon.
-                expected += " (an estimate, because a spec does not set `gang.hours`)"
+                expected += " (a guess: at least one of these runs has no `gang.hours`)"
         parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 
     if _has_enough_gpus(demand, free):

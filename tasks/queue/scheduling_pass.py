@@ -200,8 +200,8 @@ class QueueReader:
         if set_back:
             run_names = join_commas(entry.request.name for entry in set_back)
             troubles.append(
-                "Muster does not start these runs. A user has set their states back to Scheduled, "
-                f"but their earlier processes may still run: {run_names}"
+                f"Muster does not start {run_names}: a user set these runs back to Scheduled, but "
+                "the earlier processes of these runs may still be running"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows

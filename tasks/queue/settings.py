@@ -94,8 +94,8 @@ class PoolSettings(BaseModel):
     faulty: tuple[FaultyNode, ...] = Field(
         (),
         title="Faulty nodes",
-        description="Nodes that Muster has drained for a day. On each of them, two runs "
-        "failed, and the node may be the cause.",
+        description="Nodes on which two runs failed within a day, perhaps because of the node. "
+        "Muster drains each of these nodes for one day.",
     )
 
     def drained_at(self, now: float) -> frozenset[str]:
@@ -149,7 +149,7 @@ class PoolSettings(BaseModel):
         return (
             "the spec has no ray.address, so the work pool must list exactly one cluster (it "
             f"lists: {addresses}). Write `ray: {{address: URL}}` into the spec, or list one "
-            "cluster: `muster queue set cluster.URL=0`"
+            "cluster: `muster queue set cluster.URL=0` (0: no autoscaler)"
         )
 
 

@@ -274,7 +274,7 @@ class GangVariables(ProcessVariables):
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
         title="Gang queue",
-        description="Settings of this work pool's queue. They have no effect in the job "
+        description="Settings of the queue of this work pool. Muster ignores this key in the job "
         "variables of a deployment.",
     )
 

@@ -177,7 +177,7 @@ def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run
     wait_for_grant(active)
     run = pool.submit(pool.spec(gpus=16))
 
-    wait_for_message(run, "an estimate, because a spec does not set `gang.hours`")
+    wait_for_message(run, "a guess: at least one of these runs has no `gang.hours`")
     # At first, the scheduler assumes the default duration of 24 hours. The steps of the training
     # show a duration of about 6 hours. The scheduler reads this estimate only once a minute.
     wait_for(

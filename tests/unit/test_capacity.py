@@ -157,7 +157,7 @@ async def test_unreadable_cluster_raises_with_the_reason(
         (
             (),
             "",
-            "^401. The work pool .* no headers. To list the cluster: muster queue set cluster.http://ray:8265=0",
+            "^401. The work pool .* autoscaler: muster queue set cluster.http://ray:8265=0",
         ),
         ((), RAY, "^401"),
         ((RAY,), "", "^401"),

@@ -68,7 +68,7 @@ def test_start_after_a_run_without_hours_is_marked_as_assumed() -> None:
 
     message = explain_wait(WIDE, reason, NAMES, free=THREE, now=NOW)
 
-    assert "UTC (an estimate, because a spec does not set `gang.hours`)" in message.text
+    assert "UTC (a guess: at least one of these runs has no `gang.hours`)" in message.text
     assert message.is_start_assumed
 
 
