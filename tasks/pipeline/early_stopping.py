@@ -118,11 +118,11 @@ def find_reason_to_stop(
     if not _is_pruned(rule, int(step), best, figures):
         return ""
     all_figures = [*figures, best]
-    own = f"best {rule.by} until step {point.last_step:g}: {best:.6g}"
+    own = f"the best {rule.by} until step {point.last_step:g} is {best:.6g}"
     points = f"{len(all_figures)} points at step {step:g}"
     if rule.rule == "median":
         side = "below" if rule.mode == "max" else "above"
-        return f"{own}, {side} the median of {points}: {statistics.median(all_figures):.6g}"
+        return f"{own}, {side} the median of {points} ({statistics.median(all_figures):.6g})"
     return f"{own}, not in the better half of {points}"
 
 

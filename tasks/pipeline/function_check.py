@@ -87,8 +87,9 @@ def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Faul
         return
     yield Fault(
         path=f"stages.{index}.call",
-        problem=f"the project of the function {stage.call} is unknown: the pipeline was not read "
-        "from a file, and the step has no key `code`",
-        remedy="write the pipeline into a file of the project, and start it with `muster pipeline "
-        "FILE`. Or copy the line `code: NAME` from the spec of an earlier run of the project",
+        problem=f"the project folder of the function {stage.call} is unknown, because the pipeline "
+        "was not read from a file, and the step has no key `code`",
+        remedy="write the pipeline into a file in the project folder, and start this file with "
+        "`muster pipeline FILE`. Or copy the line `code: NAME` from the spec of an earlier run of "
+        "the project",
     )

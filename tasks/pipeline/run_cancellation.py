@@ -79,6 +79,6 @@ def _describe_end(run: StageRun, away: ServerAway | None) -> str:
     if away is None:
         return f"still {run.state}"
     return (
-        "its state is unknown, and the run may still be running, because the Prefect server does "
-        f"not answer: {away}"
+        "the state of the run is unknown, because the Prefect server does not answer. The run may "
+        f"still be running: {away}"
     )

@@ -247,8 +247,9 @@ class PipelineSession:
             self._runs, _ = self._requests.ask(self._read_progress)
         except ServerAway as error:
             _log.warning(
-                "Before the cancellation of the pipeline's runs, Muster could not update the list "
-                "of these runs: %s",
+                "Muster cancels the runs of the pipeline, but could not read the newest list of "
+                "these runs from the Prefect server. A run that was created a moment ago may "
+                "continue: %s",
                 error,
             )
         runs = [run for run in self._runs if run.ending is None]
@@ -480,11 +481,11 @@ def _describe_handover(decision: PipelineDecision) -> str:
     if runs:
         names = join_commas([run.stage for run in runs])
         return (
-            f"stage {names} continues, and the next process of the pipeline waits for the end of "
-            "this stage"
+            f"stage {names} continues. A worker will start a new process of the pipeline, which "
+            "then waits for the end of this stage"
         )
     names = join_commas([step.stage for step in decision.begins])
-    return f"the next process of the pipeline begins stage {names}"
+    return f"a worker will start a new process of the pipeline, which then begins stage {names}"
 
 
 def pipeline_id_of_flow_run() -> str:

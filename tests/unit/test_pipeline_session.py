@@ -466,7 +466,7 @@ def test_point_below_the_median_is_stopped_early_and_shown(server: FakeRuns) -> 
     stopped = server.runs[0]
     assert (stopped.state, stopped.message) == (
         "stopped early",
-        "best reward until step 3: 0.1, below the median of 5 points at step 3: 0.3",
+        "the best reward until step 3 is 0.1, below the median of 5 points at step 3 (0.3)",
     )
     shown = server.artifacts["points-grid"]
     assert shown.headline == "grid: 2 of 5 points of the matrix have ended, 2 stopped early"
@@ -632,7 +632,7 @@ def project(server: FakeRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("directory", "message"),
     [
-        ("empty", "stages.1.call: the project of the function other:run is unknown: the pipeline"),
+        ("empty", "stages.1.call: the project folder of the function other:run is unknown"),
         ("project", "stages.1.call: the project has no module 'other'"),
     ],
 )
