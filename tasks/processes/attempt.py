@@ -1299,8 +1299,8 @@ class SupervisedAttempt:
             )
         if early:
             hint += (
-                f" If {component.name} may end earlier, write `on_exit_zero: drain` into "
-                f"`components.{component.name}` of the spec."
+                f" If {component.name} is allowed to end before the run, write "
+                f"`on_exit_zero: drain` into `components.{component.name}` of the spec."
             )
         self._fail(component, message, "exit", exit=exit, hint=hint)
 

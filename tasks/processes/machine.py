@@ -186,7 +186,7 @@ def digest_code() -> dict[str, str]:
     if spec is None or not spec.submodule_search_locations:
         return {
             "digest": "",
-            "problem": "Muster's Python package `tasks` has no files on this machine",
+            "problem": "Python found no folder for this package",
         }
     digest = hashlib.sha256()
     root = Path(spec.submodule_search_locations[0])

@@ -322,7 +322,7 @@ def _describe_file(path: Path, key: str) -> MissingStep:
         f'Change the training so that it appends a line such as {{"{key}": 1}} to {path} after '
         "each step. The module muster_metrics does this: see `muster docs your-training`."
     )
-    other = "Or write another file into `progress.jsonl` of the spec."
+    other = "Or set `progress.jsonl` in the spec to the path of another file."
     if path.exists():
         return MissingStep(
             problem=f"{path} has no new line with a JSON object",

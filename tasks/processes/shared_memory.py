@@ -67,8 +67,8 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
         unused = candidates - find_used_files(tree.all_pids(), candidates)
     except OSError as error:
         _log.warning(
-            "Muster keeps files in shared memory, because it cannot find out which processes "
-            "use them: %s",
+            "Muster does not remove leftover files from shared memory, because Muster cannot find "
+            "out which processes use these files: %s",
             error,
         )
         return removed

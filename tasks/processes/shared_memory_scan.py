@@ -88,7 +88,11 @@ class SharedMemoryScan:
         try:
             self._known = self._list_files()
         except OSError as error:
-            _log.warning("Muster could not record the files of the run in shared memory: %s", error)
+            _log.warning(
+                "Muster could not list the files in shared memory. So files of the run may remain "
+                "there after the run: %s",
+                error,
+            )
             return
         self._thread.start()
         self._watch = DirectoryWatch(directory, self._scan_for_new_file)
@@ -117,7 +121,8 @@ class SharedMemoryScan:
         if self._thread.is_alive():
             limit_s = _LAST_SCAN_WITHIN_S
             _log.warning(
-                "the last search for files of the run in %s did not end within %g s",
+                "Muster could not finish the search for leftover files of the run in %s within "
+                "%g s. Some of these files may remain",
                 self._directory,
                 limit_s,
             )

@@ -39,8 +39,12 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     try:
         owners = [owner for owner in map(find_living_owner, registered_runs()) if owner is not None]
     except OSError as error:
-        # The runs must be stopped nevertheless. Their records then name only the signal.
-        _log.warning("Muster could not note for the runs why they are being stopped: %s", error)
+        # The runs must be stopped nevertheless.
+        _log.warning(
+            "Muster could not write the reason for the stop into the records of the runs. The "
+            "records will name only the signal: %s",
+            error,
+        )
         return []
     for owner in owners:
         if owner.directory is not None and is_stopped(owner):

@@ -139,9 +139,9 @@ class TimeToSave:
         assert warning is not None
         name = signal_name(warning.signum)
         message = (
-            f"Muster did not warn {component.name} of its end with {name}, because none of its "
-            f"processes handles {name}. Install a signal handler in the trainer, or remove "
-            "`stop.warn` from the spec"
+            f"Muster did not send the warning signal {name} to {component.name}, because no "
+            f"process of {component.name} handles {name}. Install a signal handler in the trainer, "
+            "or remove `stop.warn` from the spec"
         )
         self.emit("run.warning", message=message)
 

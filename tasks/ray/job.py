@@ -397,8 +397,8 @@ class RayJob(RunningComponent):
             )
         except (NoAnswer, Denied, OSError, ValueError) as error:
             _log.warning(
-                "Muster could not send the signal that warns the processes of %s before the "
-                "end: %s",
+                "Muster could not send the warning signal (`stop.warn` in the spec) to the "
+                "processes of %s: %s",
                 self,
                 error,
             )

@@ -182,7 +182,7 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     for pid in all_pids():
         with suppress(PermissionError):
             if belongs_to_own_user(pid) and guardian_variables <= read_environment(pid).items():
-                return f"the guardian process that owns the component (pid {pid}) is still running"
+                return f"the component's guardian process (pid {pid}) is still running"
     return ""
 
 

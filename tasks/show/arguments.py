@@ -45,8 +45,8 @@ FromRun = Annotated[
         name="--from",
         show_default=False,
         help="Start the run from a checkpoint of another run: `RUN` for the newest complete "
-        "checkpoint of that run, or `RUN@STEP` for the checkpoint of a step. The checkpoint is "
-        "not moved, and the key `keep` does not remove it.",
+        "checkpoint of that run, or `RUN@STEP` for the checkpoint of a step. Muster neither moves "
+        "nor removes this checkpoint, even if the spec sets `keep`.",
     ),
 ]
 PipelineFile = Annotated[

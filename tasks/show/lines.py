@@ -196,7 +196,7 @@ def end_block(
                 yield _format_field(fact.label, fact.text)
             if not record.state.is_final and state in _FINAL_STATES:
                 yield _format_field(
-                    "incomplete", f"the file {record_path} does not contain the end of the run"
+                    "incomplete", f"the file {record_path} lacks the final state of the run"
                 )
                 yield _format_field("what to do", "free disk space, then run `muster reconcile`")
         else:

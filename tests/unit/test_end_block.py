@@ -254,7 +254,7 @@ def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) 
     lines = block(state=state, message="60/60 steps", record_path=path)
 
     text = "\n".join(lines)
-    assert f"the file {path} does not contain the end of the run" in text
+    assert f"the file {path} lacks the final state of the run" in text
     assert "muster reconcile" in text
     assert "not ended" not in text
 

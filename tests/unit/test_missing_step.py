@@ -118,8 +118,8 @@ def test_file_of_muster_is_not_named_as_a_metrics_file(tmp_path: Path, name: str
     assert missing.problem == f"{path} does not exist"
     assert missing.remedy == (
         f'Change the training so that it appends a line such as {{"iter": 1}} to {path} after each '
-        "step. The module muster_metrics does this: see `muster docs your-training`. Or write "
-        "another file into `progress.jsonl` of the spec."
+        "step. The module muster_metrics does this: see `muster docs your-training`. Or set "
+        "`progress.jsonl` in the spec to the path of another file."
     )
 
 

@@ -205,10 +205,7 @@ def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) ->
         alive = guardian.poll() is None
         guardian.kill()
 
-    reason = (
-        f"refused: the guardian process that owns the component (pid {guardian.pid}) is still "
-        "running"
-    )
+    reason = f"refused: the component's guardian process (pid {guardian.pid}) is still running"
     assert alive and answer["why"] == reason
 
 

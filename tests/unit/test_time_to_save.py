@@ -230,7 +230,7 @@ async def test_missing_handler_is_reported_at_the_end(tmp_path: Path) -> None:
 
     [warning] = scene.named("run.warning")
     assert (
-        "did not warn trainer of its end with SIGUSR1, because none of its processes handles"
+        "did not send the warning signal SIGUSR1 to trainer, because no process of trainer handles"
         in str(warning)
     )
 
