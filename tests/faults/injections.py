@@ -278,7 +278,11 @@ def freezable_disk(place: Path) -> Iterator[None]:
 
 
 def why_no_disks(make: Callable[[Path], contextlib.AbstractContextManager[None]]) -> str:
-    """Return the reason why `make` cannot mount its file system, or an empty string if it can."""
+    """Return the reason why a file system cannot be mounted, or an empty string.
+
+    Args:
+        make: Mounts the file system at a path, and unmounts it at the end of the context.
+    """
     with tempfile.TemporaryDirectory() as directory:
         try:
             with make(Path(directory) / "disk"):

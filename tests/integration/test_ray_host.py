@@ -55,7 +55,7 @@ class Fleet:
         host.on_death = self.deaths.put_nowait
 
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
-        """Return the plan of a server on a node, with a port that the host has reserved."""
+        """Reserve a port on a node, and return a `ServerSlot` with this port for a server."""
         [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
             ranks=(rank,),

@@ -725,8 +725,8 @@ def test_killed_supervisor_leaves_no_process_and_no_running_run(home: Home) -> N
     assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
-    # The next stack finds that the run has no process, and gives the run a final state on the
-    # server.
+    # `muster up` starts a new stack. The new stack finds that the run has no process, and gives the
+    # run a final state on the server.
     assert home.up().returncode == 0
     assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
 

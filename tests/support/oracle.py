@@ -120,7 +120,11 @@ def end_all(cgroup: str) -> None:
 
 
 def list_processes(cgroup: str) -> list[int]:
-    """Return the ids of all descendants of this process, and of all processes of a cgroup."""
+    """Return the pids of this process, of all its descendants, and of all processes in a cgroup.
+
+    Args:
+        cgroup: Directory of the cgroup; empty for no cgroup.
+    """
     parents = {int(name): read_parent_pid(name) for name in os.listdir("/proc") if name.isdigit()}
     pids = [os.getpid()]
     # The list grows during the loop, so that the children of each descendant are added, too.

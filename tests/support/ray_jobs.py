@@ -51,7 +51,7 @@ class JobEvents:
 
     @property
     def names(self) -> list[str]:
-        """Names of the events of the job, without the events of its component."""
+        """Names of the recorded events, apart from the events of components."""
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 

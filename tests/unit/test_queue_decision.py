@@ -724,7 +724,7 @@ def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEnt
         # the run has reported an expected end, which replaces the default of 24 hours
         ({}, 2.0, 2.0, False),
         ({}, 30.0, 30.0, False),
-        # the expected end is never later than `hours` or `max_hours` of the spec allows
+        # a later expected end than `hours` or `max_hours` in the spec is reduced to this limit
         ({"hours": 4}, 2.0, 2.0, False),
         ({"hours": 4}, 30.0, 4.0, False),
         ({"max_hours": 4}, 30.0, 4.0, False),

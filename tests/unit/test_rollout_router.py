@@ -71,9 +71,9 @@ def test_session_keeps_its_entrypoint_even_if_other_entrypoints_have_fewer_reque
 @pytest.mark.parametrize(
     "left",
     [
-        [entrypoint(1)],  # the session's entrypoint was removed
-        [entrypoint(0, 2), entrypoint(1)],  # the session's entrypoint was restarted
-        # the session's entrypoint still exists, but did not answer the last requests
+        [entrypoint(1)],  # entrypoint 0, which the session uses, was removed
+        [entrypoint(0, 2), entrypoint(1)],  # entrypoint 0 was restarted
+        # entrypoint 0 still exists, but did not answer the last requests
         [entrypoint(0, is_preferred=False), entrypoint(1)],
     ],
 )
