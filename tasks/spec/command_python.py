@@ -87,10 +87,10 @@ def find_foreign_launcher(
         return None
     return Fault(
         path="",
-        problem=f"the Python environment {chosen.environment} ({chosen.reason}) has no "
-        f"{command[0]}, so {launcher} would run the training with {python} of another environment",
-        remedy=f"install {command[0]} in {chosen.environment}. Or write {launcher} into the "
-        "command, if you want that environment",
+        problem=f"the chosen Python is {chosen}, but the environment of this Python has no "
+        f"{command[0]}. The command would start {launcher}, which uses another Python, {python}",
+        remedy=f"install {command[0]} in {chosen.environment}. If you want to use {python}, write "
+        f"{launcher} as the first item of the command",
     )
 
 

@@ -258,8 +258,9 @@ def refuse_foreign_settings(folder: Path) -> None:
             continue
         if fault and _has_settings(file):
             raise UntrustedPath(
-                f"Prefect would read settings from {file}, but {fault}: "
-                "use another working directory, or remove the file"
+                f"Another user could have changed {file}, which may contain settings of Prefect: "
+                f"{fault}. If you cannot make the file safe, use another working "
+                "directory, or remove the file."
             )
 
 

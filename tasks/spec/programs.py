@@ -32,8 +32,8 @@ from tasks.spec.values import Env, select_literals
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
 _REMEDY = (
-    "install the program, or write its path ./NAME and run chmod +x NAME. Write each argument as "
-    "a separate list item"
+    "install the program. If the program is a file in the working directory, write ./NAME, and "
+    "make the file executable with `chmod +x NAME`. Write each argument as a separate list item"
 )
 #: Environment variables with the path of the activated Python environment: first for a virtual
 #: environment, then for a conda environment. If both are set, the virtual environment is used,
@@ -148,7 +148,8 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
         )
     return Interpreter(
         path=sys.executable,
-        reason="Muster's own, because the project has no .venv, and no environment is activated",
+        reason="Muster's own Python, because the project has no .venv and no Python environment is "
+        "activated",
     )
 
 

@@ -92,7 +92,10 @@ def test_check_names_the_python_and_says_where_a_missing_program_was_searched(
 
     output = capsys.readouterr()
     assert code == 0
-    assert f"python {sys.executable} (Muster's own, because the project has no .venv" in output.out
+    assert (
+        f"python {sys.executable} (Muster's own Python, because the project has no .venv"
+        in output.out
+    )
     assert f"Muster searches for programs in {Path(sys.executable).parent}" in output.err
     assert f"create the environment as {spec.parent / '.venv'}, or activate it" in output.err
 

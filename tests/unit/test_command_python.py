@@ -65,10 +65,11 @@ def test_launcher_of_another_environment_is_a_fault(
 
     assert fault.path == "components.trainer.command.0"
     assert str(fault) == (
-        f"components.trainer.command.0: the Python environment {project}/.venv (of the project's "
-        f".venv) has no {launcher}, so {other}/bin/{launcher} would run the training with "
-        f"{other}/bin/python of another environment (install {launcher} in {project}/.venv. Or "
-        f"write {other}/bin/{launcher} into the command, if you want that environment)"
+        f"components.trainer.command.0: the chosen Python is {project}/.venv/bin/python (of the "
+        f"project's .venv), but the environment of this Python has no {launcher}. The "
+        f"command would start {other}/bin/{launcher}, which uses another Python, "
+        f"{other}/bin/python (install {launcher} in {project}/.venv. If you want to use "
+        f"{other}/bin/python, write {other}/bin/{launcher} as the first item of the command)"
     )
 
 

@@ -48,7 +48,7 @@ def test_advice_about_a_missing_package_names_the_python_and_the_choices(
 
     assert verdict.failure is not None
     assert sys.executable in verdict.failure.hint
-    assert "the project has no .venv, and no environment is activated" in verdict.failure.hint
+    assert "the project has no .venv and no Python environment is activated" in verdict.failure.hint
     assert "activated in your shell" in verdict.failure.hint
 
 

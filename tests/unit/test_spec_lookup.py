@@ -142,7 +142,7 @@ def test_commands_without_a_certain_fault_are_accepted(root: Path, command: list
             ["zzz"],
             0,
             "'zzz' does not exist or is not executable",
-            "install the program, or write its path",
+            "install the program. If the program is a file",
         ),
         (["train.py"], 0, "'train.py' does not exist or is not executable", "./NAME"),
         (
