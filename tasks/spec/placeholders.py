@@ -402,12 +402,16 @@ def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> No
         if (use.name or "").startswith(STAGE) and not (use.name or "").startswith(prefixes)
     ]
     problem = (
-        "the placeholder `{}` will have no value, because no component of that stage has the key "
+        "the placeholder `{}` will have no value, because no component of the stage {} has the key "
         "`checkpoints`"
     )
     remedy = "write `checkpoints: FOLDER` in the component, or `checkpoint: PATTERN` in the stage"
     without_value = [
-        Fault(path=use.path, problem=problem.format(use), remedy=remedy)
+        Fault(
+            path=use.path,
+            problem=problem.format(use, (use.name or "").split(".")[1]),
+            remedy=remedy,
+        )
         for use in uses
         if not known_names.get(use.name or "", True)
     ]

@@ -172,7 +172,7 @@ def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
-        problem = "this key needs a data_parallel (number of replicas) of more than 1, found 1"
+        problem = "this key needs at least 2 replicas in each engine (`data_parallel`), found 1"
         remedy = "write `data_parallel: N` with a divisor N of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
@@ -218,7 +218,10 @@ def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         "the backend `command` does not support this key, because your own program decides how it "
         "uses its GPUs"
     )
-    remedy = "add the option of your program to `command`, and write `gpus_per_node: N`"
+    remedy = (
+        "leave it out. Set the parallelism with an option of your program in `command`, and the "
+        "number of GPUs with `gpus_per_node: N`"
+    )
     if sizes.tensor > 1:
         yield ("tensor_parallel",), make_refusal(problem, remedy)
     if sizes.expert > 1:
@@ -400,7 +403,10 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
         remedy = "leave it out, and write for example health: {timeout_s: 15}"
         yield ("env", SGLANG_TIMEOUT), make_refusal(problem, remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
-        problem = f"must be more than 1, found {timeout_s:g}: SGLang itself waits at least a second"
+        problem = (
+            f"must be more than 1, found {timeout_s:g}: the timeout of SGLang's own health check "
+            "is at least 1 second, and Muster must wait longer"
+        )
         yield ("health", "timeout_s"), make_refusal(problem, "write for example 15")
 
 
@@ -459,7 +465,7 @@ class FleetHealth(Model):
     )
     misses: CountOrZero = Field(
         3,
-        description="Number of failed checks of a server in a row after which the server's "
+        description="Number of consecutive failed checks of one server after which the server's "
         "engine counts as failed. 0: Muster makes no regular checks, but still notices dead "
         "servers. If a program requests a check of all servers, a single failed check is enough.",
     )
@@ -491,7 +497,7 @@ def _check_budget(value: object) -> object:
         problem = (
             f"must be a whole number, 1 or more, or {UNLIMITED}, found {describe_value(value)}"
         )
-        raise make_refusal(problem, "leave out the key for the default of 3 for each engine")
+        raise make_refusal(problem, "leave out the key: the default is 3 restarts for each engine")
     return value
 
 

@@ -49,14 +49,15 @@ def check_ray_use(
             yield ("components", name, "live", "processes"), make_refusal(problem, "leave it out")
         if mapping_or_empty(components[name].get("ready")).get("notify"):
             problem = "a Ray job runs on another machine and cannot send READY=1 to this machine"
-            remedy = "write `log: REGEX`, or `http: ADDRESS` of the job"
+            remedy = "write `log: REGEX`, or `http: URL` with the address of the job"
             yield ("components", name, "ready", "notify"), make_refusal(problem, remedy)
 
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
         problem = (
-            f"{other} runs on this machine, and ends if the process that controls the run dies, "
-            "so Muster cannot adopt it"
+            f"adopt needs a Ray job for every component, but the component {other} is a process on "
+            "this machine. If the process of Muster that controls the run dies, such a component "
+            "ends, too"
         )
         remedy = "write `on_lost_flow: stop`, or `launcher: ray_job` for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
@@ -90,7 +91,8 @@ def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> I
         yield place, make_refusal(problem, f"write `entrypoint_gpus: {per_node}` or less")
     if len(jobs) > 1:
         problem = (
-            f"the run has {len(jobs)} Ray jobs, and the driver of each job would take {gpus} GPUs"
+            f"this key is only allowed for a run with a single Ray job, found {len(jobs)} jobs: "
+            f"the driver of each job would take {gpus} GPUs"
         )
         yield place, make_refusal(problem, "leave it out, or use only one Ray job")
     for key in ("entrypoint_resources", "entrypoint_label_selector"):

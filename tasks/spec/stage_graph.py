@@ -75,9 +75,12 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
         cycle = find_cycle(name, needs)
         reported.update(cycle)
         text = " needs ".join([*cycle, cycle[0]])
-        remedy = "remove one stage from the key `needs` of another stage"
+        remedy = "remove a name from the list `needs` of one of these stages"
         if any("needs" not in other for other in _select(indexed_stages, cycle)):
-            remedy += "; a stage without the key needs all stages before it, so write `needs: []`"
+            remedy += (
+                ". A stage without the key `needs` waits for all stages before it: write "
+                "`needs: []` in a stage that needs none of them"
+            )
         yield Fault(
             path=f"stages.{index}.needs",
             problem=f"stages need each other in a cycle: {text}",

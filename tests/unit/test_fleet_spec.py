@@ -148,7 +148,7 @@ def test_engine_size_follows_from_parallelism(
         (
             {**SGLANG, "tensor_parallel": 8, "dp_attention": True},
             "dp_attention",
-            "needs a data_parallel (number of replicas) of more than 1",
+            "needs at least 2 replicas in each engine (`data_parallel`), found 1",
             "write `data_parallel: N` with a divisor N of tensor_parallel",
         ),
         (

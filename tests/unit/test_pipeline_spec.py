@@ -144,7 +144,7 @@ A = {"name": "a", "spec": spec()}
             ),
             [
                 "stages.1.spec.components.trainer.command.1: the placeholder "
-                "`${stage.a.checkpoint}` will have no value, because no component of that stage "
+                "`${stage.a.checkpoint}` will have no value, because no component of the stage a "
                 "has the key `checkpoints` (write `checkpoints: FOLDER` in the component, or "
                 "`checkpoint: PATTERN` in the stage)"
             ],

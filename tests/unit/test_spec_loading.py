@@ -138,7 +138,7 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
         (
             {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
             "on_lost_flow",
-            "api runs on this machine",
+            "the component api is a process on this machine",
         ),
     ],
 )
