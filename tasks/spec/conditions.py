@@ -154,7 +154,8 @@ def _check_node(node: ast.AST) -> None:
         case _:
             raise InvalidCondition(
                 f"`{shorten(ast.unparse(node))}` is not allowed in a condition",
-                "use only comparisons, and, or, not, in, arithmetic, literals and placeholders",
+                "use only comparisons, arithmetic, literals, placeholders, `and`, `or`, `not` and "
+                "`in`",
             )
 
 
@@ -194,7 +195,9 @@ def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:
             operands = [_evaluate(operand, values) for operand in (left, *others)]
             pairs = zip(operations, operands[:-1], operands[1:], strict=True)
             return all(_compare(operation, first, second) for operation, first, second in pairs)
-    raise AssertionError(f"this condition was not checked before: {ast.dump(node)}")
+    raise AssertionError(
+        f"Muster evaluated a condition without checking it first: {ast.dump(node)}"
+    )
 
 
 def _compare(operation: ast.cmpop, first: Any, second: Any) -> bool:

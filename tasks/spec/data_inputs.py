@@ -31,7 +31,8 @@ def _check_data_input(text: str) -> str:
         )
     if re.search(r"[\x00-\x1f\x7f]", text) or text != text.strip():
         raise make_refusal(
-            f"must be one path or URI without a line break or outer spaces, found {text!r}",
+            "must be a single path or URI, without line breaks and without spaces at the start or "
+            f"end, found {text!r}",
             "write each path as an item of the list",
         )
     if not is_url(text):
@@ -41,7 +42,7 @@ def _check_data_input(text: str) -> str:
             raise make_refusal(fault.problem, fault.remedy)
         return text
     if _has_credentials(text):
-        problem = "a URI of data must contain no credentials, because records show it"
+        problem = "this URI must contain no credentials, because records show the URI"
         raise make_refusal(problem, _CREDENTIALS_REMEDY)
     return text
 

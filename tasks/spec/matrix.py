@@ -159,7 +159,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
             problem = f"must be at most {count}, the number of points of the matrix, found {sample}"
             yield (
                 ("sample",),
-                make_refusal(problem, f"write `sample: {count}` or less, or leave out sample"),
+                make_refusal(problem, f"write `sample: {count}` or less, or leave out `sample`"),
             )
         count = sample
     if written.get("stop_early") is not None and matrix and count <= MIN_OTHER_POINTS:

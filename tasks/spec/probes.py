@@ -101,8 +101,8 @@ def _check_condition(value: object) -> object:
     is_plain = expected is None or isinstance(expected, str | int | float)
     if not is_plain or (isinstance(expected, float) and not math.isfinite(expected)):
         problem = (
-            "must be a text, a finite number, true, false or null, or {not: VALUE} with such a "
-            f"value, found {describe_value(expected)}"
+            "must be a simple value (a text, a finite number, true, false, null), or "
+            f"`{{not: VALUE}}` with a simple value, found {describe_value(expected)}"
         )
         remedy = "for a value inside a mapping or list, write a dotted key such as train.step"
         raise make_refusal(problem, remedy)
@@ -271,8 +271,8 @@ _NOT_LIVENESS = {
     "alive_s": (
         "this check cannot show that a component still works, because alive_s is reached even if "
         "the component hangs",
-        "remove it, or use http, tcp, file or notify: Muster notices the end of a component "
-        "without a check",
+        "leave it out: Muster always notices the end of a component. To notice a component that "
+        "hangs, use http, tcp, file or notify",
     ),
 }
 
@@ -321,8 +321,8 @@ class LiveProbe(Probe):
         None,
         description="Regular expression for the command lines of processes that the component or "
         "its children have started. At least one such process must exist when the component is "
-        "ready. If any of them ends, even with exit code 0, the run ends. This key may be the "
-        "only key of `live`.",
+        "ready. If any of them ends, even with exit code 0, the run ends. You can use this key "
+        "alone, without another check in `live`.",
         examples=["sglang::scheduler"],
     )
 

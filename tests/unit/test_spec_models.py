@@ -526,13 +526,17 @@ def test_invalid_values_are_reported_with_a_remedy(
         ("trainer.env.A=B", {"A=B": "x"}, "must be the name of a variable, without `=`"),
         ("trainer.env.", {"": "x"}, "must not be empty"),
         ("trainer.ports.0", ["Metrics"], "must be text that matches the pattern ^[a-z]"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a finite"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "or {not: VALUE}"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "or {not: VALUE}"),
+        (
+            "trainer.ready.json.a",
+            {"http": HTTP, "json": {"a": [1]}},
+            "must be a simple value (a text, a finite",
+        ),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "or `{not: VALUE}`"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "or `{not: VALUE}`"),
         (
             "trainer.ready.json.a",
             {"http": HTTP, "json": {"a": math.nan}},
-            "must be a text, a finite",
+            "must be a simple value (a text, a finite",
         ),
     ],
 )
