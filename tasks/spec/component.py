@@ -67,9 +67,10 @@ class ComponentStop(Stop):
     )
     save_grace_s: SecondsOrZero | None = Field(
         None,
-        description="Longest time in seconds that a component gets to finish a checkpoint when "
-        "Muster stops it. Muster first waits before the stop signal, and then again before "
-        "SIGKILL. The limit is for both waits together. If omitted, it is `grace_s`.",
+        description="Longest time in seconds for which Muster delays the stop of a component that "
+        "is writing a checkpoint. Muster waits for the checkpoint before the stop signal, and "
+        "again before SIGKILL. The limit is for both waits together. If omitted, the limit is "
+        "`grace_s`.",
         examples=[900],
     )
 
@@ -136,8 +137,8 @@ class Component(Model):
     gpus: CountOrZero | None = Field(
         None,
         description="Number of GPUs of the run that are reserved for this component. If omitted, "
-        "the component sees all GPUs that are not reserved. If every GPU of the run is reserved, "
-        "it sees all of them.",
+        "the component sees all GPUs of the run that are not reserved. If all GPUs of the run are "
+        "reserved for other components, the component sees all GPUs of the run.",
         examples=[4],
     )
     memory_gib: Positive | None = Field(
@@ -212,7 +213,7 @@ class Component(Model):
             problem = (
                 "this key needs `checkpoints`, the folder from which Muster removes old checkpoints"
             )
-            remedy = "write `checkpoints: FOLDER`, or leave out keep"
+            remedy = "write `checkpoints: FOLDER`, or leave out `keep`"
             yield ("keep",), make_refusal(problem, remedy)
         if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
             problem = "this key needs launcher: process, because a Ray job runs on another node"

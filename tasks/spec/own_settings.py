@@ -323,12 +323,15 @@ INTERNAL_VARIABLES: Mapping[str, str] = {
     ),
     "MUSTER_ROLLOUT_PLAN": "plan of a fleet of inference servers, for the process of the fleet",
     "MUSTER_ROOM": (
-        "filler text that keeps space for the environment variables of a run in a process that "
-        "Muster starts in advance"
+        "filler text in the environment of a process that Muster starts in advance; the "
+        "environment variables of a run later replace this text"
     ),
     "MUSTER_STACK": "id of the stack, started by `muster up`, to which a process belongs",
     "MUSTER_STACK_RAY": "address of the stack's Ray dashboard, for the setup of the stack",
-    "MUSTER_CHECK_ID": "id of a check of a Ray node, set in each process of this check",
+    "MUSTER_CHECK_ID": (
+        "id of a test of a Ray node by `python -m deployments.cluster_check`, set in each process "
+        "that the test starts"
+    ),
     "MUSTER_CALLERS_UMASK": "umask of the user's shell or service, for the programs of a run",
     "MUSTER_STEP_ARGS": "arguments of a step's function as JSON, for the process of the step",
 }

@@ -107,8 +107,8 @@ class Ray(Model):
         None,
         description="Ray resources, with their amounts, that a node must have to run the driver "
         "of a job. If omitted, the driver runs on a node that the queue granted to the run. "
-        "Without such nodes, it runs on a node with the Ray resource `worker_node`, or else on "
-        "any node except the head.",
+        "If the queue granted no nodes, the driver runs on a node with the Ray resource "
+        "`worker_node`, or else on any node except the head.",
         examples=[{"worker_node": 1}],
     )
     entrypoint_label_selector: Mapping[Text, Word] | None = Field(
@@ -300,9 +300,9 @@ class RunSpec(Document):
     )
     run_id: RunId | None = Field(
         None,
-        description="Id of an earlier run that this run continues. Only `muster retry` sets this "
-        "key, if the Prefect server no longer has the flow run of the earlier run. If omitted, "
-        "the run gets a new id.",
+        description="Id of an earlier run that this run continues. Do not write this key yourself. "
+        "`muster retry` sets the key if the Prefect server no longer has the flow run of the "
+        "earlier run. If omitted, the run gets a new id.",
         examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
     gang: Gang | None = Field(

@@ -52,9 +52,10 @@ class WatchRule(Model):
     )
     finite: Literal[True] | None = Field(
         None,
-        description="true: raise an alarm if the metric is NaN or infinite, or null in 10 lines "
-        "of the metrics file in a row. Some metrics are regularly null between two values. After "
-        "a gap of N such lines, an alarm needs at least 2 N lines with null in a row.",
+        description="true: raise an alarm if the metric is NaN or infinite, or null in many "
+        "lines of the metrics file in a row. Some trainers write null in the lines between two "
+        "values. So the number of lines is at least 10, and at least twice the length of the "
+        "longest earlier row of nulls.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
@@ -70,8 +71,10 @@ class WatchRule(Model):
     loses: Share | None = Field(
         None,
         description="Number from 0 to 1. Raise an alarm if the mean of the metric over "
-        "`for_steps` steps is worse than the best mean by this share. It is a share of the best "
-        "mean, or of the improvement since the first mean if this improvement is larger.",
+        "`for_steps` steps is worse than the best mean by this share of the best mean. With 0.5 "
+        "and a best mean of 0.8, the alarm comes at a mean of 0.4. If the improvement from the "
+        "first mean to the best mean is larger than the best mean, the number is a share of this "
+        "improvement.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(
