@@ -57,7 +57,9 @@ _POINTER_NAMES = frozenset(
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
 #: End of the message for a checkpoint that may still be incomplete.
-_NOT_CONFIRMED = "so it is unknown whether this checkpoint is complete until there is a newer one"
+_NOT_CONFIRMED = (
+    "so Muster will know whether this checkpoint is complete only when a newer checkpoint exists"
+)
 #: Largest number of tries to list a folder. A try fails if a file is deleted while the folder is
 #: listed.
 _RACES_AT_MOST = 5
@@ -66,6 +68,8 @@ _FILES_AT_MOST = 1000
 #: Largest size of a pointer file in bytes. A pointer file contains the name of the newest
 #: checkpoint. Larger files are not read as pointer files.
 _POINTER_BYTES = 4096
+#: Value of `_Pointer.text` for an empty file.
+_NO_TEXT = "?"
 #: Names of checkpoints, with `#` in place of a number. Trainers that use these names write a
 #: pointer file after each checkpoint. If the pointer file is missing, the newest checkpoint with
 #: one of these names may be incomplete.
@@ -167,11 +171,16 @@ class _Pointer:
     """
 
     name: str
-    #: Text of the file, or target of the symbolic link.
+    #: Text of the file, or target of the symbolic link. `_NO_TEXT` if the file is empty.
     text: str
     #: Last part of the path in `text`, which is the name of the checkpoint.
     target: str
     step: int | None
+
+    @property
+    def description(self) -> str:
+        """Clause about the content of the file: `is empty`, or for example `says 'step_20'`."""
+        return "is empty" if self.text == _NO_TEXT else f"says {self.text!r}"
 
 
 @dataclass(frozen=True)
@@ -470,7 +479,7 @@ def _read_pointer(path: CheckpointPath) -> _Pointer | None:
     elif path.name in _POINTER_NAMES and path.is_file() and not path.is_symlink():
         with suppress_file_errors():
             if path.stat().st_size <= _POINTER_BYTES:
-                text = path.read_text("utf-8", "replace").strip() or "?"
+                text = path.read_text("utf-8", "replace").strip() or _NO_TEXT
     if not text:
         return None
     target = PurePosixPath(text).name
@@ -678,13 +687,14 @@ def _confirm(
         return Completeness.COMPLETE, candidate.verdict.proof
     if pointer is not None:
         if candidate.name == pointer.target:
-            return Completeness.COMPLETE, f"the pointer file {pointer.name} names this checkpoint"
+            reason = f"the pointer file {pointer.name} points to this checkpoint"
+            return Completeness.COMPLETE, reason
         if pointer.step is not None and candidate.step is not None:
             is_named_by_step = candidate.step == pointer.step and pointer.target.isdecimal()
             if is_named_by_step or candidate.step < pointer.step:
                 return (
                     Completeness.COMPLETE,
-                    f"the pointer file {pointer.name} names the step {pointer.step}, and this "
+                    f"the pointer file {pointer.name} points to step {pointer.step}, and this "
                     "checkpoint is not newer",
                 )
         has_older = any(
@@ -692,14 +702,17 @@ def _confirm(
             for other in chosen
         )
         if has_older or newer is None:
-            reason = f"the pointer file {pointer.name} names another checkpoint, {pointer.text!r}"
+            reason = (
+                f"the pointer file {pointer.name} does not point to this checkpoint: the file "
+                f"{pointer.description}"
+            )
             return Completeness.INCOMPLETE, reason
         return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     if newer is not None:
         return Completeness.COMPLETE, f"the checkpoint {newer.name} was saved later"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
-        reason = f"no pointer file names this checkpoint, {_NOT_CONFIRMED}"
+        reason = f"no pointer file points to this checkpoint, {_NOT_CONFIRMED}"
         return Completeness.UNKNOWN, reason
     has_config = "config.json" in candidate.content.names
     is_weights_only = has_config and not _has_training_files(candidate.content)
@@ -750,12 +763,8 @@ def _note_pointers(
             pointer.step is not None and pointer.step == newest.step
         ):
             continue
-        if pointer.step is None or newest.step is None:
-            relation = "does not name"
-        else:
-            relation = "is older than" if pointer.step < newest.step else "is newer than"
         yield (
-            f"the pointer file {pointer.name} says {pointer.text!r} and {relation} the newest "
-            f"complete checkpoint, {newest.path.name}. If the trainer reads the pointer file, it "
-            "starts from another checkpoint than Muster expects"
+            f"the pointer file {pointer.name} {pointer.description}, but the newest complete "
+            f"checkpoint is {newest.path.name}. A trainer that reads the pointer file starts from "
+            "another checkpoint than Muster expects"
         )

@@ -412,7 +412,7 @@ LAYOUTS: tuple[Layout, ...] = (
         name="PyTorch DCP",
         matches=lambda content: ".metadata" in content.names or _is_sharded_at_top(content),
         find_gap=_distributed_gap,
-        proof="the file .metadata exists, and so does every shard that .metadata names",
+        proof="the file .metadata exists, and every shard listed in .metadata exists",
     ),
     Layout(
         name="PyTorch DCP in subfolders",

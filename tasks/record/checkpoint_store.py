@@ -559,8 +559,8 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
         }.get(protocol, "correct the credentials")
         return StoreRefused(
             f"{subject}: the store refused access ({reason})",
-            f"{remedy} in the environment of Muster's own process. This user must be allowed to "
-            "list, read, write and delete files of the folder",
+            f"{remedy} in the environment of Muster's own process. The owner of these credentials "
+            "must have permission to list, read, write and delete files of the folder",
         )
     if isinstance(error, ValueError) or any(word in types for word in _CONFIGURATION_WORDS):
         return StoreRefused(f"{subject}: {reason}")

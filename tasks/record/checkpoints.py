@@ -640,7 +640,8 @@ def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], li
     reasons: dict[str, list[str]] = {one.path: [] for one in content.checkpoints}
     for path, why in list_reasons_to_keep(spec.evals, spec.keep_best, content, evaluated):
         reasons[path].append(why)
-    return lambda path: reasons.get(path, ["an evaluation may still choose this checkpoint"])
+    undecided = ["Muster has not decided yet which evaluations this checkpoint needs"]
+    return lambda path: reasons.get(path, undecided)
 
 
 def find_superfluous_checkpoints(

@@ -47,6 +47,6 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     verb = "passed" if resume.passed else "expected"
     return (
         f"Muster {verb} the checkpoint {chosen}, but the trainer's first step is {first_step:g}. "
-        "Perhaps the trainer started from another checkpoint or from the beginning, or it counts "
-        "its steps from zero"
+        "Possible causes: the trainer started from another checkpoint, the trainer started from "
+        "the beginning, or the trainer counts its steps from zero after each start"
     )

@@ -240,7 +240,8 @@ def _check_tar(file: BinaryIO, size: int) -> str:
     return (
         ""
         if size >= expected
-        else f"the file has {size} bytes, but its last member should end at byte {expected}"
+        else f"this tar archive has {size} bytes, but the last file in the archive should end at "
+        f"byte {expected}"
     )
 
 

@@ -158,15 +158,15 @@ def test_result_next_to_checkpoint_folders_is_no_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("pointer", "text", "note"),
+    ("pointer", "text", "shown_text"),
     [
-        ("latest_checkpointed_iteration.txt", "10", "is older than"),
-        ("latest_checkpointed_iteration.txt", "40", "is newer than"),
-        ("latest_checkpointed_iteration.txt", "", "does not name"),
+        ("latest_checkpointed_iteration.txt", "10", "says '10'"),
+        ("latest_checkpointed_iteration.txt", "40", "says '40'"),
+        ("latest_checkpointed_iteration.txt", "", "is empty"),
     ],
 )
 def test_pointer_that_disagrees_with_the_checkpoints_is_reported(
-    tmp_path: Path, pointer: str, text: str, note: str
+    tmp_path: Path, pointer: str, text: str, shown_text: str
 ) -> None:
     for step in (10, 20):
         newest = files.verl(tmp_path, step)
@@ -176,7 +176,8 @@ def test_pointer_that_disagrees_with_the_checkpoints_is_reported(
 
     assert listing.complete[-1].path == newest
     [remark] = listing.notes
-    assert note in remark and pointer in remark
+    assert f"{pointer} {shown_text}" in remark
+    assert f"the newest complete checkpoint is {newest.name}" in remark
 
 
 def test_pointer_does_not_make_a_damaged_checkpoint_complete(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_dangling_link_is_no_checkpoint(tmp_path: Path) -> None:
     listing = list_folder(tmp_path)
 
     assert listing.complete[-1].path == older
-    assert "is newer than" in listing.notes[0]
+    assert "the pointer file last says 'step_20.pt'" in listing.notes[0]
 
 
 def test_rolling_file_is_a_checkpoint_with_the_step_in_it(tmp_path: Path) -> None:

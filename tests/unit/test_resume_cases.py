@@ -151,7 +151,7 @@ def test_folders_without_a_pointer_file_are_used_or_refused_with_a_reason(
     assert resume_names(record.attempts) == ["", "global_step_5"]
     resume = record.attempts[1].resume
     assert resume is not None
-    assert "no pointer file names this checkpoint" in resume.refused[0].why
+    assert "no pointer file points to this checkpoint" in resume.refused[0].why
 
 
 def test_transient_failure_does_not_return_a_run_to_an_earlier_checkpoint(
