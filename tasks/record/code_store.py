@@ -146,9 +146,9 @@ def _too_large(root: Path, count: str, sizes: Mapping[str, int], limit: int) -> 
     return _unfit(
         f"{root} has {count}. The limit for a project's code is {limit / 2**20:g} MiB. "
         f"The largest files: {listed}",
-        "start the command in the folder of the project, or list data files in .gitignore. Or "
-        "raise the limit MUSTER_CODE_MIB, or write `code: live` into the spec to run without a "
-        "copy",
+        "start the command in the folder of the project, or list data files in .gitignore. If the "
+        "project itself is too large, raise the limit with the variable MUSTER_CODE_MIB. To run "
+        "without a copy of the project, write `code: live` into the spec",
     )
 
 

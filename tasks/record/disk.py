@@ -244,7 +244,9 @@ class DiskThread:
                 self._failing_files[path] = error.strerror or str(error)
             if not is_known:
                 _log.warning(
-                    "%s could not be written. Muster retries until it succeeds: %s", path, error
+                    "%s could not be written. Muster tries again until the file is written: %s",
+                    path,
+                    error,
                 )
             return False
         except Exception:

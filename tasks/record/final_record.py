@@ -109,9 +109,9 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
             "that takes them over. To start this process at once: muster reconcile"
         )
     return (
-        "Within a minute, Muster's worker or upkeep process ends the remaining processes of the "
-        "run and completes its record. If neither of them runs on this host, run `muster "
-        f"reconcile`. To continue the run after that: muster retry {run_id}"
+        "Within a minute, a worker or the upkeep process of Muster ends the remaining processes of "
+        "the run and completes its record. If this host has no worker and no upkeep process, run "
+        f"`muster reconcile`. To continue the run after that: muster retry {run_id}"
     )
 
 

@@ -219,7 +219,7 @@ class Verdict:
                 component=next(iter(left)),
                 message=f"{self.message}, but {problem}",
                 rule="teardown-incomplete",
-                hint="To try again to end the remaining processes: muster reconcile",
+                hint="To end the remaining processes: muster reconcile",
             )
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
 

@@ -85,11 +85,12 @@ def decide_retry(
         delay_s = _OLDER_CHECKPOINT_DELAY_S
         next_start = start or "from the beginning"
         text = (
-            f"retried: {kind.value} before the first step, next try {next_start} in {delay_s:.0f} s"
+            f"retried: {kind.value} before the first step, next try in {delay_s:.0f} s, "
+            f"{next_start}"
         )
         return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:
-        return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')
+        return RetryDecision(text=f"final: the key `retry` of the spec does not list {kind.value}")
     if verdict.left:
         # Do not retry the run, because a leftover process still uses GPUs, ports and files.
         return RetryDecision(

@@ -800,7 +800,10 @@ class RunSession:
         if self.interrupt_reason and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=interrupt_reason)
         elif is_cancelled and verdict.state in (RunState.COMPLETED, RunState.FAILED):
-            message = f"{interrupt_reason}, after the last attempt had ended: {verdict.message}"
+            message = (
+                f"{interrupt_reason}, after the last attempt had ended. Result of this attempt: "
+                f"{verdict.message}"
+            )
             verdict = replace(verdict, state=RunState.CANCELLED, message=message, failure=None)
         elif verdict.state is RunState.CANCELLED and self.interrupt_reason:
             message = verdict.message.replace(self.interrupt_reason, interrupt_reason)

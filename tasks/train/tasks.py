@@ -289,7 +289,8 @@ def teardown(run: RunSession) -> State[None]:
         return Failed(message=verdict.message)
     if not verdict.state.is_final:
         return Completed(
-            message="the Ray jobs of the run continue, and its next flow process attaches to them"
+            message="the Ray jobs of the run continue, and the next flow process of the run "
+            "attaches to these jobs"
         )
     if verdict.unseen:
         message = (

@@ -112,8 +112,8 @@ def next_attempt(run: RunSession) -> bool:
             forget_waiting_run(run.run_id)
         except OSError as error:
             _log.warning(
-                "run %s keeps its process while it waits for the next attempt, because it could "
-                "not return to the queue: %s",
+                "Muster could not return run %s to the queue, so the process of the run continues "
+                "until the next attempt: %s",
                 run.run_id,
                 error,
             )
@@ -125,7 +125,7 @@ def next_attempt(run: RunSession) -> bool:
         except ServerAway as error:
             _log.warning(
                 "the next attempt of run %s may begin too early, because the Prefect server did "
-                "not store its delay: %s",
+                "not store the delay before this attempt: %s",
                 run.run_id,
                 error,
             )
@@ -151,8 +151,8 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     """
     starter = find_worker_flow_run()
     message = (
-        f"{run.handover_reason}; the Ray jobs of the run continue, and its next flow process "
-        "attaches to them"
+        f"{run.handover_reason}; the Ray jobs of the run continue, and the next flow process "
+        "of the run attaches to these jobs"
     )
     state = make_handover_state(message, _min_absence_s())
     labels: dict[str, Any] = {}
@@ -316,8 +316,8 @@ def _set_waiting_state(
             # The server has accepted the waiting state. Only its response was lost.
             return not run.interrupt_reason
     _log.warning(
-        "run %s keeps its process while it waits for the next attempt, because the Prefect server "
-        "did not accept the waiting state of the run",
+        "the Prefect server did not accept the waiting state of run %s, so the process of the run "
+        "continues until the next attempt",
         run.run_id,
     )
     return False

@@ -289,7 +289,10 @@ def _close_record(
         message = "cancelled while the run waited for its next attempt"
     else:
         new_state = RunState.FAILED
-        message = f"ended while the run waited for its next attempt: {state.message or state.name}"
+        message = (
+            "the flow run ended on the Prefect server while the run waited for its next attempt: "
+            f"{state.message or state.name}"
+        )
     record = RunRecord(
         place.record, run_id=note.run_id, flow_run_id=note.flow_run_id, earlier=page_record
     )

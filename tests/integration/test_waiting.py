@@ -241,7 +241,7 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
 
     assert session.close().state.value == "failed"
     [entry] = session.record.content.attempts
-    assert entry.decision == 'final: "retry" in the spec does not list USER_ERROR'
+    assert entry.decision == "final: the key `retry` of the spec does not list USER_ERROR"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ def test_decision_names_the_checkpoint() -> None:
 def test_failure_kind_that_the_spec_does_not_list_is_final() -> None:
     sequel = decide_retry(failed(FailureKind.USER_ERROR), (), None)
 
-    assert sequel == RetryDecision(text='final: "retry" in the spec does not list USER_ERROR')
+    expected = "final: the key `retry` of the spec does not list USER_ERROR"
+    assert sequel == RetryDecision(text=expected)
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
