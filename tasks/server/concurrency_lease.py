@@ -118,8 +118,8 @@ def renew_lease(
             if error.response.status_code == HTTPStatus.GONE:
                 _log.info(
                     "The Prefect server no longer counts this run for the concurrency limit of "
-                    "its deployment (it has lost the lease %s). The run continues, so more runs "
-                    "than the limit may run at the same time.",
+                    "its deployment (the server has lost the lease %s). The run continues, so "
+                    "more runs than the limit may run at the same time.",
                     lease_id,
                 )
                 return

@@ -300,7 +300,7 @@ def _describe_start(
 ) -> str:
     """Return the time of a schedule's next start, or the reason why the schedule starts no run."""
     if not schedule.active:
-        return "paused, so it starts no run; resume the schedule in the Prefect UI"
+        return "the schedule is paused, so it starts no run; resume the schedule in the Prefect UI"
     if deployment.paused:
         return (
             "the deployment is paused, so it starts no run; resume the deployment in the Prefect UI"

@@ -52,7 +52,7 @@ _CANCELLED = "cancelled from Prefect"
 INTERRUPTED_BY = "interrupted by"
 _DELETED = "cancelled, because its flow run was deleted on the Prefect server"
 _AFTER_HANGUP = (
-    "interrupted by SIGHUP: its terminal was closed. To let a run continue without its terminal, "
+    "interrupted by SIGHUP: the terminal was closed. To let a run continue without a terminal, "
     "use `nohup muster train SPEC &` or `muster submit SPEC`"
 )
 

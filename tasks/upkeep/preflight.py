@@ -62,13 +62,12 @@ class Limits(BaseModel):
     gpu_held_mib: int = Field(
         1024,
         ge=0,
-        description="Maximum GPU memory that may be in use without a process that uses it, in MiB",
+        description="Maximum used GPU memory that belongs to no process on the node, in MiB",
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",
-        description="Check of nodes on which Ray counts GPUs, but which have no GPU driver. "
-        "real: such a node is unfit. any: such a node is fit. auto: such a node "
-        "is unfit if another node has a driver",
+        description="Check of each node that has GPUs in Ray, but no GPU driver. real: the node is "
+        "unfit. any: the node is fit. auto: the node is unfit if another node has a driver",
     )
     code: Literal["same", "any"] = Field(
         "same",
@@ -356,8 +355,8 @@ def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.facts.get("devices_problem"):
         yield (
             problem,
-            "repair the GPU driver of this machine, or correct MUSTER_GPUS for its workers "
-            "and runs",
+            "repair the GPU driver of this machine, or correct the variable MUSTER_GPUS of the "
+            "workers and runs on this machine",
         )
 
 

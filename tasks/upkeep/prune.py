@@ -221,8 +221,8 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
         _log.warning(
-            "Muster could not delete all unused copies of code and all old flow runs of "
-            "`reconcile`: %s",
+            "Some unused copies of code, or some old flow runs of `reconcile` and `prune`, could "
+            "not be deleted: %s",
             error,
         )
     return PruneResult(

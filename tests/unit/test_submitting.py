@@ -396,7 +396,7 @@ def test_deploy_prints_each_schedule_with_its_next_start(
     # Tokyo has no daylight saving time, so the abbreviation of its time zone is always JST.
     told = r'  schedule  cron "0 3 \* \* \*" in Asia/Tokyo; next start \d{4}-\d\d-\d\d 03:00 JST, '
     assert re.search(told + r"which is \d{4}-\d\d-\d\d 18:00 UTC\n", with_cron)
-    assert "in Asia/Tokyo; paused, so it starts no run" in with_paused_cron
+    assert "in Asia/Tokyo; the schedule is paused, so it starts no run" in with_paused_cron
 
 
 @pytest.mark.parametrize(
