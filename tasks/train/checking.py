@@ -139,7 +139,8 @@ def _print_result(
     print(f"  project {root}, python {interpreter}")
     for fault in missing:
         print(
-            f"  this machine lacks a file that the run's host must have: {fault}",
+            "  this machine does not have a file that the run needs. The host of the run must have "
+            f"the file: {fault}",
             file=sys.stderr,
         )
     if missing:

@@ -161,7 +161,9 @@ def report_late_evaluation(run: RunSession, training_id: str, connect: Connect) 
             with connect() as client:
                 artifacts.show(client, EVALUATIONS, shown)
     except (OSError, ValueError, MusterError) as error:
-        _log.warning("the page of the training %s was not updated: %s", training_id, error)
+        _log.warning(
+            "Muster could not update the evaluations of the training %s: %s", training_id, error
+        )
 
 
 class Evaluator:

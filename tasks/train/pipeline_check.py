@@ -194,7 +194,8 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
                 listed = join_commas(addresses) or "none"
                 yield Fault(
                     path=f"{path}.on" if stage.is_step else f"{path}.spec.ray.address",
-                    problem=f"the address of the Ray cluster is missing, and the queue lists "
+                    problem="the address of the Ray cluster is missing. Without an address, the "
+                    "queue must list exactly one cluster, but the queue lists "
                     f"{format_count(len(addresses), 'cluster')}: {listed}",
                     remedy="write `ray: {address: ADDRESS}` in the pipeline"
                     + (", or `on: host` in the step" if stage.is_step else ""),

@@ -83,9 +83,9 @@ def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
     """
     if is_now and owner.worker is not None:
         raise MusterError(
-            f"Muster cannot skip the grace periods of {run.run_id}, because the Prefect server "
-            "has no flow run of it any more. To end the run with its grace periods: muster cancel "
-            f"{run.run_id}"
+            f"Muster cannot skip the grace periods of {run.run_id}, because the Prefect server no "
+            "longer has the flow run of this run. To end the run with its grace periods: muster "
+            f"cancel {run.run_id}"
         )
     try:
         if is_now:

@@ -72,7 +72,10 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
         if not mapping_or_empty(spec.get("progress")).get("jsonl"):
             if spec.get("evals"):
                 continue
-            raise BadArgument(f"{run.run_id} has no metrics file: set progress.jsonl in its spec")
+            raise BadArgument(
+                f"{run.run_id} has no metrics file, because its spec does not set the key "
+                "`progress.jsonl`. Set this key for the next run"
+            )
         unrecorded = AttemptRecord(number=number, state=RunState.RUNNING)
         attempts.append(recorded.get(number, unrecorded))
         path, step_key = find_metrics_file(spec, run.place.attempt(number))

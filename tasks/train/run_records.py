@@ -114,6 +114,6 @@ def explain_missing_files(run: Run) -> str:
         return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'without a message'}"
     directory = run.place.directory
     return (
-        f"the logs of {run.run_id} are on the host {run.host}. If both hosts have the same "
-        f"MUSTER_HOME, the files there are {directory}/attempt-*/*.log"
+        f"the logs of {run.run_id} are on the host {run.host}. If MUSTER_HOME is the "
+        f"same on both hosts, look on that host for {directory}/attempt-*/*.log"
     )

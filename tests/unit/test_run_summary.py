@@ -189,7 +189,7 @@ def test_run_with_evaluations_needs_no_metrics_file(place: RunPlace) -> None:
 def test_run_without_a_metrics_file_is_rejected(place: RunPlace) -> None:
     place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
 
-    with pytest.raises(BadArgument, match=r"has no metrics file: set progress\.jsonl"):
+    with pytest.raises(BadArgument, match=r"has no metrics file, because .*`progress\.jsonl`"):
         read_metrics(find_run("latest"))
 
 
