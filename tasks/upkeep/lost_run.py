@@ -363,8 +363,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
                     # Another host has resumed the run, and sets the state of the flow run on the
-                    # server. After the run has ended on that host, the record of this host must be
-                    # closed. Write a note file, so that a later `muster reconcile` does this.
+                    # server. When the run has ended there, the record on this host must be closed,
+                    # too. The note file makes a later `muster reconcile` close the record.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = decide_closed_state(state, record, loss.cause)
@@ -393,10 +393,10 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
 def _on_server(
     lost: LostRun, loss: FlowLoss, flow_run: FlowRun | None
 ) -> tuple[FlowLoss, State[Any] | None]:
-    """Add facts from the Prefect server to the results of a lost run's cleanup.
+    """Add facts from the Prefect server to the cleanup results of a lost run.
 
-    The facts are whether the run was cancelled, whether it waits for its next process, and whether
-    another host has taken it over.
+    The facts are whether the run was cancelled, whether the run waits for its next flow process,
+    and whether another host has taken over the run.
 
     Args:
         lost: The lost run.

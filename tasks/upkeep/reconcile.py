@@ -234,9 +234,9 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         _log.warning("Muster could not search for flow runs without a process: %s", error)
         return []
     except Exception:
-        # Only log an unexpected error, which can occur, for example, if the server has another
-        # release. If this function raised the error, a worker could not start. The caller would
-        # also not get the reports about the runs that were already cleaned up.
+        # An unexpected error can occur if the Prefect server has another version than this client.
+        # Only log the error. An exception would prevent the start of a worker, and the reports
+        # about the runs that were already cleaned up would be lost.
         _log.exception(
             "Muster could not search the Prefect server %s for flow runs whose process has ended.",
             api_url,
@@ -252,7 +252,8 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
         host: The host of the flow runs, and the processes on that host.
     """
     flow_runs = read_held_flow_runs(client)
-    # Read the server's clock after the states, so that no state looks newer than the clock.
+    # Read the clock of the server only after the flow runs. Otherwise, a flow run could have a
+    # state from a time after `now`.
     now = read_server_time(client) if flow_runs else None
     if now is None:
         return
@@ -280,8 +281,8 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
 def _recorded_end(run: FlowRun) -> State[Any] | None:
     """Return a flow run's final Prefect state according to the run's record on this host.
 
-    After an outage of the Prefect server, a delayed update may have replaced the final state on the
-    server.
+    The state on the Prefect server may be wrong: after an outage of the server, a delayed update
+    may have replaced the final state.
 
     Returns:
         The final state. None if the record is missing, if the record has no final state, or if
@@ -322,17 +323,18 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
 _EVERY_S = 60.0
 #: Seconds between two calls of `reconcile_host` in a process that waits for GPUs.
 _EVERY_S_WHILE_WAITING = 15.0
-#: Longest time, in seconds, to wait for a running call of `reconcile_host` when the repeated calls
-#: are stopped. After that time the call is abandoned, and a later call repeats its work.
+#: Seconds to wait for a running call of `reconcile_host` when the thread of the call is stopped.
+#: Then Muster abandons the call. A later call of `reconcile_host` does the remaining work.
 _END_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def reconcile_every_minute() -> Iterator[None]:
-    """Call `reconcile_host` for this host every minute in a thread, as a context manager.
+    """Call `reconcile_host` for this host every minute in a thread while the context is open.
 
-    The first call begins after one minute. While the context is open, no other thread of this
-    process may call `reconcile_host`. The file locks of the registry exclude only other processes.
+    The first call begins after one minute. The file locks of the registry exclude other processes,
+    but not other threads of this process. So no other thread may call `reconcile_host` while the
+    context is open.
     """
     with _call_in_thread(lambda: publish(reconcile_host()), _EVERY_S):
         yield
@@ -340,12 +342,11 @@ def reconcile_every_minute() -> Iterator[None]:
 
 @contextmanager
 def reconcile_while_waiting() -> Iterator[None]:
-    """Call `reconcile_host` for this host every 15 seconds in a thread, as a context manager.
+    """Call `reconcile_host` for this host every 15 seconds in a thread while the context is open.
 
-    A run that waits for GPUs uses this context manager, because its host may have no maintenance
-    process. A killed run of this host would otherwise hold its GPUs for ever. The first call begins
-    after 15 seconds. While the context is open, no other thread of this process may call
-    `reconcile_host`.
+    A run uses this context manager while it waits for GPUs. Otherwise, a killed run would keep its
+    GPUs forever on a host without a maintenance process. The first call begins after 15 seconds. No
+    other thread of this process may call `reconcile_host` while the context is open.
     """
 
     def reconcile_and_log() -> None:
@@ -420,8 +421,8 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     """Check that a host exists and has not contacted the Prefect server recently.
 
     Raises:
-        BadArgument: The host has contacted the server recently, or no worker and no run on the
-            server has the name of the host.
+        BadArgument: The host has contacted the server recently, or neither a worker nor a run of
+            this host is known.
     """
     last_contacts = dict(_last_contacts(client, name))
     now = read_server_time(client) or datetime.now(UTC)

@@ -81,7 +81,8 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
         evaluations = show_evaluations(place, spec.keep_best, view.at)
         if evaluations is not None:
             shown[page.EVALUATIONS] = evaluations
-        # `Artifacts` need not mask secrets, because the files of the run contain masked text.
+        # The content comes from the files of the run, in which secrets are already masked. So
+        # `Artifacts` gets no function that masks secrets.
         artifacts = Artifacts(UUID(flow_run_id), shown)
         for key, content in shown.items():
             artifacts.show(client, key, content)
@@ -93,8 +94,8 @@ def cancel_evaluations_of_closed_run(client: SyncPrefectClient, place: RunPlace)
     """Cancel the unfinished evaluations of a cancelled training.
 
     Call this after the record of the training has its final state. If the training was not
-    cancelled, its evaluations continue. Errors are only logged, because they must not prevent the
-    end of a run.
+    cancelled, its evaluations continue. Errors are only logged, so that the cleanup of the training
+    continues.
 
     Args:
         client: Client of the Prefect server.
@@ -213,8 +214,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     """
     if read_owner(note.run_id) is not None:
         # The run is registered, so its next process has started, and the run does not wait any
-        # more. If that process was killed, `muster reconcile` handles the run as a lost run, and
-        # closes its record.
+        # more. If that process was killed, the cleanup of lost runs closes the run's record.
         return None
     with connect_to_server(note.api_url) as client:
         state = read_state(client, note.flow_run_id)
@@ -263,8 +263,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If another host has resumed an attempt of this host, that host has written `page_record`. So
-    # `page_record` is newer than `local_record`, even if both have the same number of attempts.
+    # If both records have the same number of attempts, `page_record` counts as newer. Another host
+    # may have resumed the last attempt of this host, and then written `page_record`.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
@@ -275,8 +275,8 @@ def _close_record(
         len(page_record.attempts) > len(local_record.attempts)
     )
     if state is not None and state.is_completed() and has_later_attempt:
-        # The run has completed on another host. Leave the record of this host unchanged, because
-        # only the record of the other host has the details.
+        # The run has completed on another host, in an attempt that the record of this host does not
+        # contain. So leave the record of this host unchanged.
         return None
 
     if state is not None and state.is_completed():
