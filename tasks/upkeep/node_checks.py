@@ -56,8 +56,8 @@ async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> l
         try:
             gcs_address = await dashboard.gcs_address()
         except (NoAnswer, Denied) as error:
-            # The cluster does not answer. Report this for all jobs at once. A request for each job
-            # would take too long, because each would wait for its timeout.
+            # The cluster does not answer, so report that no node was checked. To check the nodes of
+            # each job would take too long, because each request would wait for its timeout.
             return [_report_unchecked(note, str(error)) for note in notes]
         return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 

@@ -44,7 +44,7 @@ CALLER = "caller"
 
 
 class Limits(BaseModel):
-    """Limits that a node must keep to be fit for runs."""
+    """Limits that decide whether a node is fit for runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -186,7 +186,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
 
     Args:
         survey: Results of the checks on all nodes.
-        limits: Limits that a node must keep to be fit for runs.
+        limits: Limits that decide whether a node is fit for runs.
 
     Returns:
         The results of the checks, and all problems in the order of the nodes.
@@ -401,7 +401,8 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     add_listed_clusters(read_listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
-        # The first run would create MUSTER_HOME. So create it here instead of reporting a problem.
+        # A missing MUSTER_HOME is no problem, because the first run would create the directory. So
+        # create the directory now.
         directory.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
@@ -537,7 +538,7 @@ def run_preflight(
         flow: The flow `preflight`.
         address: URL of the Ray dashboard.
         shared: Path of the directory that all nodes must share. If None, MUSTER_HOME is used.
-        limits: Limits that a node must keep to be fit for runs.
+        limits: Limits that decide whether a node is fit for runs.
         within_s: Deadline of each step of the preflight, in seconds.
 
     Returns:

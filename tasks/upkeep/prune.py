@@ -309,9 +309,9 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of other runs in the record and the specs of a run.
+    """Return the ids of other runs that appear in the record or in a spec of a run.
 
-    The run may have started from files of the other runs, for example from a checkpoint.
+    The run may have started from files of these other runs, for example from a checkpoint.
     """
     run_ids: set[str] = set()
     specs = (directory / "spec.yaml", *directory.glob("attempt-*/spec.yaml"))
@@ -408,8 +408,9 @@ def _forget_code(
     Returns:
         The number of deleted entries.
     """
-    # These files of the kept runs contain the names of the code that is still in use. `spec.yaml`
-    # names the code of a submitted run, and `run.json` names a copy of the project's files.
+    # The specs and records of the kept runs name the entries of the code store that are still used:
+    # `spec.yaml` names the entry with the code of a submitted run, and `run.json` names the entry
+    # with a copy of the project's files.
     files = [
         file
         for directory in kept_directories
