@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 #: Smallest number of seconds between two probes that are triggered by failed requests. With a probe
 #: interval below 4 s, a quarter of the interval is used instead.
 _URGENT_EVERY_S = 1.0
-#: Seconds added to the timeout of a probe that is sent from the server's own machine. They allow
-#: for the time to reach that machine.
+#: Seconds added to the timeout of a probe that the server's own machine sends. The request to send
+#: the probe must first reach that machine.
 _HOST_EXTRA_S = 15.0
 #: Smallest number of seconds between two warnings that this machine could not send a probe.
 _WARN_EVERY_S = 60.0
@@ -120,8 +120,8 @@ class _Watch:
     #: answers probes but fails requests. A generated token resets the number to 0. At most one
     #: probe in each probe interval is counted.
     yes_after_failures: int = 0
-    #: Time of the last sign that the server works: a generated token, or a probe that
-    #: `yes_after_failures` counts.
+    #: Time of the last sign that the server works: a generated token, or a probe that succeeded
+    #: after a failed request.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf
@@ -332,8 +332,8 @@ class Health:
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
                 # A slow probe delays the next probe. If probes or requests have already failed,
-                # shorten the timeout of the next probe by this delay. Then a failed server is
-                # detected in time.
+                # shorten the timeout of the next probe by this delay, so that the delay does not
+                # postpone the detection of a failed server.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s

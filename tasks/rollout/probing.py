@@ -40,8 +40,8 @@ _UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 class NoReply(str):
     """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    The cause may be the network. A bad answer is never a `NoReply`, because only the server itself
-    can send a bad answer.
+    The cause may be the server or the network. The reason for a bad answer is not a `NoReply`,
+    because a bad answer shows that the network works.
     """
 
     __slots__ = ()
@@ -126,8 +126,8 @@ class HttpProber:
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """Send a request and return the answer with any status.
 
-        If this machine lacks resources, such as open files, the request is tried again until the
-        timeout. This is safe, because nothing has been sent.
+        If the request cannot be sent because this machine lacks resources, such as open files, the
+        method tries again until the timeout.
 
         Args:
             url: `http://host:port` of the server.

@@ -65,17 +65,17 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Restart numbers for which the budget of recoveries was already reduced. Each server group
-    #: numbers its restarts from 0. The restarts with the same number, such as the first restarts of
-    #: all groups, reduce the budget only by 1.
+    #: Numbers of the restarts that were already subtracted from the allowed restarts. Each server
+    #: group numbers its restarts from 0. So the first restarts of all groups together count as one
+    #: restart.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
-    """Groups failures into incidents, and counts the allowed restarts (the budget of recoveries).
+    """Groups failures into incidents, and counts the restarts that are still allowed.
 
     The failures of an incident have happened within seconds of each other. If all server groups of
-    an incident are restarted once, the budget decreases only by 1.
+    an incident are restarted once, these restarts together count as one restart.
     """
 
     def __init__(self, *, budget: float) -> None:
@@ -90,7 +90,8 @@ class Incidents:
     def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
         """Return the incident to which a new failure of a server group belongs.
 
-        This is the last incident if it is recent enough. Otherwise, a new incident begins.
+        A new incident begins if the last incident is over or already contains the group. Otherwise,
+        the failure belongs to the last incident.
 
         Args:
             group: Index of the group.
@@ -212,9 +213,9 @@ class Recovery:
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
-        """Wait until Muster has ended the processes of all failed server groups, or has given up.
+        """Wait until the processes of all failed server groups have ended, or could not be ended.
 
-        This wait always ends, because each call that ends processes has a time limit.
+        The wait always ends, because each call that ends processes has a time limit.
         """
         await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
@@ -269,9 +270,9 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Subtract the next restart of a group from the budget of recoveries.
+        """Subtract the next restart of a group from the number of allowed restarts.
 
-        If no restart is left in the budget, the group is retired instead, and not restarted any
+        If no further restart is allowed, retire the group: Muster does not restart the group any
         more.
         """
         if self._incidents.pay(case.incident, case.tries):
@@ -396,7 +397,7 @@ class Recovery:
         await self.start(case.group, slots)
 
     async def _find_new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
-        """Return the servers of a group with new addresses if other programs use the present ports.
+        """Find new addresses for the servers of a group if other programs use the present ports.
 
         If the check of the ports fails because this machine lacks resources, such as open files,
         the check is repeated.

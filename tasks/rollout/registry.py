@@ -67,7 +67,7 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if this is the group's last start and the group has not failed since then.
+        """Return True if `epoch` is the group's last start, and the group has not failed since.
 
         Args:
             epoch: Number of a start of the group.
@@ -151,7 +151,7 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """True if all groups work and can be reached by the gateway. Retired groups are ignored."""
+        """True if all server groups, except retired groups, work and the gateway reaches them."""
         kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
         return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
