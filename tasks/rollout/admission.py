@@ -36,11 +36,11 @@ _STRANGERS = 8192
 #: Largest number of connections without an authorized request from a single user or address, if the
 #: gateway requires a token.
 _STRANGERS_EACH = 4096
-#: Largest number of connections of other users, if the gateway requires no token. The gateway
-#: answers all requests of these users with an error.
+#: Largest number of connections of users other than this user and root, if the gateway requires no
+#: token. The gateway answers all requests of these users with an error.
 _REFUSED_STRANGERS = 256
-#: Largest number of connections of one other user or from one address, if the gateway requires no
-#: token.
+#: Largest number of connections of a single user other than this user and root, or from a single
+#: address, if the gateway requires no token.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
@@ -109,7 +109,8 @@ class Admission:
         #: Mapping from user or address to the number of connections without an authorized request.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
-        #: Number of connections that a limit has closed since the last log message.
+        #: Number of connections since the last log message that were closed because too many
+        #: connections were open.
         self._closed = 0
         self._logged_s = float("-inf")
 

@@ -250,7 +250,7 @@ _WHOLE_BYTES = 64 * 1024
 _LAST_WORDS_S = 5.0
 #: Largest number of servers that are tried, one after another, for the same request.
 _TRIES = 3
-#: Time limit for further attempts, in seconds after the first failed attempt.
+#: Time limit for further attempts to answer a request, in seconds after the first failed attempt.
 _RETRY_FOR_S = 30.0
 #: Seconds that opening a connection to a server may take.
 _CONNECT_S = 5.0
@@ -288,8 +288,8 @@ class Forwarder:
             set
         )
         token = settings.health.token
-        # The spec may set a POST request that generates a token as the health check. Clients may
-        # then send requests to the path of this health check, too.
+        # If the health check in the spec is a POST request that generates a token, clients may also
+        # send requests to the path of the health check.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
         #: Further paths whose requests are forwarded. `ANY_PATH` stands for every path. A POST
         #: request to one of these paths counts as a request that generates tokens.
@@ -336,8 +336,9 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # Empty the set. So `_try_entrypoint` can see that this method has cancelled the tasks.
-            # A task that is cancelled because its client has left is still in the set.
+            # `_try_entrypoint` must know which tasks this method has cancelled. So remove these
+            # tasks from the set. A task that is cancelled because its client has left stays in the
+            # set.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:

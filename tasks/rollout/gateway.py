@@ -243,7 +243,10 @@ class _Commit(_Order):
 
 
 class _AddWorker(_Order):
-    """Body of the request to add a server. Clients of sglang-router may send further keys."""
+    """Body of the request to add a server.
+
+    Further keys are ignored, because clients of sglang-router may send them.
+    """
 
     model_config = ConfigDict(extra="ignore")
 

@@ -38,7 +38,7 @@ IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
 #: Largest number of unread bytes of a message body. Above this number, the connection stops reading
-#: from the sender until the program has read these bytes.
+#: from the sender until the handler of the message has read these bytes.
 _MOST_UNREAD = 256 * 1024
 #: Number of waiting requests at which a connection stops reading further requests. Before its first
 #: authorized request, the connection stops reading as soon as a single request waits.
@@ -96,8 +96,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 class Body:
     """The received bytes of one message body.
 
-    If more than 256 KiB are unread, the connection stops reading from the sender until the program
-    has read these bytes.
+    If more than 256 KiB are unread, the connection stops reading from the sender until the handler
+    of the message has read these bytes.
     """
 
     __slots__ = ("_error", "_is_held", "_pieces", "_reader", "_size", "_wire", "is_complete")

@@ -54,7 +54,7 @@ class Entrypoint:
 
 
 class NoEntrypoint(Exception):
-    """No server can take the request. The message gives the reason for the client."""
+    """No server can take the request. The message tells the client the reason."""
 
 
 class LineFull(NoEntrypoint):
@@ -390,8 +390,8 @@ class Router:
     def _may_keep(self, slot: _Slot) -> bool:
         """Return True if a session may keep its entrypoint for further requests.
 
-        Return False if this entrypoint did not answer its last health checks and another entrypoint
-        did.
+        Return False if this entrypoint did not answer its last health checks, but another
+        entrypoint answered its health checks.
         """
         if slot.entrypoint.is_preferred:
             return True

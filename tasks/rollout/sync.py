@@ -60,7 +60,7 @@ class NoSuchSync(MusterError):
 class _Target:
     """An engine that should receive the new weights of a weight sync.
 
-    If the engine is restarted during the sync, the sync sends no further requests to it.
+    If the engine is restarted during the sync, the engine gets no further requests of the sync.
     """
 
     #: Index of the engine in the fleet.
@@ -191,8 +191,8 @@ class WeightSyncs:
 
         try:
             if in_flight is not InFlight.INTERRUPT:
-                # The health checks still run during this wait. They detect a hanging server, and
-                # then its outstanding requests end, too.
+                # The health checks still run during this wait. If a health check finds a hanging
+                # server, the requests to that server are cancelled, so that the wait can end.
                 async with asyncio.timeout(timeout_s):
                     await self._router.idle()
             if sync.is_ending:
@@ -564,7 +564,7 @@ class WeightSyncs:
         return ""
 
     def _fail(self, target: _Target, why: str) -> None:
-        """Mark a target engine as failed, so that the engine is restarted."""
+        """Mark an engine of the weight sync as failed, so that the engine is restarted."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(
             rank, target.epoch, f"the server of rank {rank} failed during a weight sync: {why}"
