@@ -58,8 +58,9 @@ class ServerActor:
     """Starts and stops the process of one server, and sends health checks to it.
 
     Ray runs health checks even while another method of the actor waits, because they are in a
-    separate concurrency group. The server's process runs below a wrapper (`tasks/ray/wrapper.py`).
-    If the actor ends for any reason, the wrapper ends the whole process tree of the server.
+    separate concurrency group. The actor starts the server through a wrapper process, see
+    `tasks/ray/wrapper.py`. If the actor ends for any reason, the wrapper process ends the whole
+    process tree of the server.
 
     Args:
         rank: Rank of the server.
@@ -90,7 +91,7 @@ class ServerActor:
         stop_signal: int,
         grace_s: float,
     ) -> int:
-        """Start the server's process below a wrapper, and return the pid of the wrapper.
+        """Start the server through a wrapper process, and return the pid of the wrapper process.
 
         Args:
             argv: Program of the server and its arguments.
@@ -260,7 +261,7 @@ class PortKeeper:
     port. Until the actor ends, no other run of Muster can reserve the port.
 
     Args:
-        key: Secret of the Muster home directory of the fleet's run; see `ports.lock_name`. Two
+        key: Secret from which the names of the port locks are derived; see `ports.lock_name`. Two
             actors with the same secret never reserve the same port. None for a random secret.
     """
 

@@ -29,7 +29,7 @@ class EngineListenerCheck(Protocol):
     """Checks that only processes of an engine listen at the URL of the engine's server."""
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the socket inodes that the last call of `verified` has found at the URL."""
+        """Return the inodes of the sockets that listened at the URL in the last `verified` call."""
 
     async def verified(self, url: str) -> frozenset[str]:
         """Check the sockets that listen at the URL now, and return their inodes.
@@ -82,7 +82,7 @@ class LocalListeners:
             del self._servers[url]
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the socket inodes that the last call of `verified` has found at the URL."""
+        """Return the inodes of the sockets that listened at the URL in the last `verified` call."""
         server = self._servers.get(url)
         return frozenset() if server is None else server.known
 

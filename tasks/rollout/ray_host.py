@@ -290,11 +290,11 @@ class RayHost:
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            # Release the server's port only after the Ray actor has answered, because the start of
-            # the actor may take long.
+            # Keep the server's port reserved until the Ray actor has answered. The start of the
+            # actor may take long, and another process could use a free port in that time.
             await self._wait_for_answer(handle.ping.remote(), _ACTOR_WITHIN_S)
-            # Ignore errors of a `PortKeeper` actor on a lost node, because it holds no port any
-            # more.
+            # Ignore errors of the `PortKeeper` actor. If the node is lost, the `PortKeeper` has
+            # ended and reserves no port any more.
             with contextlib.suppress(RayError, TimeoutError):
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
