@@ -324,8 +324,8 @@ class FleetPlan(BaseModel):
     run_id: str
     #: Number of the attempt, from 1.
     attempt: int
-    #: The fleet's section of the spec with its placeholders filled in. Its `env` holds all
-    #: variables that Muster sets for the servers.
+    #: The fleet's section of the spec, with all placeholders replaced by values. The field `env` of
+    #: this section holds all variables that Muster sets for the servers.
     fleet: Rollout = Field(repr=False)
     #: Port of the gateway.
     port: int
@@ -440,8 +440,9 @@ def prepare_fleet(
     # Servers on Ray inherit no variables from this machine. So pass them the variables of the
     # spec's section `env` explicitly.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
-    # At containment level L4, the servers run in a PID namespace, and the kernel ends them together
-    # with the first process of the namespace. So the servers need no entries in the run's registry.
+    # `muster reconcile` kills the processes in the registry of a lost run. At containment level L4,
+    # the servers need no registry entries: they run in a PID namespace, and the kernel ends them
+    # together with the first process of the namespace.
     is_registered = containment.level is not Level.L4 and not is_on_ray
     initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(
@@ -560,7 +561,7 @@ class FleetTail:
             self._emit(event.name, FLEET, at=event.at, **fields)
 
     def _follow(self) -> None:
-        """Forward new events of the fleet's process until `close` is called, and once after it."""
+        """Forward new events of the fleet's process repeatedly, the last time after `close`."""
         is_last = False
         while not is_last:
             # Wait before the read, not after the read. Then the last read comes after the call of

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 #: While the fleet starts, the run fails after this number of consecutive failed starts of one
 #: server group.
 _MAX_FAILED_STARTS = 3
-#: Reason in messages if the stop of the fleet ends a request, a weight sync or a server.
+#: Reason that messages give if a request, a weight sync or a server ends because the fleet stops.
 _STOPPED = "the fleet is stopped"
 #: Seconds during which the HTTP server of a dead engine may still answer that the engine is ready.
 _DEATH_REPORT_DELAY_S = 0.3

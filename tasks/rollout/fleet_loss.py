@@ -18,8 +18,8 @@ from tasks.spec.formatting import join_commas
 #: Matches the last message of the inference fleet's process after an error in the process itself.
 #: Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words in the field `cause` or `message` of an event. They mean that an engine or a weight
-#: sync has ended because the whole inference fleet is stopped.
+#: Text at the end of the field `cause` or `message` of an event if an engine or a weight sync has
+#: ended because the whole inference fleet is stopped.
 #: Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
@@ -39,9 +39,9 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the fleet process and its parent died at the same time, the exit code is unknown, and
-    # `failure.has_ended` is False. In this case, `failure.rule` is `exit` if the fleet process has
-    # ended.
+    # If the exit code of the ended fleet process is unknown, `failure.has_ended` is False, but
+    # `failure.rule` is `exit`. The exit code is unknown if the parent of the fleet process has died
+    # at the same time.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
@@ -68,8 +68,8 @@ def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
     is_syncing = False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
-            # The stop of the fleet begins with this event. Later events do not show why the fleet
-            # failed.
+            # This event comes from the stop of the fleet. This event and all later events do not
+            # show why the fleet failed.
             break
         match event.name:
             case "rollout.group.state":
