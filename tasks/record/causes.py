@@ -34,7 +34,7 @@ class Role(IntEnum):
     If rules match several lines of a log, the line whose rule has the lowest role names the cause.
     """
 
-    #: Message about the first failure in the chain, such as full memory, a full disk, a broken
+    #: Message about the failure that caused all others, such as full memory, a full disk, a broken
     #: device or missing GPUs.
     CAUSE = 0
     #: Message about a specific error, which may be the consequence of another error.
@@ -454,8 +454,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Mapping from a process and a role to the number of the process's last traceback. Tracebacks
-    #: that no rule with this role matched, and tracebacks of caught exceptions, do not count.
+    #: Number of the last traceback in which a rule matches, for each process and each role of the
+    #: rule. Tracebacks of caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -551,7 +551,7 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
 
 
 def _decode(data: bytes) -> str:
-    """Return a part of a log as text, without zero bytes from deleted parts (see `log_bound`)."""
+    """Return a part of a log as text, without the zero bytes that replace deleted lines."""
     return ZEROS.sub(b"\n", data).decode("utf-8", errors="replace")
 
 
@@ -629,8 +629,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # Return the incomplete last line, too: `end` can be in the middle of a line. The caller appends
-    # the part of the log after `end`, so the line becomes complete.
+    # Return the incomplete last line, too. The caller appends the part of the log after `end`. That
+    # part begins with the rest of the line.
     return b"".join(kept) + incomplete_line
 
 

@@ -29,7 +29,7 @@ _PUNCH_HOLE = 0x02 | 0x01
 #: fixed width, so that a later call can overwrite the line.
 _MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
 _MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
-#: Matches the zero bytes of the deleted part of a log.
+#: Matches the deleted part of a log, which reads as zero bytes.
 ZEROS = re.compile(rb"\0{16,}")
 
 

@@ -345,8 +345,9 @@ class LogFile:
     def _open_rotated_files(self) -> None:
         """Open the older files of the log before the first read, so that their lines come first.
 
-        An older file is skipped if the log file still contains the same lines. The log file is read
-        before and after the older files are opened, because log rotation may happen in between.
+        An older file is skipped if the log file still contains the same lines. The log file is
+        opened and read first, so that no lines are lost if log rotation happens before the older
+        files are opened.
         """
         self._open(self._path)
         current = self._open_logs

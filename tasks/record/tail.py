@@ -32,7 +32,7 @@ class Tail:
             position: Number of bytes at the beginning of the file that are not read.
         """
         self.position = position
-        #: Last bytes that were read before the position. Empty if nothing was read yet.
+        #: Last bytes before `position`. Empty if nothing was read yet.
         self._last_bytes = b""
 
     def read(self, fd: int) -> bytes | None:
