@@ -36,7 +36,7 @@ class Exit:
 
     @staticmethod
     def from_return_code(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
-        """Return the end of a process, for a return code as in the module `subprocess`.
+        """Return the `Exit` for a return code of the module `subprocess`.
 
         Args:
             code: The exit code, the negative number of a signal, or None if unknown.
@@ -257,8 +257,8 @@ class GiveUpReason:
     rule: str
     #: Message for the user that explains why Muster ends the component.
     message: str
-    #: Exit status of the process whose end made Muster end the component. None if Muster ends the
-    #: component for another reason.
+    #: If Muster ends the component because one of its processes has ended, the exit status of that
+    #: process. Otherwise None.
     exit: Exit | None = None
 
 

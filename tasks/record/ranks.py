@@ -42,7 +42,7 @@ _SPAWNED = re.compile(
     r"[Pp]rocess (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)"
     r"|exit code (?P<code>\d+)|the following error)"
 )
-#: Matches the line that `multiprocessing` prints before the traceback of a process.
+#: Matches the line that `multiprocessing` prints before the traceback of a child process.
 _NAMED_PROCESS = re.compile(
     r"^Process (?P<name>[\w.-]{1,60}(?::\d+)?):$(?=\s+Traceback)", re.MULTILINE
 )
@@ -202,7 +202,7 @@ def find_first_rank(text: str) -> RankFailure | None:
 
 
 def _find_named_process(text: str) -> RankFailure | None:
-    """Return the first process of `multiprocessing` with a traceback in the log, or None.
+    """Return the first child process of `multiprocessing` whose traceback is in the log, or None.
 
     A process that only lost its connection to another process is skipped.
     """
@@ -245,7 +245,7 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
     match = matches[-1]
     number = _SIGNALS[match["signal"]]
     if number == signal.SIGTERM:
-        # The rank itself may stop its workers when it fails.
+        # A failing rank may stop its workers with SIGTERM, so this signal does not show the cause.
         return None
     rank: int | None = None
     line_start = text.rfind("\n", 0, match.start()) + 1
@@ -263,7 +263,8 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         return loader
     is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
     if failure.pid != loader.pid and not is_rank:
-        # The rank did not end with the exception that reports the loss of a worker.
+        # The failed process is neither the worker nor a rank that ended with an exception. So the
+        # death of the worker is not the cause.
         return None
     if "`" in failure.name:
         return loader
