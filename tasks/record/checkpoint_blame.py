@@ -227,7 +227,7 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
         return False
     # If the reported step is above that of the checkpoint, the trainer has completed a step. If the
     # reported step is lower, the source of the step decides:
-    # - An HTTP server may report a step from before the restart. So the step proves nothing.
+    # - An HTTP server may still report a step of an earlier attempt. So the step proves nothing.
     # - With any other source, the trainer counts its steps from zero after each start. So the
     #   trainer has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None

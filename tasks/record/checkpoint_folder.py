@@ -152,8 +152,8 @@ class Listing:
 
     #: Checkpoints in ascending order of their steps.
     checkpoints: tuple[Checkpoint, ...] = ()
-    #: Other files and folders, which are no checkpoints of the training. Each pair has the path and
-    #: the reason.
+    #: Other files and folders. Each pair has the path, and the reason why the file or folder is no
+    #: checkpoint of the training.
     others: tuple[tuple[CheckpointPath, str], ...] = ()
     #: Remarks for the user about pointer files that do not name the newest complete checkpoint.
     notes: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class _Candidate:
         if not is_series_name(self.name):
             return False
         if not self.content.is_folder:
-            # The format of the file is known from its first bytes, and the file is whole.
+            # `proof` is set if the first bytes show a known format and the file is complete.
             has_word_suffix = self.content.path.suffix[1:2].isalpha()
             return bool(self.verdict.proof) and not has_word_suffix
         return not _has_suffix(self.content, _STATE_SUFFIXES - _EXPORT_SUFFIXES) and (
@@ -320,7 +320,7 @@ def _list_pattern(pattern: CheckpointPath, *, is_running: bool) -> Listing:
         ]
     candidates = [*_read_candidates(paths, is_pattern=True)]
     if not candidates:
-        # No file or folder looks like a checkpoint. The user knows better, and wrote the pattern.
+        # No file or folder looks like a checkpoint. So accept all that match the user's pattern.
         candidates = [*_read_candidates(paths, is_pattern=True, accepts_all=True)]
     return _judge(candidates, pointers, is_running=is_running, is_pattern=True)
 
@@ -344,8 +344,8 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
             known_names.add(target.name)
     if not any(candidate.content.is_folder for candidate in candidates):
-        # Some trainers overwrite the same files each time. The folder itself is then the
-        # checkpoint.
+        # Some trainers overwrite the same files with each new checkpoint. In this case, the folder
+        # itself is the checkpoint.
         own = _read_candidate(Content.read(folder), NameKind.CHECKPOINT)
         if own.verdict.is_training_state and _is_flat(own.content):
             return _judge([own], [], is_running=is_running)
@@ -368,7 +368,7 @@ def _has_training_files(content: Content) -> bool:
 
 
 def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Return the candidates, without those of an unknown layout if there are several series.
+    """Leave out candidates of an unknown layout if the names of the candidates form several series.
 
     Files or folders whose names differ only in a number, such as `actor-5` and `actor-10`, form a
     series. In a folder with `actor-5` and `critic-5`, it is unclear which one is the checkpoint.
@@ -649,10 +649,10 @@ def _key_of(content: Content, name: str) -> str:
 
 
 def _sizes_by_name(content: Content) -> dict[str, int]:
-    """Return the size in bytes of the smallest file of each kind in a checkpoint.
+    """Return a mapping from the names of a checkpoint's files to their sizes in bytes.
 
-    The result is a mapping from the keys that `_key_of` returns. Only files with state of the
-    training are taken into account.
+    The numbers in the names are replaced; see `_key_of`. If several files then have the same name,
+    the smallest size is used. Files without state of the training are left out.
     """
     sizes: dict[str, int] = {}
     for name, facts in content.files.items():

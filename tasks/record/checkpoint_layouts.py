@@ -188,8 +188,7 @@ class ContentVerdict:
     proof: str = ""
     #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
-    #: True if the content of the files shows that they contain the state of a training. The name of
-    #: the checkpoint is then not checked.
+    #: True if the layout of the files proves that they contain the state of a training.
     is_training_state: bool = False
 
 

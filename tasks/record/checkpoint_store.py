@@ -284,12 +284,13 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """Two mappings: of the visible files below the folder, and of the removal lists.
+        """Visible files below the folder, and removal lists.
 
-        - The first maps the key of each visible file to the size and times of the file.
-        - The second maps the key of each removal list to the content of the list. A removal list is
-          a small file that names files to delete. The content maps the key of each listed
-          file to a text with the size, time and version of the file.
+        A removal list is a small file that names files to delete.
+
+        - Mapping from the key of each visible file to the size and times of the file.
+        - Mapping from the key of each removal list to the files in the list. For each file, the
+          list contains the key, and a text with the size, time and version.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
@@ -648,7 +649,7 @@ def _connect(protocol: str) -> Any:
 
 
 def _find_client_fault(protocol: str) -> tuple[str, str] | None:
-    """Return why checkpoints with a protocol cannot be read, and the advice to the user.
+    """Return why checkpoints cannot be read with a protocol such as `s3`, and advice to the user.
 
     The result is None if the protocol is known and its Python package can be imported.
     """

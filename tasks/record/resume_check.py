@@ -26,7 +26,7 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
     # The first step that a trainer reports is the step of the loaded checkpoint, or the next step.
-    # Search the refused checkpoints for one with a matching step.
+    # So find out whether the trainer may have loaded a checkpoint that Muster did not choose.
     other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
     if chosen is None:
         if other is None or first_step <= 1:

@@ -63,8 +63,9 @@ class FileCheck:
     damage: str = ""
 
 
-#: Cached results for undamaged files. The same files are checked many times, possibly on a slow
-#: file system. The key consists of path, size, modification time in nanoseconds, and inode number.
+#: Results of `check_file` for undamaged files. The same files are checked many times, possibly on a
+#: slow file system. The key consists of path, size, modification time in nanoseconds, and inode
+#: number.
 _whole_files: dict[tuple[str, int, int, int], FileCheck] = {}
 #: Largest number of results that are kept in `_whole_files`.
 _WHOLE_FILES_AT_MOST = 100_000
@@ -431,8 +432,8 @@ def _read_pickle_bytes(path: CheckpointPath) -> bytes:
 def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
     """Return the smallest possible size of each file of a torch.distributed.checkpoint.
 
-    The file `.metadata` of the checkpoint lists the parts of each file. A file is incomplete if it
-    is smaller than the end of its last part.
+    The file `.metadata` of the checkpoint lists the offset and the length of all parts of each
+    file. A file that ends before the end of its last part is incomplete.
 
     Returns:
         Mapping from the path of each file, relative to the folder, to the size in bytes. Empty if
