@@ -85,8 +85,8 @@ class ResumePlan:
     #: True if a component gets the path of the checkpoint, because the spec uses the placeholder
     #: `${attempt.resume_from}`.
     is_passed: bool = True
-    #: Text about files that may be checkpoints, as returned by `describe_unrecognised`. `rule` then
-    #: contains the same text.
+    #: Text about files that may be checkpoints, as returned by `describe_unrecognised`. The text is
+    #: also part of `rule`.
     unrecognised: str = ""
 
     @property
@@ -513,7 +513,8 @@ def _set_aside_checkpoints(
 def _sign(checkpoint: Checkpoint) -> str:
     """Return a text `SIGNATURE:TIME` that identifies the content of a checkpoint.
 
-    TIME is the last change of an inode (ctime), in nanoseconds since the epoch.
+    TIME is the latest inode change time (ctime) of the checkpoint's files, in nanoseconds since the
+    epoch.
     """
     return f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
 
@@ -524,7 +525,7 @@ class JudgedCheckpoint:
 
     checkpoint: Checkpoint
     #: Reason why the run must not use the checkpoint, or an empty string. Either another run wrote
-    #: the checkpoint, or a person retried the run from an earlier step.
+    #: the checkpoint, or a person retried the run from a step before the checkpoint.
     why_foreign: str
     #: Reason why no attempt should start from the checkpoint, or an empty string. Either an attempt
     #: could not load the checkpoint, or the checkpoint was saved during an alarm.
@@ -624,9 +625,10 @@ def judge_checkpoints(
 
 
 def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], list[str]]:
-    """Return a function that returns the reasons why evaluations need a checkpoint.
+    """Return a function that says why a checkpoint must be kept for evaluations.
 
-    The argument of the returned function is the path of a checkpoint.
+    The argument of the returned function is the path of a checkpoint. The result is a list of
+    reasons, or an empty list if no evaluation needs the checkpoint.
 
     Raises:
         OSError, ValueError: The record of the evaluations cannot be read, so it is unknown which
@@ -800,17 +802,19 @@ class CheckpointGrowth:
         self._written = written
         self._root = root
         self._clock = clock
-        #: State of each file at the last successful call. Empty before the first call.
+        #: State of each file when the files were last listed. Empty before the first listing.
         self._states: dict[CheckpointPath, _FileState] = {}
-        #: Time of the last successful call. Minus infinity before the first call.
+        #: Time at which the files were last listed. Minus infinity before the first listing.
         self._read_at = -math.inf
 
     def seconds_since_growth(self) -> float | None:
-        """Return the number of seconds since a file of an unfinished checkpoint last changed.
+        """Return how many seconds ago a file of an unfinished checkpoint last changed.
+
+        Only changes since the previous call of this method count. At the first call, each existing
+        file counts as changed.
 
         Returns:
-            None if no file has changed since the last call, or if the files cannot be listed. At
-            the first call, each existing file counts as changed.
+            None if no file has changed, or if the files cannot be listed.
         """
         now = self._clock()
         states = self._read()
@@ -915,9 +919,10 @@ def find_stage_checkpoint(
 
 
 def describe_stage_unrecognised(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> str:
-    """Return the text of `describe_unrecognised` for a stage of a pipeline.
+    """Return a text about files of a pipeline stage that may be checkpoints.
 
-    The text is empty if the stage has the key `checkpoint`, or if the folder cannot be read.
+    See `describe_unrecognised`. The text is empty if the stage has the key `checkpoint`, or if the
+    folder of the checkpoints cannot be read.
     """
     if checkpoint is not None:
         return ""
