@@ -44,7 +44,7 @@ class FlowLoss:
     #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. In both cases, a run that was waiting continues to wait.
+    #: answer. If the value is True or None, a waiting run continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that continued the run, or an empty string. The run may
     #: already have ended on that host.
@@ -257,7 +257,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
 
     Args:
         record: Record of the run, in which the last attempt already has its final state.
-        loss: Facts about the run.
+        loss: State of the flow run on the Prefect server, and the results of the clean-up.
     """
     attempt = record.attempt
     if loss.elsewhere:

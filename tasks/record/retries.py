@@ -16,7 +16,7 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind, NodeBlame
 from tasks.spec.formatting import format_datetime
 from tasks.spec.run import Retry, RunSpec
 
-#: Factor by which the delay before a retry grows from attempt to attempt.
+#: After each failed attempt, the delay before the next attempt is multiplied by this number.
 _GROWTH = 2.0
 #: Largest random change of a delay, as a share of the delay. Without a random change, runs that
 #: were requeued at the same time would all be retried at the same time.
@@ -107,8 +107,8 @@ def decide_retry(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return RetryDecision(text=text)
 
-    # Some failures end an attempt before its components start. After such a failure, the delay
-    # depends only on the number of such failures in a row.
+    # Some kinds of failure end an attempt before its components start. In this case, the delay
+    # depends only on the number of consecutive attempts that ended in this way.
     delay_step = used_attempts
     if kind.properties.ends_before_components_run:
         delay_step = 1 + sum(1 for _ in takewhile(_has_never_run, reversed(before)))
@@ -177,7 +177,8 @@ def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str
 
     - If failures of this kind are never caused by a node, the result is empty.
     - If the log line or the message of the failure contains nodes, these nodes are returned.
-    - After a timeout of a collective operation, the result is empty if no rank is mentioned.
+    - After a timeout of a collective operation, the result is empty if neither the log line nor
+      the message contains a rank.
     - Otherwise, all nodes of the attempt are returned.
 
     Args:

@@ -98,8 +98,7 @@ class AlarmRecord(Recorded):
     message: str = ""
     #: Training step at which the alarm was raised.
     step: float = 0.0
-    #: First training step of the period in which the condition of the rule was true without
-    #: interruption.
+    #: Training step at which the condition for the alarm became true, and then stayed true.
     since: float = 0.0
 
 
@@ -301,7 +300,7 @@ class RunJson(Recorded):
     attempts: tuple[AttemptRecord, ...] = ()
     #: Checkpoints that this run must not use, as a mapping from path to signature. A signature
     #: identifies the content. Either the checkpoint existed before the run, or a person retried the
-    #: run from an earlier step.
+    #: run from a step before the checkpoint.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
@@ -363,8 +362,8 @@ class RunJson(Recorded):
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
         """Return the attempt that a new flow process can continue, or None.
 
-        If the components are already being stopped, the attempt can be continued only if Ray was
-        not yet asked to stop any of its jobs.
+        If the components are already being stopped, the attempt can be continued only if Muster
+        has not yet asked Ray to stop a job of the attempt.
 
         Args:
             place: Directory of the run.
@@ -562,9 +561,10 @@ class RunRecord:
     ) -> None:
         """Add a new attempt to the record.
 
-        If the recorded decision says that the run has ended, a user has started the run again. If
-        there is no decision, the flow process was killed. In both cases, "begun again" is added to
-        the decision about the previous attempt.
+        The text "begun again" is added to the retry decision of the previous attempt in two cases:
+
+        - The decision says that no attempt follows. So a user has started the run again.
+        - There is no decision, because the flow process was killed.
 
         Args:
             number: Number of the attempt, starting at 1.
