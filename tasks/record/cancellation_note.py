@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-#: Name of the file in the directory of the run.
+#: Name of the file that contains the note. The file is in the directory of the run.
 _FILE = "cancelled.txt"
-#: Largest number of characters that are read from the file of the note.
+#: Largest number of characters that are read from the note.
 _READ_AT_MOST = 1000
 
 

@@ -57,8 +57,8 @@ _DIFF_BYTES = 16_384
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
-#: Function that reads a missing entry of the code store from another store. The argument is the
-#: name of the entry. The result is the gzip-compressed content, or None if the other store has no
+#: Function that loads a missing entry of the code store, for example from the Prefect server. The
+#: argument is the name of the entry. The result is the gzip-compressed content. None if there is no
 #: such entry.
 Fetch = Callable[[str], bytes | None]
 
@@ -121,7 +121,7 @@ def _refuse_large_folder(root: Path, limit: int) -> None:
     try:
         counted = count_until(root, limit, _IGNORED)
     except (GitFailed, OSError):
-        # Ignore the error here: `_files` runs git again and reports it.
+        # Ignore the error here. `_files` runs git again and reports the error.
         return
     if counted is None:
         return

@@ -128,7 +128,7 @@ class DiskThread:
         After a power failure, the file has either the old or the new content; see `replace_file`.
 
         Args:
-            path: The file. If an earlier replacement of this file is still pending, it is dropped.
+            path: The file. A pending earlier replacement of this file is dropped.
             make: Function that returns the new content. The disk thread calls this function before
                 each try to write the file.
         """

@@ -24,9 +24,9 @@ def add_checkpoints(
 ) -> EvaluationsJson:
     """Return the record of a run's evaluations with the new complete checkpoints added.
 
-    A checkpoint at a known path counts as new in two cases: its step differs, or a later attempt
-    has saved it again. Changed files alone do not make a checkpoint new, because an evaluation may
-    write files into the folder of a checkpoint.
+    A checkpoint at a known path counts as new in two cases: its step differs from the recorded
+    step, or a later attempt has saved the checkpoint again. Changed files alone do not make a
+    checkpoint new, because an evaluation may write files into the folder of a checkpoint.
 
     Args:
         content: The record before the call.

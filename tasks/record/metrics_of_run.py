@@ -99,7 +99,7 @@ class MetricReader:
 
     @property
     def last_step(self) -> float | None:
-        """Last training step of the run, even if its line does not have the metric.
+        """Highest training step in the lines that were read, with or without the metric.
 
         None if no line with a step was read yet.
         """

@@ -53,7 +53,7 @@ _WRITE_BITS = 0o022
 #: users set this variable to read files in that directory.
 _OWNER_VARIABLE = HOME_OWNER.name
 #: Environment variable with the umask of the process that called Muster, as an octal number. The
-#: function `note_callers_umask` sets it.
+#: function `note_callers_umask` sets this variable.
 CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
 #: Advice to the user if other users could change files in Muster's home directory.
 _REMEDY = (
@@ -88,7 +88,7 @@ def muster_home() -> Path:
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
     # Remember the result only for an existing directory. Another user could create a missing
-    # directory later, so it must be checked again.
+    # directory after this check.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home

@@ -20,7 +20,7 @@ from tasks.record.repository import GitView, find_repository, git_view
 #: Number of folders that are read before git is asked which of their files are ignored.
 _FOLDERS_AT_ONCE = 200
 #: A folder is small if it contains fewer files and folders than this number. git lists the files of
-#: a small folder quickly, so the size is not checked in advance.
+#: a small folder quickly, so `count_until` does not count these files.
 _SMALL_PROJECT = 5_000
 
 

@@ -234,7 +234,7 @@ class GitView:
         if not names:
             return set()
         # Add the prefix `./` to each path. Otherwise, git would read a path such as `:(top)x` as a
-        # pattern. This command has no option `--literal-pathspecs`.
+        # pattern. `git check-ignore` does not support the option `--literal-pathspecs`.
         listed_names = "".join(f"./{name}\0" for name in names)
         words = ("--no-literal-pathspecs", "check-ignore", "-z", "--stdin")
         # The command exits with 1 if git ignores none of the paths.
@@ -391,7 +391,7 @@ class GitView:
         try:
             output = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
         except GitFailed:
-            # The command fails if the repository has none of these settings.
+            # git fails if the repository has none of the safe settings.
             return ()
         pairs = (item.partition("\n") for item in output.split("\0") if item)
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
