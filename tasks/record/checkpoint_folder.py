@@ -329,7 +329,7 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
     paths = list_entries(folder)
     pointers = [pointer for path in paths if (pointer := _read_pointer(path)) is not None]
     for pointer in pointers:
-        # A pointer file may contain the name of a checkpoint in a subfolder. List that subfolder,
+        # A pointer file such as `latest` may name a checkpoint in a subfolder. List that subfolder,
         # too.
         subfolder = (folder / pointer.text).parent
         if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
@@ -651,7 +651,7 @@ def _key_of(content: Content, name: str) -> str:
 def _sizes_by_name(content: Content) -> dict[str, int]:
     """Return a mapping from the names of a checkpoint's files to their sizes in bytes.
 
-    The numbers in the names are replaced; see `_key_of`. If several files then have the same name,
+    Numbers are removed from the names; see `_key_of`. If several files then have the same name,
     the smallest size is used. Files without state of the training are left out.
     """
     sizes: dict[str, int] = {}

@@ -263,8 +263,8 @@ def list_spec_paths(spec: Mapping[str, Any]) -> tuple[str, ...]:
 def _list_spec_texts(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the values of environment variables and the words of the commands in a run spec.
 
-    An option such as `--data=FILE` yields FILE. Each argument of a `call` step is yielded
-    separately.
+    An option such as `--data=FILE` yields FILE. If a pipeline step calls a Python function, each
+    argument of the function is yielded separately.
     """
     components = [*mapping_or_empty(spec.get("components")).values()]
     for part in (spec, *components):

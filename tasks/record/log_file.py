@@ -46,8 +46,9 @@ class _OpenLog:
         return content is not None
 
     def _read_content(self) -> bytes | None:
-        """Return the next bytes of the file, or None at its end. Zero bytes of holes are left out.
+        """Return the next bytes of the file, or None at its end.
 
+        Parts of the file that Muster has deleted read as zero bytes. These bytes are left out.
         If log rotation has copied and truncated the file, the unread part of the old content is
         read from the copy.
         """

@@ -428,8 +428,8 @@ def _read_table(text: str) -> RankFailure | None:
     alive: Sequence[int] = ()
     was_stopped = int(root["code"]) == _STOPPED
     if was_stopped or is_victim(text, int(root["rank"])):
-        # torchrun may name the wrong rank if two ranks die at nearly the same time: it may first
-        # see the rank that only lost its connection. So prefer a rank that died for another reason.
+        # If two ranks die at nearly the same time, torchrun may name the rank that only lost its
+        # connection to the other rank. So prefer a rank that died for another reason.
         own_deaths = [
             entry
             for entry in others

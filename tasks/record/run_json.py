@@ -84,7 +84,7 @@ class JobRecord(Recorded):
     address: str = ""
     #: Status of the job as Ray reports it, in lower case.
     status: str = ""
-    #: Nodes on which the driver process of the Ray job runs.
+    #: The node on which the driver process of the Ray job runs, as the only item. Empty if unknown.
     nodes: tuple[str, ...] = ()
     #: Texts about nodes on which Muster could not search for leftover processes after the job
     #: ended.
