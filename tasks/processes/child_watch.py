@@ -123,7 +123,8 @@ class ProcessWatch:
     #: The component whose processes are watched.
     process: GuardedProcess
     #: The liveness probe of the component. It contains the pattern, the seconds between two
-    #: searches, and the number of consecutive searches without a match that count as a loss.
+    #: searches, and the number of consecutive searches without a match after which the processes
+    #: count as lost.
     live: LiveProbe
     #: Publishes the event `process.watched` for each process that is watched from now on.
     emit: Emit

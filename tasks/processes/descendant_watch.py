@@ -31,12 +31,12 @@ from tasks.record.ranks import RankFailure
 _FIRST_SEARCH_S = 0.1
 #: Pause between two searches for descendants, as a share of the time since the component's start.
 _PAUSE_PART = 0.05
-#: Lower bound in seconds of the pause that results from `_PAUSE_PART`.
+#: Smallest pause between two searches for descendants, in seconds.
 _PAUSE_AT_LEAST_S = 0.25
-#: Upper bound in seconds of the pause that results from `_PAUSE_PART`.
+#: Largest pause between two searches for descendants, in seconds. The pause after a slow search is
+#: longer, see `_PAUSE_PER_SEARCH`.
 _PAUSE_AT_MOST_S = 5.0
-#: Pause after a search, as a multiple of the duration of the search. The longer of two pauses is
-#: used: this pause, or the pause that results from `_PAUSE_PART`.
+#: Smallest pause after a search, as a multiple of the duration of the search.
 _PAUSE_PER_SEARCH = 50.0
 #: Time limit in seconds for a search for descendants. Reading /proc can block for a process that is
 #: stuck in the kernel.
@@ -65,7 +65,7 @@ class DeathEvidence:
     #: Clause about the kill by the kernel's OOM killer, with the memory limit. Empty if the OOM
     #: killer has killed no process of the component shortly before its end.
     oom_kill: str = ""
-    #: Sentence that says why the OOM killer did not send SIGKILL. Empty if this is unknown.
+    #: Sentence with the evidence that the OOM killer did not send SIGKILL. Empty without evidence.
     no_oom_kill: str = ""
     #: The descendant that died first, shortly before the end of the component. None if unknown.
     first_death: RankFailure | None = None
@@ -88,16 +88,17 @@ class _Process:
     #: Number of the rank to which the process belongs; None if it belongs to no rank of a training.
     rank: int | None
     #: True if the process is the rank itself, and not a child process of the rank, such as a worker
-    #: of a data loader. Without the variable RANK, each of several equal workers counts as a rank.
+    #: of a data loader. A process without the variable RANK counts as a rank if its parent has
+    #: several Python child processes with the same command apart from numbers.
     is_rank_itself: bool
-    #: True if the process is a worker of its parent. A worker is a rank, a process of
-    #: `multiprocessing`, a fork of its parent that executes the same program, or one of several
-    #: Python processes with the same parent and the same command apart from numbers.
+    #: True if the process is a worker of its parent. A worker is a rank, a child process that
+    #: `multiprocessing` has started, a fork of its parent that executes the same program, or one of
+    #: several Python processes with the same parent and the same command apart from numbers.
     is_worker: bool
-    #: Position of the process among the equal workers of its parent, in the order of their start.
-    #: The first position is 0.
+    #: Position of the process among the workers of its parent with the same command, in the order
+    #: of their start. The first position is 0.
     number: int
-    #: Number of equal workers of the parent, this process included.
+    #: Number of the parent's workers with the same command, this process included.
     peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.
@@ -110,7 +111,7 @@ class _DescendantDeath:
 
     process: _Process
     exit: Exit
-    #: Pids of the other watched descendants that were alive at this moment.
+    #: Pids of the other watched descendants that were alive when this descendant died.
     survivors: frozenset[int]
 
 
@@ -226,7 +227,8 @@ class DescendantWatch:
                 # earlier description, which was derived from the former parent.
                 return
             if known.peers > process.peers:
-                # Some equal workers have ended. The process keeps its position.
+                # Some workers with the same command have ended. Keep the position that the process
+                # had among all of them.
                 process = replace(
                     process,
                     is_rank_itself=known.is_rank_itself,
@@ -501,7 +503,7 @@ class DescendantWatch:
 
 
 def _has_same_program(process: _Process, parent: _Process) -> bool:
-    """Return True if a process is a fork of its parent, or a process of `multiprocessing`."""
+    """Return True if a process is a fork of its parent, or was started by `multiprocessing`."""
     return process.command == parent.command or "multiprocessing" in process.command
 
 
@@ -519,7 +521,8 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
     commands: dict[int, str] = {}
     parents: dict[int, int] = {}
     ranks: dict[int, int | None] = {}
-    #: Mapping from a parent and a command without numbers to the pids of equal workers.
+    #: Mapping from a parent and a command without numbers to the pids of the parent's children with
+    #: this command.
     groups: dict[tuple[int, str], list[int]] = {}
     for pid in pids:
         id = ProcessId.of(pid)
