@@ -69,9 +69,9 @@ class ComponentPlan:
     #: Function that returns True while the component writes a checkpoint. The function may block.
     #: The attribute is None if it is unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
-    #: Function that returns the seconds since the latest growth of a checkpoint, once for each
-    #: growth. The result is None if no checkpoint has grown since the last call. The function may
-    #: block. The attribute is None if it is unknown whether the component writes checkpoints.
+    #: Function that returns the seconds since a checkpoint last grew, or None if no checkpoint has
+    #: grown since the last call. The function may block. The attribute is None if it is unknown
+    #: whether the component writes checkpoints.
     seconds_since_growth: Callable[[], float | None] | None = None
     #: Function that returns the step and the time of the newest complete checkpoint. The function
     #: may block and may raise OSError. The attribute is None if the component has no checkpoints.
@@ -197,7 +197,7 @@ class AttemptContext:
     logs: Mapping[str, HeldLog] = field(init=False)
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: Object that reads the logs of all components in one thread. All logs are in one directory.
+    #: Object that reads the logs of all components in one thread.
     log_reader: PlaceReader = field(init=False)
     _shared_memory: SharedMemoryScan | None = None
 
@@ -375,9 +375,9 @@ class RunningComponent(ABC):
         #: Log of the component. Read the log through `log.source`, because the file may be moved or
         #: removed.
         self.log = context.logs[plan.name]
-        #: State of the file that the readiness probe checks, before the component's start: a
-        #: mapping from the path of the file to its state (see `probes.identity_of`). The probe
-        #: succeeds only if the state has changed since the start.
+        #: Mapping from the path of the file that the readiness probe checks to the state of the
+        #: file before the component's start (see `probes.identity_of`). The probe succeeds only if
+        #: the state has changed since the start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
         #: Size of the log in bytes before the launch. The bytes before this offset were written by
@@ -613,7 +613,7 @@ class RunningComponent(ABC):
     def forget_warnings(self) -> None:
         """Let the next call of `warn` send the signal again to processes that have already got it.
 
-        Call this if the first warning announced an end of the component that was later cancelled.
+        Call this when the announced end of the component was cancelled.
         """
         return
 

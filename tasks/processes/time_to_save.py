@@ -75,11 +75,11 @@ class TimeToSave:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: True if a second cancel has ended the grace periods. Components are then killed at once, even
-    #: while they save a checkpoint.
+    #: True if the run was cancelled a second time. Components are then killed at once, even while
+    #: they save a checkpoint.
     is_hurried: bool = False
-    #: Mapping from component name to facts about the warning, for components that got a warning
-    #: signal.
+    #: Mapping from the name of each warned component to the time of the warning, the announced end
+    #: of the attempt, and the newest checkpoint before the warning.
     _warned: dict[str, _Warned] = field(default_factory=dict)
     #: Mapping from component name to the remaining seconds for which the end of the component may
     #: be delayed while it saves a checkpoint.
@@ -231,8 +231,8 @@ class TimeToSave:
     def _may_wait(self, component: RunningComponent) -> bool:
         """Return True if the end of a component may be delayed, so that it can save a checkpoint.
 
-        Returns False if the component has ended or hangs, or if a second cancel has ended the grace
-        periods.
+        Returns False if the component has ended or hangs, or if the run was cancelled a second
+        time, which ends all grace periods.
         """
         return not (self.is_hurried or component.is_hung or component.exit is not None)
 

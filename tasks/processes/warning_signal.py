@@ -49,7 +49,8 @@ class WarnedProcesses(TypedDict):
 
     #: Text that identifies the machine, see `tree.machine`.
     machine: str
-    #: Pid and start time of each process to which this call has sent the signal.
+    #: Pid and start time of each process that got the warning signal from this call of
+    #: `warn_carriers`.
     processes: list[list[int]]
 
 
@@ -97,7 +98,7 @@ def send_warning(
 
 
 def _is_same(pid: int, start: int) -> Callable[[], bool]:
-    """Return a function that returns True if a process still has the start time `start`."""
+    """Return a function that checks whether a process still has the start time `start`."""
     return lambda: start != 0 and start_ticks(pid) == start
 
 
