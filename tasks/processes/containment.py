@@ -75,7 +75,7 @@ class Containment:
     #: Directory of the parent cgroup. Each component gets a cgroup below this directory. None if
     #: the components get no cgroup.
     cgroup_parent: str | None = None
-    #: Mapping from each stronger level to the reason why this level is not used.
+    #: Mapping from a level above `level` to the reason why Muster does not use that level.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -201,7 +201,8 @@ class PidNamespace:
     when the last guardian has ended. When the first process ends for any reason, the kernel kills
     every process in the namespace.
 
-    Create the namespace, start guardians with `fds`, call `settle`, and finally call `close`.
+    Create the namespace, start guardians with the file descriptors in `fds`, call `settle`, and
+    finally call `close`.
     """
 
     def __init__(self) -> None:

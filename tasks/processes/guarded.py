@@ -63,7 +63,8 @@ _ORDER_WITHIN_S = 2.0
 #: Seconds that a guardian process needs after the grace period to kill the process tree and to
 #: report the processes that survived.
 KILL_WITHIN_S = 8.0
-#: Seconds between two checks of the command's children, after their guardian process was killed.
+#: Seconds between two checks of a command's children after the guardian process of the command was
+#: killed.
 _KEPT_ROUND_S = 0.2
 #: Difference in seconds that Muster records between the end times of two processes, if it knows
 #: only which process ended first.
@@ -451,8 +452,8 @@ class GuardedProcess:
     def abandon_guardian(self) -> None:
         """Kill a guardian process that does not answer.
 
-        This process is a subreaper. So it becomes the parent of the guardian's descendants, and
-        kills them.
+        The calling process, a subreaper, then becomes the parent of the guardian's descendants and
+        kills these descendants.
         """
         self._guardian.kill()
 

@@ -500,9 +500,9 @@ def enter_namespace(init: int, alive: int) -> None:
         OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # First try to enter only the PID namespace and its mount namespace. This fails if an
-    # unprivileged user has created the PID namespace, because such a user needs a user namespace
-    # around it. The second call enters this user namespace as well.
+    # First try to enter only the PID namespace and its mount namespace. The kernel refuses this if
+    # an unprivileged user has created the PID namespace together with a user namespace. The second
+    # call enters the user namespace as well.
     if (
         libc.setns(init, _NAMESPACE_FLAGS) != 0
         and libc.setns(init, _NAMESPACE_FLAGS | _CLONE_NEWUSER) != 0
@@ -514,8 +514,9 @@ def enter_namespace(init: int, alive: int) -> None:
     # setns(2) does not move the calling process into the PID namespace, only its later children.
     child = os.fork()
     if child == 0:
-        # The parent is outside the namespace, so `getppid` always returns 0, even if the parent has
-        # died. So if the parent died before this call, the guardian process continues.
+        # The parent is outside the namespace, so `getppid` always returns 0. `die_with_parent`
+        # therefore cannot notice a parent that has already died. In that case, the guardian process
+        # continues.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)

@@ -79,7 +79,8 @@ class Guards:
         self._containment = containment or Containment(level=Level.L2)
         self._template = template
         self._namespace: PidNamespace | None = None
-        #: Processes whose guardian processes have not ended, in the order of their preparation.
+        #: Processes whose guardian processes have not ended, in the order in which the processes
+        #: were prepared.
         self._processes: list[GuardedProcess] = []
         #: Last prepared process of each component, or of each part of a component, such as one
         #: inference server. The key is the name of the process in the registry.

@@ -71,7 +71,7 @@ class ProcessComponent(RunningComponent):
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
-        #: True after a check that no other process listens on the component's ports.
+        #: True after Muster has checked that no other process listens on the component's ports.
         self._may_listen = False
         #: Task that opens the log of the component. `launch` starts it, and it may still run after
         #: `launch` if the file system of the log does not answer.
@@ -219,8 +219,8 @@ class ProcessComponent(RunningComponent):
 
     async def end(self) -> tuple[str, ...]:
         if self.pid is not None and self._diagnosis is None:
-            # Send the request first, because the rest of this method takes about a millisecond. If
-            # the component hangs, its call stacks are collected before the request.
+            # Request the stop first, because the rest of this method takes about a millisecond. A
+            # component that hangs is stopped later, because its call stacks are collected first.
             self.process.stop()
         await self.tasks.cancel()
         if self._descendants is not None:
