@@ -91,7 +91,7 @@ _READ_LOG_WITHIN_S = 10.0
 _MEASURE_WITHIN_S = 2.0
 #: Time limit in seconds for the determination of the attempt's result.
 _RESULT_WITHIN_S = 60.0
-#: Time limit in seconds for the explanation of a program that could not be started.
+#: Time limit in seconds for finding out why a program could not be started.
 _EXPLAIN_START_WITHIN_S = 5.0
 #: Seconds between two checks for files and folders whose reads hang, for example on NFS.
 _PLACES_EVERY_S = 1.0
@@ -366,7 +366,7 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
 
 
 def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return the result of `name_processes_of_spawn`, or None if `failure` is None."""
+    """Return the failure, with the name `process N` if `torch.multiprocessing.spawn` was used."""
     return None if failure is None else name_processes_of_spawn(text, failure)
 
 
@@ -691,8 +691,8 @@ class SupervisedAttempt:
             self._check_undecided(name)
             component = self.components[name]
             await self._launch(component)
-            # If the program could not be executed, the attempt has already failed at this point.
-            # Check this first, so that the component is not reported as ready.
+            # If the program could not be executed, the attempt has already failed. Raise the error
+            # now, so that the component is not reported as ready.
             self._check_undecided(name)
             await self._until_settled(component)
             self._check_undecided(name)
@@ -1403,8 +1403,8 @@ class SupervisedAttempt:
             until: See `RunningComponent.read_log_end`.
 
         Returns:
-            The end of the log, and an empty string. If the file system of the log does not respond
-            in time, an empty string, and a sentence that says so.
+            `(text, problem)`: the end of the log and an empty string. If the file system of the log
+            does not respond in time, an empty string and a message about the file system.
         """
         reader = self._context.log_reader
         try:
@@ -1441,8 +1441,8 @@ class SupervisedAttempt:
         if last is not None and is_free and not is_warned and is_unexamined:
             # The teardown stops the components in the reverse order of their launch, and writes
             # events before the first stop. To save time, send the stop signal now to the component
-            # that was launched last. Exception: if this component caused the end, the size of its
-            # log must be read before the signal.
+            # that was launched last. Exception: if this component caused the end of the attempt,
+            # the size of its log must be read before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()

@@ -70,12 +70,12 @@ _LISTED_AT_MOST = 8
 class MissingStep:
     """Reason why the training step of a run is unknown. `str` returns the reason."""
 
-    #: Clause that names the file or URL, and the problem.
+    #: Clause that names the file or URL, and says why no step could be read from it.
     problem: str
     #: Advice for the user. The advice repeats the keys or files that `problem` names.
     remedy: str
-    #: True if the training has probably written no metrics yet. If the training hangs before its
-    #: first step, such a problem explains nothing.
+    #: True if the training has probably written no metrics yet. Missing metrics are normal before
+    #: the first step, so they do not explain why a training hangs there.
     is_before_first_line: bool = False
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ class JsonlProgress:
 
 
 def _describe_unanswered_file(problem: str) -> MissingStep:
-    """Return the reason why the step is unknown if the metrics file does not answer.
+    """Return the reason why the step is unknown: the metrics file does not answer.
 
     Args:
         problem: Text that says for how long the file has not answered.
@@ -797,7 +797,7 @@ class ProgressWatch:
         return is_server and await self._has_output()
 
     async def seconds_since_growth(self) -> float | None:
-        """Return the seconds since the latest growth of a checkpoint, once for each growth.
+        """Return the seconds since a checkpoint last grew.
 
         Returns:
             None if no checkpoint has grown since the last call.

@@ -453,7 +453,7 @@ class Services:
     def start(self, name: str) -> None:
         """Start a service, and wait until it is ready or has done its work.
 
-        After that, the service is started again after each death.
+        If the service dies later, it is started again.
 
         Raises:
             RunEnded: The service died before it was ready (see `failure`), or `stop` was called.

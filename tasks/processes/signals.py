@@ -35,7 +35,7 @@ _CANNOT_BE_HANDLED = {signal.SIGKILL, signal.SIGSTOP}
 
 
 class CtrlC:
-    """Distinguishes a second press of Ctrl-C from a repeated SIGINT of the first press."""
+    """Detects a second press of Ctrl-C, although one press may cause several SIGINTs."""
 
     def __init__(self) -> None:
         self._last_at_s: float | None = None
@@ -61,8 +61,8 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Tells a second press of Ctrl-C from a repeated SIGINT of the first press. `on_signal`
-        #: uses this object before and after the run. During the run, it is not used.
+        #: Detects a second press of Ctrl-C. `on_signal` uses this object before and after the run,
+        #: but not during the run.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
