@@ -405,7 +405,7 @@ def nccl_status(pids: Sequence[int]) -> str:
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
                 if not any(inodes & {*list_sockets(pid).values()} for pid in pids):
-                    # The listener belongs to another job, or no process listens at this address.
+                    # No process of this job listens at this address.
                     break
                 return _ras_status(host.strip("[]"), int(port))
     return ""

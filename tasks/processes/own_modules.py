@@ -56,12 +56,13 @@ def make_own_env() -> dict[str, str]:
 def select_own_path(
     path: Iterable[str], *, foreign: Iterable[str], own: Iterable[str]
 ) -> list[str]:
-    """Return the import path without the folders of the user.
+    """Return the import path without the user's own folders, such as those in PYTHONPATH.
 
     Args:
         path: The import path, as `sys.path`.
-        foreign: Folders of the user. A folder in which Muster is installed stays on the path.
-        own: Folders that stay on the path, also if they are folders of the user.
+        foreign: The user's folders, see `find_foreign_folders`. A folder in which Muster is
+            installed stays on the path.
+        own: Folders that stay on the path, even if `foreign` contains them.
     """
     own_folders = set(map(os.path.realpath, own))
     foreign_folders = set(map(os.path.realpath, foreign)) - own_folders

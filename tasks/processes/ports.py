@@ -133,9 +133,9 @@ class PortsReserved:
     def move(self, component: str) -> None:
         """Reserve other ports for a component, because another process has taken one of its ports.
 
-        Each new port is reserved only by a Unix socket with the name `lock_name`. No TCP socket is
-        bound to the port, because other users can see a bound port. Another user could take a port
-        between `release` and the component's own bind.
+        Each new port is reserved only by a Unix socket, see `lock_name`. A bound TCP socket would
+        show the port to other users. Another user could then take the port between `release` and
+        the component's own bind.
 
         Args:
             component: Name of the component.

@@ -96,7 +96,7 @@ class ComponentProbe(ABC):
 
     @abstractmethod
     def glance(self) -> object:
-        """Return a value that changes if the result of the check may have changed.
+        """Return a value that changes when a new check may have another result.
 
         The call takes little time and never waits. For example, the probe of a server returns
         whether its port accepts connections.

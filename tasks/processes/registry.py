@@ -65,8 +65,7 @@ _LOCK = "lock"
 _HOST = "host"
 #: Name of the file that describes the supervising process of a run if `owner.json` cannot be read.
 _REBUILT = "owner-rebuilt.json"
-#: Prefix of directories in the registry that will be removed. The directory of a run is renamed to
-#: such a name before it is removed.
+#: Prefix of the name that the directory of a run gets before Muster removes the directory.
 _REMOVED = ".removed."
 #: Layout of `struct flock` on 64-bit Linux: type, whence, start, length, pid. Source: fcntl(2).
 _FLOCK = "hhqqi"
@@ -171,7 +170,7 @@ class ProcessEntry(_Entry):
 
 
 class JobEntry(_Entry):
-    """Registry entry of a component that runs as a Ray job, or whose Ray job will be submitted now.
+    """Registry entry of a component that runs as a Ray job. Written before the job is submitted.
 
     The address of the cluster and other facts about the job are in `submission.json` in the
     directory of the attempt.
@@ -1103,8 +1102,8 @@ def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[
     """End all processes of a component whose registry entry cannot be read.
 
     The processes are found by their environment variables. A process that has cleared its
-    environment is found by a number that it shares with the other processes. This number is stored
-    in the resource limit on file locks, see `tree.mark_own`.
+    environment is found by the number with which `tree.mark_own` has marked the processes of the
+    component.
 
     Args:
         run_id: The run.

@@ -61,8 +61,8 @@ class SharedMemoryScan:
         Args:
             own_pids: Returns the pids of the run's processes. Called in the scanning thread, at
                 most once for each scan.
-            note: Called in the scanning thread with the segments that the run has made, and with
-                segments of the run that were removed.
+            note: Called in the scanning thread with the shared memory segments that the run has
+                made, and with segments of the run that were removed.
             directory: Directory to scan. Files that the directory contains now do not belong to the
                 run.
         """
@@ -128,7 +128,7 @@ class SharedMemoryScan:
             )
 
     def _run(self) -> None:
-        """Scan the directory every second, after each change of it, and after a call of `hurry`."""
+        """Scan the directory every second, when it has changed, and after a call of `hurry`."""
         pause_s = _CHECK_EVERY_S
         scanned_at = time.monotonic()
         is_closing = False

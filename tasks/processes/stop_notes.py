@@ -39,7 +39,7 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     try:
         owners = [owner for owner in map(find_living_owner, registered_runs()) if owner is not None]
     except OSError as error:
-        # The runs must be stopped nevertheless.
+        # Do not raise the error, because the caller must still stop the runs.
         _log.warning(
             "Muster could not write the reason for the stop into the records of the runs. The "
             "records will name only the signal: %s",

@@ -297,7 +297,7 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
 
 
 def check_transport(check: ListenerCheck, transport: asyncio.BaseTransport) -> None:
-    """Check that the server of an asyncio transport's connection belongs to a trusted user.
+    """Check that the server at the other end of a connection belongs to a trusted user.
 
     Args:
         check: Object that was created before the connection was made.
