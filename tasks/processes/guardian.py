@@ -401,8 +401,8 @@ def main() -> None:
     # status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # Some kernels have no subreapers and refuse this call. Continue without a subreaper, because
-    # such a machine has only the containment level L1, see `containment.Level`.
+    # Some kernels have no subreapers and refuse this call. Muster then uses the containment level
+    # L1, which needs no subreaper, see `containment.Level`.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")

@@ -51,8 +51,8 @@ class Supervisor:
                 forked. If None, a new helper process is started when it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
-        # Some kernels have no subreapers and refuse this call. Continue without a subreaper,
-        # because such a machine has only the containment level L1, see `containment.Level`.
+        # Some kernels have no subreapers and refuse this call. Muster then uses the containment
+        # level L1, which needs no subreaper, see `containment.Level`.
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
