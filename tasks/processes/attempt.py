@@ -1097,8 +1097,8 @@ class SupervisedAttempt:
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that exited with code 0 before its readiness probe succeeded.
 
-        If the log or the files show that the component was ready, it is treated as a ready
-        component that has ended. Otherwise the attempt fails.
+        If the log or the files show that the component was ready, its setting `on_exit_zero`
+        decides how the attempt continues. Otherwise the attempt fails.
         """
         if await component.was_ready_before_end():
             component.mark_ready()

@@ -107,7 +107,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DescendantDeath:
-    """Death of a descendant."""
+    """Death of one descendant of the component's first process."""
 
     process: _Process
     exit: Exit

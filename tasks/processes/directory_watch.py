@@ -41,7 +41,7 @@ class DirectoryWatch:
         """
         Args:
             directory: The directory.
-            on_new_file: Function to call. The function must return at once.
+            on_new_file: Called when a file was created in the directory. Must return at once.
         """
         self._on_new_file = on_new_file
         self._fd = -1
@@ -79,7 +79,7 @@ class DirectoryWatch:
         return result
 
     def _read_events(self) -> None:
-        """Read the events of the directory, and call the function after each read."""
+        """Read the events of the directory, and call `on_new_file` after each read."""
         is_over = False
         while not is_over:
             events = os.read(self._fd, _READ_BYTES)

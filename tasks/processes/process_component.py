@@ -351,7 +351,7 @@ class ProcessComponent(RunningComponent):
 
         Args:
             port: The TCP port.
-            likely: Pids that are checked first. This is faster than a check of all processes.
+            likely: Pids that are checked first, to save time.
 
         Raises:
             ComponentFailed: The kernel's table of TCP sockets cannot be read.

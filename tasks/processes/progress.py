@@ -551,7 +551,7 @@ class Silence:
         self._progress_s = self._start_s
 
     def note_growth(self, ago_s: float) -> None:
-        """Take the growth of a checkpoint as a sign of work.
+        """Record that a checkpoint has grown, which is a sign of work.
 
         Args:
             ago_s: Seconds since the checkpoint last grew.

@@ -162,8 +162,8 @@ class ProcessEntry(_Entry):
     mark: int
     #: Identity of the guardian, the process that owns the component's process tree.
     guardian: ProcessId
-    #: Identity of the component's first process. The process executes its program only after this
-    #: entry was written.
+    #: Identity of the component's first process. The registry entry is written before the process
+    #: executes its program.
     process: ProcessId
     #: Directory of the component's cgroup v2; None if the component has no cgroup.
     cgroup: Path | None = None
@@ -821,8 +821,8 @@ def _find_host(directory: Path, record: RunJson | None, process: ProcessId) -> s
         process: Identity of the run's supervising process, as far as it is known.
 
     Returns:
-        An empty string if the machine is unknown. Several machines may share a registry, so the run
-        may belong to another machine.
+        An empty string if the machine is unknown. The run may then belong to another machine,
+        because several machines may share a registry.
     """
     with suppress(OSError, UnicodeError):
         if host := read_own_file(directory / _HOST).decode().strip():

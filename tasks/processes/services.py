@@ -50,9 +50,8 @@ class RestartPolicy:
     #: If a service was ready for at least this number of seconds, the delay after its next death
     #: is `first_delay_s` again.
     steady_s: float = 30.0
-    #: Time limit in seconds for repeated restarts, counted from the first death after the service
-    #: was last ready. If the service has not become ready in this time, it is not started again
-    #: after its next death.
+    #: A service that dies again and again without becoming ready is given up after this number of
+    #: seconds. The time begins at the first of these deaths.
     give_up_after_s: float = 300.0
 
 

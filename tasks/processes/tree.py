@@ -557,9 +557,9 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
 def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
     """Send a signal to the process `pid` if it is a child of `parent`.
 
-    If the process leads a process group, the whole group gets the signal. Prefect needs this: the
-    child of a Prefect worker ignores SIGTERM, and the process that executes the flow run is in the
-    same group.
+    If the process leads a process group, the whole group gets the signal. The child of a Prefect
+    worker ignores SIGTERM, but the process that executes the flow run is in the same group and gets
+    the signal, too.
     """
     with suppress(PermissionError, ProcessLookupError):
         if os.getpgid(pid) == pid and read_parent(pid) == parent:
