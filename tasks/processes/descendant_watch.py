@@ -95,8 +95,8 @@ class _Process:
     #: `multiprocessing` has started, a fork of its parent that executes the same program, or one of
     #: several Python processes with the same parent and the same command apart from numbers.
     is_worker: bool
-    #: Position of the process among the workers of its parent with the same command, in the order
-    #: of their start. The first position is 0.
+    #: Position of the process among its parent's workers with the same command, which are ordered
+    #: by their start time. The first position is 0.
     number: int
     #: Number of the parent's workers with the same command, this process included.
     peers: int

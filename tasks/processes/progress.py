@@ -75,7 +75,7 @@ class MissingStep:
     #: Advice for the user. The advice repeats the keys or files that `problem` names.
     remedy: str
     #: True if the training has probably written no metrics yet. Missing metrics are normal before
-    #: the first step, so they do not explain why a training hangs there.
+    #: the first step, so they do not explain a hang.
     is_before_first_line: bool = False
 
     def __str__(self) -> str:
