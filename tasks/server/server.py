@@ -249,8 +249,8 @@ def make_server_command(
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     }
-    # Allow requests from both origins, because a user may open the server's pages with the IP
-    # address or with the name `localhost`.
+    # A user may open the server's pages with the IP address or with the name `localhost`. So allow
+    # requests from both origins.
     origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
         # Do not start the server with `prefect server start`, because the import of Prefect's
@@ -356,8 +356,8 @@ def _is_critical(record: logging.LogRecord) -> bool:
 def skip_event_retries() -> None:
     """Make Prefect give up at once if the server does not accept an event.
 
-    Call this in a process with a temporary server. Otherwise, the retries for pending events after
-    the stop of the server would delay the exit of this process.
+    Call this in a process with a temporary server. Otherwise, this process would exit late, because
+    Prefect would repeatedly try to send pending events to the stopped server.
     """
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 
@@ -365,8 +365,8 @@ def skip_event_retries() -> None:
 def hide_prefect_logs() -> None:
     """Keep Prefect's log lines out of the terminal. Prefect still sends them to its server.
 
-    The function also hides Prefect's errors about log lines that the server does not accept. The
-    log files of the run contain these lines, too.
+    The function also hides Prefect's errors about log lines that the server rejects. The log files
+    of the run contain the rejected lines, too.
     """
     os.environ.setdefault("DO_NOT_TRACK", "1")
     logging.raiseExceptions = False

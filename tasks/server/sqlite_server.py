@@ -72,7 +72,8 @@ def serialize_writes() -> None:
         async with _write_lock(), begin(self, session, with_for_update=True) as transaction:
             await session.connection()
             # This is a write transaction. Other sessions of this task must now begin as read
-            # transactions, because a second write transaction would wait for the first one forever.
+            # transactions, because a second write transaction would wait forever for this
+            # transaction.
             SQLITE_BEGIN_MODE.set("DEFERRED")
             yield transaction
 
@@ -81,7 +82,7 @@ def serialize_writes() -> None:
 
 @asynccontextmanager
 async def _write_lock() -> AsyncIterator[None]:
-    """Hold the event loop's lock for SQLite write transactions while the context is open."""
+    """Hold the event loop's lock for SQLite write transactions during an `async with` block."""
     async with _write_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         token = _holds_write_lock.set(True)
         try:

@@ -51,9 +51,9 @@ UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
 def guard_prefect_clients() -> None:
-    """Make all Prefect clients of this process check the server's owner and choose the proxy.
+    """Make all Prefect clients check the owner of the server process, and choose the proxy.
 
-    Further calls have no effect.
+    The change applies to this process. Further calls have no effect.
 
     Raises:
         ImportError: This release of Prefect has a different structure, or another program has
@@ -77,9 +77,10 @@ def guard_prefect_clients() -> None:
 
 
 def _add_check(constructor: Callable[..., None], password: str) -> Callable[..., None]:
-    """Return a constructor for HTTP clients that check the server's owner and choose the proxy.
+    """Return a constructor for HTTP clients that check the owner of the server process.
 
-    The new constructor raises UnusableProxy if the environment selects a proxy that cannot be used.
+    The clients also choose the proxy. The new constructor raises UnusableProxy if the environment
+    selects a proxy that cannot be used.
 
     Args:
         constructor: The original `__init__` of the client class.
@@ -112,9 +113,9 @@ class RenewedPassword(httpx.Auth):
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: Password of the server at the start of this process. A refused request with
-                this password is repeated with the present password of the server. A refused request
-                with another password is not repeated, because an operator has configured that
+            password: Password of the server at the start of this process. If the server refuses
+                this password, the request is repeated with the server's present password. A request
+                with another password is not repeated, because an operator has chosen the other
                 password.
         """
         self._old_header = make_auth_header(password)
@@ -141,10 +142,10 @@ def make_auth_header(password: str) -> str:
 
 
 class _CheckedAsyncClient(httpx.AsyncClient):
-    """HTTP client that checks the server's owner for each connection, and chooses the proxy.
+    """HTTP client that checks the owner of the server process, and chooses the proxy.
 
-    To choose the proxy, the client reads the server's URL from Prefect's settings, because
-    Prefect's version check creates the client without the URL.
+    The owner is checked for each connection. To choose the proxy, the client reads the server's URL
+    from Prefect's settings, because Prefect's version check creates the client without the URL.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
