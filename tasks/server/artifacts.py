@@ -109,7 +109,7 @@ class Artifacts:
     #: Keys of artifacts that another process may have already created. Before the first update,
     #: the server is searched for these artifacts.
     _keys: Collection[str]
-    #: Function that replaces the secrets in a text.
+    #: Function that replaces each secret in a text by `***`.
     _mask: Callable[[str], str] = str
     #: Mapping from the key of an artifact to its id. None if the existing artifacts have not been
     #: read yet.
@@ -293,12 +293,15 @@ def _create_artifact(client: SyncPrefectClient, content: dict[str, Any]) -> str:
 def _read_entries(
     client: SyncPrefectClient, updated_before: datetime | None = None
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the id, the name and the ordered part ids of each entry for submitted code.
+    """Yield the artifacts that list the parts of submitted code.
+
+    Each item consists of the id of the artifact, the name of the code, and the ids of the parts in
+    the order of the content.
 
     Args:
         client: Client of the Prefect server.
-        updated_before: Omit entries that were uploaded or renewed after this time. If None, all
-            entries are yielded.
+        updated_before: Omit artifacts that were uploaded or renewed after this time. If None, all
+            artifacts are yielded.
     """
     entry_filter = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}})
     offset = 0

@@ -62,8 +62,8 @@ def keep_lease(
 ) -> AbstractContextManager[None]:
     """Return a context manager whose thread renews a concurrency lease of the Prefect server.
 
-    Unlike Prefect's own function, this one lets the code in the context continue after a loss of
-    the lease.
+    After a loss of the lease, the code in the context continues. Prefect's own function would end
+    the code.
 
     The arguments are those of `prefect.concurrency._leases.maintain_concurrency_lease`. Only
     `lease_id` is used.
@@ -185,7 +185,7 @@ def set_state_and_release_lease(
     """Set a state in which a flow run has no process, and release its concurrency lease if needed.
 
     Normally, the server itself releases the lease. But if a user has removed the concurrency limit
-    of the deployment, the server answers each such state with status 500. The function then
+    of the deployment, the server answers the request with status 500. The function then
     releases the lease by its id, and sets the state again.
 
     Args:

@@ -383,8 +383,8 @@ async def send_events(client: PrefectClient, *events: Event) -> None:
         _log.warning("The Prefect server did not accept the events %s: %r", names, error)
 
 
-#: The `Announcer` that sends the events of the current context's run. None if the context belongs
-#: to no run.
+#: The `Announcer` that sends the events of the run in the current context. None if the context
+#: belongs to no run.
 current_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 

@@ -105,9 +105,9 @@ def share_ssl_contexts() -> None:
 
 
 def enter_project(file: Path) -> None:
-    """Change the working directory to the project folder of a file, as the process of a run does.
+    """Change the working directory to the project folder of a file.
 
-    After this call, relative paths refer to the project folder.
+    After this call, relative paths refer to the project folder, as in the process of a run.
 
     Raises: UntrustedPath, if another user owns Prefect's settings in the project folder.
     """

@@ -68,8 +68,8 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. In this state, the run skips its grace
-#: periods. A state is used instead of a label, because every user is allowed to set the state of a
-#: flow run.
+#: periods. Muster uses a state instead of a label, because a user who may cancel a flow run may
+#: also set its state.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
@@ -288,7 +288,7 @@ def read_flow_runs(
 
     Args:
         client: client of the Prefect server.
-        which: a Prefect `FlowRunFilter` in its JSON form. None for no such filter.
+        which: a Prefect `FlowRunFilter` in its JSON form. None to omit this filter.
         flows: names of the flows. If empty, flow runs of all flows are read.
         sort: order of the flow runs. If None, the server's default order is used.
     """
@@ -411,9 +411,9 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # Muster cannot read to which flow run a process in `suspects` belongs. If the server has
-        # recorded a pid for this flow run, only the process with this pid can belong to the flow
-        # run. Otherwise, any process in `suspects` may belong to the flow run.
+        # The flow runs of the processes in `suspects` are unknown. If the server has recorded a pid
+        # for this flow run, only the process with this pid can belong to the flow run. Otherwise,
+        # any process in `suspects` may belong to the flow run.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:

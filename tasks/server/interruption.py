@@ -166,7 +166,7 @@ class Interruptible(Protocol):
         """
 
     def interrupt(self, why: str) -> None:
-        """Request that the run or pipeline ends as cancelled, with all grace periods.
+        """Request that the run or pipeline ends as cancelled. Components get their grace periods.
 
         Args:
             why: reason of the cancellation, for the run's record.
