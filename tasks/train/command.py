@@ -216,7 +216,7 @@ def _check_devices(spec: RunSpec) -> None:
 
 
 def _describe_leftovers() -> str:
-    """Return a message that lists the runs of this process with possible leftover processes."""
+    """Return a message with the runs of this process whose programs may still be running."""
     this_process = ProcessId.of(os.getpid())
     owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]

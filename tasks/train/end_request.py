@@ -22,7 +22,7 @@ class EndRequest:
         self.handover_reason = ""
         #: True if components must be ended without waiting for their grace periods.
         self._is_hurried = False
-        #: Set when the first request arrives.
+        #: Set when `interrupt` or `hand_over` is called for the first time.
         self._has_arrived = threading.Event()
         #: Supervisor of the current attempt or of the last attempt. None before the first attempt.
         self._supervisor: Supervisor | None = None
@@ -32,7 +32,7 @@ class EndRequest:
         return bool(self.interrupt_reason or self.handover_reason)
 
     def interrupt(self, reason: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Return at once.
+        """End the run as cancelled. Components get their grace periods. Return at once.
 
         Only the first call sets the reason. Further calls are possible, because the same
         cancellation may arrive both as a signal and through the Prefect server.

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 #: the last artifacts when the process exits. Reports that take longer are dropped.
 _CLOSE_TIMEOUT_S = 10.0
 #: Longest time in seconds for sending the last reports to a temporary Prefect server that does not
-#: answer. The limit is short, because such a server ends with the run.
+#: answer. The limit is short, because a temporary server ends with the run.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
 #: Seconds between two attempts to send a report.
 _RETRY_EVERY_S = 0.5
@@ -103,8 +103,8 @@ class Reporter:
         self._pending_activity = ""
         #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
         self._activity_due_s = 0.0
-        #: Queue of functions. Each function sends one report. None in the queue ends the thread of
-        #: this reporter.
+        #: Queue of functions that each send one report. The item None ends the thread of this
+        #: reporter.
         self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         #: True if the server did not answer when the last report was sent.
         self._is_server_away = False

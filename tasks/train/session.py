@@ -75,18 +75,18 @@ _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
 _READ_CHECKPOINTS_WITHIN_S = 120.0
 #: Longest wait in seconds for finding a checkpoint that an ended attempt has saved.
 _FIND_SAVED_WITHIN_S = 5.0
-#: Longest wait in seconds for reading checkpoints after a request to end the run. Replaces the
-#: longer limits.
+#: Longest wait in seconds for reading checkpoints after a request to end the run.
 _ANSWERS_AT_END_WITHIN_S = 2.0
 #: Longest wait in seconds for reading the checkpoints before the run gets its GPUs.
 _STORE_WITHIN_S = 60.0
 #: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
 #: pause may be long, because the run occupies no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest time in seconds that a run without GPUs waits for a store that does not answer.
+#: Longest time in seconds that a run without GPUs waits for a store of checkpoints that does not
+#: answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The run
-#: waits because an operator may be renewing the store's credentials.
+#: Longest time in seconds that a run without GPUs waits for a store of checkpoints that refuses
+#: access. The run waits because an operator may be renewing the store's credentials.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
@@ -282,7 +282,7 @@ class RunSession:
         return {"provenance": provenance} if provenance else {}
 
     def interrupt(self, why: str) -> None:
-        """Request that the run ends as cancelled, with all grace periods. Return at once."""
+        """End the run as cancelled. Components get their grace periods. Return at once."""
         self._end_request.interrupt(why)
 
     def hurry(self) -> None:
@@ -770,7 +770,7 @@ class RunSession:
             self._running.supervisor.crash(error)
 
     def leave(self) -> None:
-        """Stop working on the run without a final state. Another process will continue the run."""
+        """Stop working on the run, but record no final state. Another process continues the run."""
         self._is_left = True
         # Remove the run from the registry now instead of at exit. The next process of the run
         # refuses to start while the run is registered.

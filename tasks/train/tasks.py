@@ -404,8 +404,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
     """Return the number of retries of the request that sets the final state of the run."""
     if find_lasting_api_url() is None:
-        # The run has a temporary server. Nobody restarts such a server, so more retries would be
-        # useless.
+        # The run has a temporary server. Nobody restarts a temporary server, so more retries would
+        # be useless.
         return 1
     if run.interrupt_reason:
         return _FINAL_STATE_RETRIES_OF_INTERRUPTED
@@ -415,8 +415,8 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
     """Ask the Prefect server whether a user has cancelled a run, and for the reason.
 
-    This process may not have noticed the cancellation yet. Or it does not know the reason, because
-    a worker only sends SIGTERM. If the server does not answer, the result is the same as for a run
+    This process may not have noticed the cancellation yet, or may not know the reason, because a
+    worker only sends SIGTERM. If the server does not answer, the result is the same as for a run
     that was not cancelled.
 
     Returns:

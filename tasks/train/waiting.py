@@ -62,11 +62,11 @@ _FLUSH_TIMEOUT_S = 15.0
 
 
 def next_attempt(run: RunSession) -> bool:
-    """Decide whether the run gets a first or another attempt, and wait until the attempt is due.
+    """Decide whether an attempt of the run starts, and wait until its start is due.
 
-    If a Prefect worker started this process, the process exits instead of waiting. But if the
-    Prefect server does not accept the waiting state, or a person started the run, the process
-    waits. An interrupt or a cancellation ends the wait at once.
+    If a Prefect worker started this process, the process exits instead of waiting. But the process
+    waits if a person started the run, or if the Prefect server does not accept the state in which
+    the flow run would wait. An interrupt or a cancellation ends the wait at once.
 
     Returns:
         True if an attempt must start now, False if the run is over.
@@ -272,8 +272,8 @@ def _hand_over_run(
     # to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
-    # Set this flag before the waiting state. Otherwise, the thread that watches the flow run would
-    # set the state back to Running.
+    # Set this flag before the flow run gets the waiting state. Otherwise, the thread that watches
+    # the flow run would set the state back to Running.
     run.is_handing_over = True
     is_accepted = False
     try:
