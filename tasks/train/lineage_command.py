@@ -45,11 +45,11 @@ from tasks.train.runs import ENDED_STATES, Run
 _MAX_LINEAGES = 1000
 #: Number of artifacts that are read with each request.
 _PAGE = 100
-#: Largest number of levels in the tree. The first level is the run itself. The second level
-#: contains the runs that wrote its inputs, and so on.
+#: Largest number of levels in the tree that `muster lineage` prints. The first level is the run
+#: itself. The second level contains the runs that wrote the inputs of this run, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that the tree shows below an output. These runs used the output. The same
-#: limit applies to the outputs that the tree shows below each of these runs.
+#: Largest number of runs that `muster lineage` lists as users of an output. The same limit applies
+#: to the outputs that are listed below each of these runs.
 _MAX_USERS = 20
 
 
@@ -82,8 +82,8 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
     machine, from the artifact on the Prefect server, or from the run spec on the server.
 
     Args:
-        run: The run that the user asked for. For this run, the present checkpoints are searched,
-            too.
+        run: The run that the user asked for. The lineage of this run also lists the checkpoints
+            that exist now.
         specs: Mapping from the id of each known run to its run spec, newest run first. A spec is
             empty if the server does not have the run.
     """

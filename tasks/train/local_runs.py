@@ -23,9 +23,9 @@ _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 def find_local_run(name: str) -> RunPlace | None:
     """Return the directory of a run with an attempt on this machine, or None.
 
-    The Prefect server is not asked, so the runs of other machines are unknown. A short name could
-    mean one of those runs, and is therefore not accepted. `latest` is accepted only if no server is
-    configured.
+    The Prefect server is not asked, so the runs of other machines are unknown. A name without the
+    time of the run could mean a run of another machine, and is therefore not accepted. `latest` is
+    accepted only if no server is configured.
 
     Args:
         name: Id of the run, or a beginning of the run id that contains the time of the run, or

@@ -129,7 +129,7 @@ class RunPage:
         self._time_spent = TimeSpent(*([progress.every_s] if progress is not None else []))
 
     def observe(self, event: Event) -> bool:
-        """Process an event of the run. Return True if an update must now be sent earlier."""
+        """Process an event of the run. Return True if the event makes an update due earlier."""
         with self._lock:
             previous_due = {**self._due_at_s}
             previous_activity = self._seen.doing
@@ -243,7 +243,7 @@ class RunPage:
     def _find_artifact_key(self, key: str) -> str:
         """Return the key that an artifact has on the server.
 
-        The curve of the reward has the key `loss` instead of `reward` if the curve shows the loss.
+        If the training has no reward, the artifact `reward` shows the loss and has the key `loss`.
         """
         is_loss = self._figures is not None and self._figures.is_loss
         return pages.LOSS if key == pages.REWARD and is_loss else key

@@ -25,7 +25,8 @@ from tasks.train.server_url import may_have_prefect_server
 
 #: Name of an attempt, such as `RUN--a02`. The groups contain the run id and the attempt's number.
 _ATTEMPT_NAME = re.compile(r"(.+)--a(\d+)")
-#: Names of the properties that an entry of the code store has in addition to its files.
+#: Names of the properties of stored code. Each file of the code is a further property, such as
+#: `code.train.py`.
 _CODE_PROPERTIES = ("tree", "project", "commit", "diff")
 
 
@@ -37,11 +38,11 @@ class Comparison:
     """
 
     #: Mapping from dotted property names, such as `spec.env.SEED`, to the values in the first
-    #: attempt.
+    #: of the two compared attempts.
     first: Mapping[str, object]
-    #: Mapping from dotted property names to the values in the second attempt.
+    #: Mapping from dotted property names to the values in the second of the two attempts.
     second: Mapping[str, object]
-    #: Sentence for the user about runs that have not started. Empty if both runs have started.
+    #: Sentence for the user about compared runs that have not started. Empty if both have started.
     note: str = ""
 
     @property
@@ -209,12 +210,12 @@ def _describe_code(
 def _diff_texts(
     name: str, old: str, new: str, *, is_new: bool = False, is_deleted: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a unified diff between two texts, with secrets masked.
+    """Yield the lines of a unified diff between two versions of a file, with secrets masked.
 
     Args:
         name: Name of the file.
-        old: The first text.
-        new: The second text.
+        old: Content of the file in the first attempt.
+        new: Content of the file in the second attempt.
         is_new: True if the first attempt did not have the file.
         is_deleted: True if the second attempt did not have the file.
     """
@@ -348,7 +349,7 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
     """Return the spec of an attempt, with placeholders in place of its paths, id and ports.
 
-    These values differ between any two attempts, so they are not useful as differences.
+    These values differ between any two attempts, so a comparison must ignore them.
     """
     placeholders = {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",

@@ -97,7 +97,7 @@ class RunAnnouncements:
                 yield self._make_server_event("muster.rollout.floor", event, message=event.reason)
 
     def _describe_failure(self) -> dict[str, Any]:
-        """Return the last attempt's failure with a shortened log, or {} if it did not fail."""
+        """Return the last attempt's failure with a shortened log, or {} if there is no failure."""
         failure = self._run.verdict.failure
         if failure is None:
             return {}

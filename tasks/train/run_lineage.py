@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two searches for new checkpoints.
 _CHECKPOINTS_EVERY_S = 30.0
-#: Longest wait in seconds for the last update when the run ends. A slower update is abandoned.
+#: Longest wait in seconds for the last update of the lineage when the run ends. A slower update is
+#: abandoned.
 _END_TIMEOUT_S = 3.0
 #: Timeout of a request to the Prefect server, in seconds.
 _REQUEST_TIMEOUT_S = 5.0

@@ -84,7 +84,7 @@ class RunWatch:
             flow_run_id: Id of the flow run.
             run_id: Id of the run.
             terminal: Terminal on which the run is shown.
-            after_attempt: Number of the last attempt that is not shown. 0 to show all attempts.
+            after_attempt: Attempts up to this number are not shown. 0 to show all attempts.
         """
         self._client = client
         self._flow_run_id = flow_run_id

@@ -52,7 +52,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name in the spec of the run, or the run id if the run id does not contain the name."""
+        """Name of the run in its spec, as read from the run id.
+
+        If the run id does not contain this name, the whole run id is returned.
+        """
         match = _RUN_ID.fullmatch(self.run_id)
         return match[1] if match else self.run_id
 

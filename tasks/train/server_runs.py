@@ -172,7 +172,7 @@ def read_artifacts_of_run(run: Run, *keys: str) -> list[str]:
 
 
 def read_summaries(runs: Sequence[Run]) -> dict[str, str]:
-    """Return a mapping from run ids to headlines, from the artifacts `summary` on the server."""
+    """Return a mapping from run ids to the descriptions of the runs' artifacts `summary`."""
     api_url = read_server_url()
     if not api_url:
         return {}
