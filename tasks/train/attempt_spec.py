@@ -26,7 +26,7 @@ class AttemptSpec:
 
     The attribute `resolved` is written to `spec.yaml`, so it contains only the names of Prefect
     Secret blocks. `with_block_values` returns the spec for the components, which contains the
-    values.
+    values of these blocks.
     """
 
     def __init__(

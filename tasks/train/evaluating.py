@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two searches for new checkpoints and ended evaluations.
 _CHECK_EVERY_S = 5.0
-#: Seconds between two searches if the checkpoints are in an object store such as S3. This
-#: interval is longer than `_CHECK_EVERY_S`, because each request may cost money.
+#: Seconds between two searches for checkpoints in an object store such as S3. This interval is
+#: longer than `_CHECK_EVERY_S`, because each request to the store may cost money.
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5

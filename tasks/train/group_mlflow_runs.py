@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-#: Largest number of MLflow runs that the search returns.
+#: Largest number of runs that are read from MLflow.
 MAX_RUNS = 1000
 
 

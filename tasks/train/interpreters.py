@@ -59,9 +59,9 @@ def component_search_path(env: Env, root: Path | None = None) -> str:
 def find_training_python(spec: RunSpec, root: Path | None = None) -> Path:
     """Return the path of the Python interpreter that runs the training of a run.
 
-    The command of the component with the training decides: a launcher such as `torchrun` may belong
-    to another Python environment than the chosen `python`. If the command is no Python program, the
-    first `python` in the PATH of the components is returned.
+    The path follows from the command of the training, because a launcher such as `torchrun` may
+    belong to another Python environment than the first `python` in the PATH of the component. If
+    the command is no Python program, this `python` is returned.
 
     Args:
         spec: The run spec, with resolved placeholders.
@@ -83,8 +83,9 @@ def find_training_python(spec: RunSpec, root: Path | None = None) -> Path:
 def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, ...]:
     """Return a fault for each file or program in the spec that does not exist on this machine.
 
-    A launcher that exists only in another Python environment is a fault, too. If the project has no
-    Python environment, the advice for a missing program says how to create one.
+    A launcher such as `torchrun` that exists only outside the Python environment of its component
+    is a fault, too. If the project has no Python environment, the advice for a missing program says
+    how to create one.
 
     Args:
         spec: The run spec.
@@ -112,7 +113,7 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
 
 
 def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]:
-    """Yield a fault for each launcher that exists only in another Python environment.
+    """Yield a fault for each launcher that exists only outside its component's environment.
 
     Args:
         spec: The run spec.
@@ -143,7 +144,7 @@ def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]
 
 
 def print_project(spec: RunSpec, root: Path) -> None:
-    """Print the project and the code of a run on stderr, and the missing programs.
+    """Print the project, the code and the missing programs of a run on stderr.
 
     Args:
         spec: The run spec, with the version of the submitted code.

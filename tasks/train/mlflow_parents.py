@@ -165,7 +165,7 @@ def _run(
 
 
 def _check_time(deadline: float, limit_s: float, must_end: Callable[[], bool]) -> None:
-    """Raise an error if the helper program must be stopped.
+    """Raise an error if the program that groups the runs in MLflow must be stopped.
 
     Raises:
         subprocess.SubprocessError: The time limit is reached, or the run must end.

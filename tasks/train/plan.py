@@ -76,10 +76,10 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. Only lines that were added later
-    #: come from the attempt. In a new attempt, None means that the supervisor makes the fingerprint
-    #: later. If an earlier process started the attempt, None means that the whole file comes from
-    #: the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt. Lines that were added later come
+    #: from the attempt. None has one of two meanings. In a new attempt, the supervisor makes the
+    #: fingerprint later. In an attempt that an earlier process started, all lines come from the
+    #: attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
@@ -94,7 +94,7 @@ class PlanInputs:
     #: Mapping from component names to the ids of their parent runs in MLflow. A component may have
     #: no parent run.
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)
-    #: Function that replaces the secrets in a text by a mask.
+    #: Function that replaces each secret in a text by `***`.
     mask: Callable[[str], str] = str
     #: Start of the attempt, in UTC epoch seconds. Not used if `adopted` is set.
     begins_at: float = field(default_factory=time.time)
@@ -239,10 +239,9 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # `gpus` is the number of GPUs that the actors of the job must use, or 0 if this number is
-        # unknown. The number is known only if these actors use all GPUs of the run. Other jobs and
-        # inference servers may also use GPUs. The GPUs of `entrypoint_gpus` are not used by actors:
-        # Ray gives these GPUs to the job's driver, and the job waits until they are free.
+        # `gpus` is the number of GPUs that the actors of the job must use. The number is known only
+        # if nothing else in the run uses GPUs: no other job, no inference server, and no driver of
+        # the job (`entrypoint_gpus`). Otherwise, `gpus` is 0.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # A checked-out project contains symbolic links to data outside of the code. Do not upload
