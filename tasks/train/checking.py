@@ -39,7 +39,7 @@ _CHECK_WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Result of the check whether a run fits on a cluster that no other run uses."""
+    """Result of the check whether a run would fit on an idle cluster."""
 
     #: URL of a Ray cluster, or one of the texts `nodes of the queue` and `this machine`.
     cluster: str

@@ -226,7 +226,7 @@ def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -
         message: Message of the run's state.
     """
     state = run.state
-    # Set the state Cancelled directly, unless the state of the run has changed in the meantime.
+    # Set the state Cancelled directly, unless the state has changed since the run was read.
     # Cancelling is not used, because the server would then set Cancelled without the message.
     if state is not None and state.is_scheduled():
         cancelled: State[Any] = Cancelled(message=message)
@@ -243,8 +243,7 @@ def _find_name(name: str, full_names: list[str]) -> str:
         full_names: Full names of all deployments.
 
     Raises:
-        BadArgument: No deployment has the name, or several deployments with different flows have
-            it.
+        BadArgument: No deployment has this name, or deployments of several flows have this name.
     """
     matches = [full_name for full_name in full_names if name in (full_name, _get_end(full_name))]
     if len(matches) == 1:

@@ -170,7 +170,7 @@ def submit(
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
-        at_most: With --matrix, the largest number of points that run or wait at once.
+        at_most: With --matrix, the largest number of runs that wait or are running at once.
         watch: Show the run until it has ended, as `muster train` does. For a run on another host,
             show its states and steps. Ctrl-C ends only the display.
         json: Print run_id, flow_run_id and page as JSON. With --watch, print only the states of the
@@ -201,13 +201,13 @@ def _submit_matrix(
     watch: bool,
     json: bool,
 ) -> int:
-    """Submit a pipeline that runs a spec once for each point of a matrix.
+    """Submit a pipeline that runs a spec once for each combination of the values in a matrix.
 
     Args:
         spec: The run spec.
         root: Root folder of the spec's project.
         matrix: Values of the options `--matrix`.
-        at_most: Largest number of points that run or wait in the queue at once, or None.
+        at_most: Largest number of runs that wait in the queue or are running at once, or None.
         queue: Value of the option `--queue`, which cannot be combined with a matrix.
         watch: True to print the states of the pipeline until it has ended.
         json: True to print the ids and the page of the pipeline as JSON.

@@ -167,7 +167,7 @@ async def _read_clusters() -> dict[str, KnownCluster]:
 def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
     """Return the run spec of a stage.
 
-    For a stage with a matrix, return the run spec of the first point of the matrix.
+    For a stage with a matrix, return the run spec of the first combination of values.
     """
     spec = pipeline.fill_run_spec(stage.units[0], lambda _stage, _key: "stage")
     return RunSpec.model_validate(spec)
@@ -220,11 +220,11 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
 def _compare_nodes(
     spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
 ) -> Iterator[Fault]:
-    """Yield a fault for each need of a pipeline step that no node meets: CPUs, memory or a label.
+    """Yield a fault if no node has the CPUs, the memory or a label that a pipeline step needs.
 
     Args:
         spec: Run spec of the pipeline step.
-        stage: The stage. A stage that runs a training, not a step, is not checked.
+        stage: The stage. If the stage runs a training instead of a step, nothing is checked.
         path: Dotted path of the stage in the pipeline.
         nodes: The living nodes of the Ray cluster.
     """

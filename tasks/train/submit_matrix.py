@@ -78,7 +78,7 @@ def make_matrix_pipeline(
         "name": _STAGE,
         "spec": spec.to_server_data(),
         "matrix": matrix,
-        # If a point fails, the other points must still run.
+        # If a run of the matrix fails, the other runs must continue.
         "on_failure": "continue",
     }
     if at_most is not None:
@@ -139,14 +139,14 @@ def _read_values(key: str, text: str) -> list[Any]:
 def queue_matrix(
     client: SyncPrefectClient, spec: RunSpec, pipeline: PipelineSpec, root: Path
 ) -> FlowRun:
-    """Create and return the flow run of a pipeline for a matrix.
+    """Create and return the flow run of a pipeline that `make_matrix_pipeline` returned.
 
-    The project, the code and the Python interpreter of the points are printed on stderr.
+    The project, the code and the Python interpreter of the pipeline's runs are printed on stderr.
 
     Args:
         client: Client of the Prefect server.
         spec: The run spec. Its Prefect Secret blocks are checked.
-        pipeline: The pipeline that `make_matrix_pipeline` returned.
+        pipeline: The pipeline.
         root: Root folder of the spec's project.
 
     Raises:
