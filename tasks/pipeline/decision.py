@@ -21,9 +21,10 @@ from tasks.record.states import RunState
 class StageRun:
     """One run of a pipeline's stage, as the Prefect server describes it."""
 
-    #: Name of the stage. For the point N of a matrix, the name is `NAME.N`.
+    #: Name of the stage. If the stage has a matrix, the name is `NAME.N` for the combination of
+    #: parameters with the number N.
     stage: str
-    #: Number of the run among the runs of the stage or matrix point, from 1.
+    #: Number of the run among all runs with the same value of `stage`, from 1.
     number: int
     #: Prefect id of the run's flow run.
     flow_run_id: str
@@ -42,8 +43,8 @@ class StageRun:
     is_cancelling: bool = False
     #: Reason why the pipeline has stopped the run early, or an empty string.
     stop_reason: str = ""
-    #: True if the run has completed, but evaluations of its checkpoints have not ended. The stage
-    #: needs their results to choose the best point.
+    #: True if the run has completed, but evaluations of its checkpoints have not ended. The
+    #: results of the evaluations decide which run of the stage is best.
     awaits_evaluations: bool = False
 
     @property
@@ -53,17 +54,18 @@ class StageRun:
 
     @property
     def stage_name(self) -> str:
-        """Name of the stage, without the number of the point."""
+        """Name of the stage, for example `sweep` for the run `sweep.3`."""
         return self.stage.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Request to create a new run of a unit: of a stage, or of a point of its matrix."""
+    """Request to create a new run of a stage."""
 
-    #: Name of the stage, or `NAME.N` for the point N of its matrix.
+    #: Name of the stage. If the stage has a matrix, the name is `NAME.N` for the combination of
+    #: parameters with the number N.
     stage: str
-    #: Number of the new run among the runs of this stage or matrix point, from 1.
+    #: Number of the new run among all runs with the same value of `stage`, from 1.
     number: int
 
 
@@ -74,8 +76,8 @@ class StagePlan:
     name: str
     #: Names of the stages that must have ended before this stage begins.
     needs: tuple[str, ...]
-    #: Names of the stage's units. Each unit has its own runs. A stage without a matrix has one unit
-    #: with the name of the stage. A stage with a matrix has one unit `NAME.N` for each point.
+    #: Names for the runs of the stage. Without a matrix, this is only the name of the stage. With a
+    #: matrix, there is a name `NAME.N` for each combination of parameters.
     units: tuple[str, ...]
     #: Largest number of active runs of the stage, or None if there is no limit.
     at_most: int | None = None
@@ -235,25 +237,25 @@ def _end_order(run: StageRun) -> tuple[bool, float]:
 
 
 def _next_number(tries: Sequence[StageRun]) -> int:
-    """Return the number of the next run of a stage or matrix point, from 1."""
+    """Return the number of the next run after the runs in `tries`. The first number is 1."""
     return tries[-1].number + 1 if tries else 1
 
 
 def _find_active(tries: Sequence[StageRun]) -> StageRun | None:
-    """Return the last run of a stage or matrix point that has not ended, or None."""
+    """Return the last run that has not ended, or None."""
     return next((run for run in reversed(tries) if run.ending is None), None)
 
 
 def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun | None:
-    """Return the run that made a stage or a matrix point fail.
+    """Return the failed or cancelled run that makes its stage fail, or None.
 
     Args:
-        tries: All runs of the stage or the matrix point, in their order.
+        tries: All runs of the stage with the same parameters, oldest first.
         requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
         The last run, if it has failed or was cancelled. None in these cases:
-        - The stage or the matrix point has had no run yet.
+        - There is no run yet.
         - A run is active, has completed or was stopped early.
         - A user has restarted the pipeline since the end of the last run.
     """
@@ -265,11 +267,11 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 
 
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
-    """Return True if a new run of a stage or matrix point must be created.
+    """Return True if a new run must be created after the runs in `tries`.
 
     The result is True in two cases:
 
-    - The stage or matrix point has had no run yet.
+    - There is no run yet.
     - All runs have failed or were cancelled, and a user has started or retried the pipeline since
       then. A run that was stopped early does not count as cancelled.
     """
@@ -277,21 +279,18 @@ def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
 
 
 def _needs_no_run(tries: Sequence[StageRun]) -> bool:
-    """Return True if a stage or matrix point needs no new run.
-
-    This is the case if one of its runs is active, has completed, or was stopped early.
-    """
+    """Return True if one of the runs is active, has completed, or was stopped early."""
     return any(run.ending in (None, RunState.COMPLETED) or run.is_stopped_early for run in tries)
 
 
 def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
-    """Return the last runs of stages and matrix points, as a mapping from their names.
+    """Return a mapping from each name in `units` to the last run with this name.
 
-    Stages and matrix points without runs are left out.
+    Names without runs are left out.
 
     Args:
-        units: Names of stages, and names `STAGE.N` of matrix points. The keys of the result are in
-            this order.
+        units: Names of stages. If a stage has a matrix, the names are `STAGE.N` for each
+            combination of parameters. The keys of the result are in this order.
         runs: All runs of the stages, in any order.
     """
     last_runs = {run.stage: run for run in sorted(runs, key=lambda run: run.number)}
@@ -299,9 +298,11 @@ def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, 
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a stage or of a matrix point.
+    """Return the last completed run of a stage, whose results later stages use.
 
-    Later stages use the results of this run.
+    Args:
+        stage: Name of the stage, or `STAGE.N` for one combination of parameters in its matrix.
+        runs: All runs of the stages, in any order.
 
     Returns:
         The run, or None if no run has completed.

@@ -78,8 +78,8 @@ def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
 def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
     """Check the function of a step in the pipeline's working directory, and yield the faults.
 
-    If there are faults and the directory is no project folder, only one fault is yielded: the
-    project is unknown. For example, Prefect may have created the directory only for this process.
+    If the directory is no project folder, all faults are replaced with one fault: the project
+    folder is unknown. An example is a directory that Prefect has created only for this process.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

@@ -94,7 +94,7 @@ class PipelineSession:
         #: Reason why this process stops and another flow process will continue the pipeline. Empty
         #: if this process keeps the pipeline.
         self.hand_over_reason = ""
-        #: Reason why a stage cannot begin. The pipeline then fails. Empty without such a reason.
+        #: Reason why a stage cannot begin, so that the pipeline fails. Otherwise empty.
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
@@ -105,14 +105,14 @@ class PipelineSession:
         self._states: Mapping[str, StageState] = {}
         #: Mapping from the name of a skipped stage to the reason.
         self._skipped: Mapping[str, str] = {}
-        #: Results of the completed runs. Secrets of the environment are masked in them.
+        #: Results of the completed runs. The values of secret environment variables are masked.
         self._results = RunResults(self._requests, find_env_secrets(os.environ))
         self._report = ProgressReport(flow_run_id, self._requests, spec.stage_names)
         self._histories = PointHistories()
         self._early_stops = EarlyStops(self._requests, self._histories)
         self._matrix_page = MatrixPage(flow_run_id, self._requests, self._histories)
-        #: Mapping from the name of a stage, or `STAGE.N` for a matrix point, to an earlier run
-        #: whose result is used instead of a new run.
+        #: Mapping from the name of a stage, or `STAGE.N` for one combination of its parameters, to
+        #: an earlier run whose result is used instead of a new run.
         self._reused: dict[str, StageRun] = {}
         #: Duration of the last call of `advance`, in seconds.
         self._advance_s = 0.0
@@ -266,7 +266,7 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a stage or matrix point, without the results of other stages.
+        """Return the run spec of a stage, without the results of other stages.
 
         A fixed text replaces each placeholder for a result, `${stage.NAME.KEY}`, because the result
         may still be unknown.

@@ -151,7 +151,7 @@ def create_stage_run(
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
         stage: The stage of the pipeline's spec.
-        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        unit: Name of the stage, or `NAME.N` for one combination of parameters in its matrix.
         number: Number of the run among the runs of the unit, from 1.
         spec: The run spec of the stage, in which all placeholders are replaced with their values.
         tags: Tags of the new flow run.
@@ -241,7 +241,7 @@ def _create_task_run(
     Args:
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
-        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        unit: Name of the stage, or `NAME.N` for one combination of parameters in its matrix.
         number: Number of the run among the runs of the unit, from 1. 0 for a skipped stage.
         state: First state of a new task run.
         tags: Tags of the task run.
@@ -306,7 +306,7 @@ def use_cached_run(
     Args:
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
-        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        unit: Name of the stage, or `NAME.N` for one combination of parameters in its matrix.
         number: Number that the new run would have among the runs of the unit, from 1.
         flow_run: The earlier, completed flow run.
 

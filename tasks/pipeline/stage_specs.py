@@ -69,9 +69,9 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
     """Return the pipeline with a key `code` in each step and in each run spec.
 
     If a step or a run spec has no key `code`, the function stores the project's code, and writes
-    the name of the stored code into the key. The code in an existing key must be available. If a
-    run needs the activated Python environment of this shell, its spec also gets the variable
-    VIRTUAL_ENV or CONDA_PREFIX.
+    the name of the stored code into the key. If the key already names stored code, this code must
+    be available. If a run needs the activated Python environment of this shell, its spec also gets
+    the variable VIRTUAL_ENV or CONDA_PREFIX.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.
