@@ -23,34 +23,31 @@ from tasks.spec.pipeline import PipelineSpec
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
-#: Factor of the rule `halving`. The training steps at which points are compared grow by this
-#: factor. With 2, the better half of the points continues after a comparison.
+#: Factor of the rule `halving`. With 2, the better half of the runs continues after a comparison,
+#: and the next comparison is at twice the training step.
 _REDUCTION_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointHistory:
-    """The values of one metric that the run of a matrix point has reported so far."""
+    """The values of one metric that a run of a parameter sweep has reported so far."""
 
     #: Mapping from training step to the finite value of the metric, sorted by step.
     figures: Mapping[float, float] = field(default_factory=dict)
-    #: Last training step that the point has reached, with or without a value of the metric. 0 if
+    #: Last training step that the run has reached, with or without a value of the metric. 0 if
     #: unknown.
     last_step: float = 0.0
-    #: True if the point has completed or was stopped early. The point then reports no further
-    #: values.
+    #: True if the run has completed or was stopped early. The run then reports no further values.
     has_ended: bool = False
 
     def figure_at(self, step: float) -> float | None:
-        """Return the metric's last value at or before a training step, or None without such a
-        value.
-        """
+        """Return the last value at or before a training step, or None if there is no value."""
         earlier = [figure for reported, figure in self.figures.items() if reported <= step]
         return earlier[-1] if earlier else None
 
 
 def require_optuna(spec: PipelineSpec) -> None:
-    """If a stage of a pipeline stops points early, check that the package optuna can be imported.
+    """Check that the package optuna can be imported, if a stage has the key `stop_early`.
 
     Raises:
         InvalidSpec: The package cannot be imported in this Python environment.
@@ -77,19 +74,19 @@ def require_optuna(spec: PipelineSpec) -> None:
 def find_reason_to_stop(
     rule: StopEarly, point: PointHistory, others: Sequence[PointHistory]
 ) -> str:
-    """Return the reason for stopping a running matrix point early, or an empty string.
+    """Return the reason for stopping an active run of a parameter sweep early, or "".
 
-    The best metric value of the point is compared with the values of the other points, at the last
-    step that the point and at least three others have reached.
+    The best metric value of the run is compared with the values of the other runs, at the last
+    training step that this run and at least three other runs have reached.
 
-    For the rule `median`, points that have ended keep their last value at all later steps.
-    Otherwise, the median of the remaining points would rise with each stop, and nearly all points
-    would be stopped.
+    For the rule `median`, runs that have ended keep their last value at all later steps. Otherwise,
+    the median would no longer contain the bad values of stopped runs. The median would become
+    better with each stop, and nearly all runs would be stopped.
 
     Args:
         rule: The key `stop_early` of the stage.
-        point: Metric values of the running point.
-        others: Metric values of all other points that have begun.
+        point: Metric values of the active run.
+        others: Metric values of all other runs of the sweep that have begun.
     """
     if not point.figures:
         return ""
@@ -127,10 +124,9 @@ def find_reason_to_stop(
 
 
 def _find_rung(after_step: int, step: float) -> int:
-    """Return the last step, not after `step`, at which the rule `halving` compares points.
+    """Return the last training step, up to `step`, at which the rule `halving` compares runs.
 
-    The rule compares points at `after_step`, at twice this step, at four times this step, and so
-    on.
+    The rule compares runs at `after_step`, at twice this step, at four times this step, and so on.
     """
     rung = after_step
     while rung * _REDUCTION_FACTOR <= step:
@@ -139,15 +135,15 @@ def _find_rung(after_step: int, step: float) -> int:
 
 
 def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float]) -> bool:
-    """Return True if Optuna would prune (stop) a matrix point after a comparison with other points.
+    """Return True if Optuna would prune (stop) a run after a comparison with other runs.
 
-    Each point is given to Optuna as a trial with a single metric value.
+    Each run is given to Optuna as a trial with a single metric value.
 
     Args:
         rule: The key `stop_early` of the stage.
         step: Training step of the comparison, the same for all trials.
-        best: Best metric value of the point.
-        others: Metric value of each other point.
+        best: Best metric value of the run.
+        others: Metric value of each other run.
     """
     # Import optuna only here, because most pipelines do not need this optional package.
     import optuna
@@ -168,8 +164,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         sampler=optuna.samplers.RandomSampler(),
     )
     if rule.rule == "median":
-        # Include the point itself in the median. If the value of the point is the median, both are
-        # then exactly equal, so that no rounding error can stop the point.
+        # Include the own value of the run in the median. If the own value is the median, Optuna
+        # compares two equal numbers. So a rounding error cannot stop the run.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
             for figure in (*others, best)

@@ -17,16 +17,16 @@ from tasks.spec.pipeline import PipelineSpec
 
 
 class EarlyStops:
-    """Cancels runs of matrix points whose metric is worse than that of the other points.
+    """Cancels runs of a parameter sweep whose metric is worse than the metric of the other runs.
 
-    The key `stop_early` of a stage switches this on, and chooses the metric and the rule.
+    Only stages with the key `stop_early` are affected. The key names the metric and the rule.
     """
 
     def __init__(self, requests: ServerRequests, histories: PointHistories) -> None:
         """
         Args:
             requests: Connection to the Prefect server.
-            histories: Reads the metric values that the runs of the points have written so far.
+            histories: Object that reads the metric values of runs.
         """
         self._requests = requests
         self._histories = histories
@@ -34,7 +34,7 @@ class EarlyStops:
     def stop_points(
         self, spec: PipelineSpec, runs: Sequence[StageRun]
     ) -> Iterator[tuple[StageRun, str]]:
-        """Cancel the run of each matrix point that must be stopped early.
+        """Cancel the runs of parameter sweeps that must be stopped early.
 
         The method yields each cancelled run with the reason. If the Prefect server rejects a
         cancellation, the next call repeats the request.

@@ -18,7 +18,7 @@ _ANSWERS_WITHIN_S = 5.0
 
 
 class PointHistories:
-    """Reads the metrics that the runs of matrix points have written so far.
+    """Reads the metrics that the runs of a parameter sweep have written so far.
 
     Each call reads only the lines that were added to the metrics files since the previous call.
     """
@@ -31,7 +31,7 @@ class PointHistories:
         #: Metrics that were read after the end of their run, as pairs of the run's name and the
         #: metric's key. These metrics are not read again, because they cannot change.
         self._complete: set[tuple[str, str]] = set()
-        #: Names of the runs whose metrics could not be read at the last call.
+        #: Names of the runs whose metrics could not be read at the last try.
         self._unreadable: set[str] = set()
         self._files = PlaceReader("")
 
@@ -41,7 +41,7 @@ class PointHistories:
         If the metrics files cannot be read now, return the values of the last successful call.
 
         Args:
-            run: The run of a matrix point.
+            run: A run of a parameter sweep.
             key: Key of the metric.
         """
         metric = (run.name, key)
