@@ -47,7 +47,7 @@ class MatrixPage:
         Args:
             flow_run_id: Id of the pipeline's flow run, which owns the artifacts.
             requests: Connection to the Prefect server.
-            histories: Reads the metric values that the runs of the points have written so far.
+            histories: Object that reads the metric values of runs.
             clock: Returns the current time in seconds.
         """
         self._flow_run_id = flow_run_id
@@ -103,15 +103,15 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         states: list[str],
     ) -> Shown:
-        """Return the content of a matrix's artifact: a headline, a picture and a table.
+        """Return the content of a parameter sweep's artifact: a headline, a picture and a table.
 
         Args:
-            stage: The stage with the matrix.
+            stage: The stage with the parameter sweep, in its key `matrix`.
             values: The runs of the pipeline's stages, and the values that they have produced.
-            runs: Mapping from the name `STAGE.N` of a point to its last run. Points without runs
-                are missing.
-            states: State of each point's last run, in the order of the points. `waits` if the point
-                has no run.
+            runs: Mapping from the name `STAGE.N` of a combination of parameters to the last run.
+                Combinations without runs are missing.
+            states: State of the last run with each combination of parameters. `waits` for a
+                combination without runs.
         """
         best = values.find_best(stage.name) if stage.best is not None else None
         curves = self._read_curves(stage, values, runs, best)
@@ -158,17 +158,18 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         best: str | None,
     ) -> dict[str, MatrixCurve]:
-        """Return the curves of the matrix points, as a mapping from the point's name `STAGE.N`.
+        """Return a curve for each run of a parameter sweep, as a mapping from the name `STAGE.N`.
 
-        For a training, the curve shows a metric, or a number of the evaluations, over the training
-        steps. For a function or a command, the curve is a single dot: x is the number of the point,
-        and y is a number in its result. Points without a value are missing.
+        For a training, the curve shows a metric, or a number from the evaluations, over the
+        training steps. For a function or a command, the curve is a single dot: x is N, and y is a
+        number in the result. Runs without a value are missing.
 
         Args:
-            stage: The stage with the matrix.
+            stage: The stage with the parameter sweep, in its key `matrix`.
             values: The runs of the pipeline's stages, and the values that they have produced.
-            runs: Mapping from the name of a point to its last run. Points without runs are missing.
-            best: Name of the best point, or None if no point is the best yet.
+            runs: Mapping from the name `STAGE.N` of a combination of parameters to the last run.
+                Combinations without runs are missing.
+            best: Name of the best combination, or None if unknown.
         """
         key = _find_figure_key(stage)
         curves: dict[str, MatrixCurve] = {}
@@ -206,10 +207,11 @@ def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
 
 
 def _find_figure_key(stage: Stage) -> str:
-    """Return the name of the metric that the picture of a matrix shows.
+    """Return the name of the metric that the picture of a parameter sweep shows.
 
     Returns:
-        The key `by` of `best` or of `stop_early`. An empty string if the stage has neither.
+        The value of `best.by` or `stop_early.by` in the stage. An empty string if the stage has
+        neither key.
     """
     choice = stage.best or stage.stop_early
     return choice.by if choice is not None else ""

@@ -147,12 +147,12 @@ def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
 def format_points(
     rows: Sequence[tuple[str, Mapping[str, Any], str, float | None]], best: str | None
 ) -> list[dict[str, str]]:
-    """Return the rows of a table with the points of a matrix.
+    """Return the rows of a table that shows a parameter sweep.
 
     Args:
-        rows: A tuple for each point: the name `STAGE.N`, the point's values in the matrix, the
-            state of its run, and the number for the choice of the best point.
-        best: Name of the best point, or None.
+        rows: A tuple for each combination of parameters: the name `STAGE.N`, the parameters, the
+            state of the run, and the number that decides which combination is best.
+        best: Name of the best combination, or None.
     """
     return [
         {

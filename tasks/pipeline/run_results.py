@@ -43,8 +43,7 @@ _log = logging.getLogger(__name__)
 class RunResults:
     """Reads the results and checkpoints of a pipeline's completed runs.
 
-    The class also reads the numbers for the choice of a matrix's best point (key `best` of a
-    stage).
+    The class also reads the numbers that decide which run of a parameter sweep is best.
     """
 
     def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
@@ -59,8 +58,8 @@ class RunResults:
         #: that runs a function or a command. If the result is missing or invalid, the value is an
         #: exception with the reason.
         self._results: dict[str, Any] = {}
-        #: Mapping from the flow run id of a completed matrix point to the number that the key
-        #: `best` compares. None if the point has no number.
+        #: Mapping from the flow run id of an ended run in a parameter sweep to the number that
+        #: decides which run is best. None if the number is unknown.
         self._figures: dict[str, float | None] = {}
         #: Flow run ids of the completed runs whose evaluations have ended. These evaluations do not
         #: change any more.
@@ -107,13 +106,13 @@ class RunResults:
         return self._results[run.flow_run_id]
 
     def _awaits_evaluations(self, stage: Stage, run: StageRun) -> bool:
-        """Return True if `best` of a stage compares evaluations, and an evaluation has not ended.
+        """Return True if an evaluation of a completed run has not ended.
 
-        The method also asks the Prefect server, because the record of the evaluations may be
-        outdated after the end of the run.
+        The method also asks the Prefect server, because the states of the evaluations in the run's
+        directory may be outdated.
 
         Args:
-            stage: The stage of the run.
+            stage: The stage of the run. Its key `best` names the evaluation.
             run: The completed run.
         """
         if run.flow_run_id in self._evaluated:
@@ -138,7 +137,7 @@ class RunResults:
         return False
 
     def figure(self, stage: Stage, run: StageRun, best: Best) -> float | None:
-        """Return the number of a run for the comparison by `best`, or None if unknown.
+        """Return the number by which a run is compared with other runs, or None if unknown.
 
         For a step (a function or a command), this is a number in the result. For a training, this
         is the last value of a metric, or the best value of a number in the evaluations.

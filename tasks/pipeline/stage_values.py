@@ -87,8 +87,7 @@ class StageValues:
         yield from used
 
     def completed_points(self, name: str) -> dict[str, StageRun]:
-        """Return the completed runs of a stage's matrix points, as a mapping from the name
-        `STAGE.N`.
+        """Return the completed runs of a parameter sweep, as a mapping from the name `STAGE.N`.
 
         Args:
             name: Name of the stage.
@@ -97,9 +96,9 @@ class StageValues:
         return {unit: run for unit, run in runs.items() if run is not None}
 
     def _usable_points(self, name: str) -> dict[str, StageRun]:
-        """Return the runs of the matrix points that have completed or were stopped early.
+        """Return the runs of a parameter sweep that have completed or were stopped early.
 
-        These points can be compared by `best`. The keys are the names `STAGE.N` of the points.
+        The best run is chosen from these runs. The keys of the result are the names `STAGE.N`.
         """
         stopped = {
             unit: run
@@ -109,14 +108,14 @@ class StageValues:
         return stopped | self.completed_points(name)
 
     def read_figures(self, name: str) -> dict[str, float | None]:
-        """Return, for each matrix point, the number that the key `best` of a stage compares.
+        """Return the numbers that decide which run of a parameter sweep is best.
 
         Args:
             name: Name of the stage.
 
         Returns:
-            Mapping from the name `STAGE.N` of a point to its number, or to None if the number is
-            unknown. Only points that completed or were stopped early are included.
+            Mapping from the name `STAGE.N` of a run to the number, or to None if the number is
+            unknown. Only runs that have completed or were stopped early are included.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None
