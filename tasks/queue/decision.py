@@ -58,9 +58,9 @@ class Shares:
     #: `held[flow_run_id][node_name]` is the number of GPUs that a run holds on a node. Nodes that
     #: have disappeared are included, because their GPUs still count for the GPU limits of tags.
     held: Mapping[UUID, Mapping[str, int]]
-    #: `moved[flow_run_id][node_name]` is the number of GPUs that a run uses, for runs that Ray
-    #: placed on other nodes than granted. If no other run was granted these GPUs, the scheduler can
-    #: change the grant of the run to these nodes.
+    #: `moved[flow_run_id][node_name]` is the number of GPUs that a run uses on a node. The mapping
+    #: contains only runs that Ray has placed on other nodes than those in their grants. The
+    #: scheduler can change these grants, because the GPUs are granted to no other run.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
@@ -250,8 +250,8 @@ class SchedulingPass:
     refused: list[Refused] = field(default_factory=list, init=False)
     #: Runs that are cancelled because their deployment allows no waiting runs.
     skipped: list[Skipped] = field(default_factory=list, init=False)
-    #: Runs that were cancelled but still wait, each with its Cancelled state. A scheduler has
-    #: overwritten this state, and was killed before it could restore the state.
+    #: Cancelled runs that still wait, each with its Cancelled state. These runs wait because a
+    #: scheduler has overwritten the Cancelled state, and was killed before it restored the state.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
     #: Runs that have a grant, but were not started by their worker. These runs lose their grants
     #: and wait again.
@@ -281,7 +281,11 @@ class SchedulingPass:
 
     @property
     def waiting(self) -> list[QueueEntry]:
-        """The waiting runs in the order of the queue, without refused and skipped runs."""
+        """The waiting runs in the order of the queue.
+
+        Two kinds of runs are not included: runs that can never start, and runs that this scheduling
+        pass cancels.
+        """
         ended = {refused.entry.id for refused in self.refused}
         ended |= {skipped.entry.id for skipped in self.skipped}
         return [entry for entry in self.queue if entry.id not in ended]

@@ -274,7 +274,7 @@ _RESCHEDULED = "reschedule"
 async def set_state(
     client: PrefectClient, flow_run: FlowRun, state: State[Any]
 ) -> State[Any] | None:
-    """Set the state of a flow run, if its state and grant have not changed since the last read.
+    """Set the state of a flow run, unless its state or grant has changed since it was read.
 
     If another process has set a state at the same time, and this function has overwritten that
     state, the function restores it.
@@ -373,7 +373,7 @@ async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
 
 
 async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:
-    """Set an overwritten final state again, if the flow run has not changed since the last read.
+    """Set an overwritten final state again, unless the flow run has changed since it was read.
 
     Args:
         client: Client of the Prefect server.
@@ -423,7 +423,7 @@ def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Return True if the state of a flow run has not changed since the last read."""
+    """Return True if the state on the server is still the state in the object `flow_run`."""
     return state_of(await client.read_flow_run(flow_run.id)).id == state_of(flow_run).id
 
 

@@ -182,8 +182,8 @@ class Scheduler:
         async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
             if held_lease is None:
                 return scheduling_pass, []
-            # The scheduling pass above ran without the lease. Its waiting runs are still valid if
-            # no other scheduler has written a decision since then.
+            # The scheduling pass above ran without the lease. Use its list of waiting runs again
+            # only if no other scheduler has written a decision since then.
             is_valid = (
                 decision_id is not None and decision_id == await self._lease.read_last_decision()
             )

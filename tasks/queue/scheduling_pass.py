@@ -52,8 +52,8 @@ _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
 #: again within this number of seconds. After that time, the process counts as ended, and a worker
 #: can start the run again.
 _CORRECTED_WITHIN_S = 60.0
-#: Number of startable waiting runs at which a scheduling pass reads no further waiting runs from
-#: the server.
+#: A scheduling pass stops reading waiting runs from the server as soon as this number of runs can
+#: start, or could start with more free GPUs.
 _ENOUGH_RUNS = 50
 #: Largest number of windows that a scheduling pass reads from each queue of a work pool. A window
 #: is a group of 200 waiting runs.
@@ -276,11 +276,10 @@ class QueueReader:
     async def _find_cancelled(
         self, queue: Sequence[QueueEntry]
     ) -> list[tuple[QueueEntry, State[Any]]]:
-        """Return the waiting runs whose Cancelled state was overwritten, each with its Cancelled
-        state.
+        """Return the cancelled runs that still wait, each with its Cancelled state.
 
-        This happens if a scheduler overwrites the Cancelled state and is killed before restoring
-        that state.
+        These runs wait because a scheduler has overwritten the Cancelled state, and was killed
+        before it restored the state.
         """
         cancelled = []
         for entry in queue:
