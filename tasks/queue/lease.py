@@ -67,7 +67,7 @@ _LOCK_INTERVAL_S = 0.03
 _LOCK_TIMEOUT_S = 2.0
 #: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
-#: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
+#: Text in the Prefect variable, for people who see the variable in the Prefect UI.
 _NOTE = (
     "Muster wrote this variable, and removes it automatically. It is a lock: its holder is the "
     "scheduler that currently decides which runs start."
@@ -240,10 +240,10 @@ class SchedulingLease:
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Time limit, in seconds, for writes of the lease's holder to the server. The time begins when
-    #: the holder requests the scheduling lease. A scheduling pass that takes longer must be
-    #: repeated. The value allows for a busy machine. All schedulers of a server must use the same
-    #: value, because `expire_s` depends on it.
+    #: Longest time, in seconds, from the request for the scheduling lease to the last write of its
+    #: holder. A scheduling pass that takes longer must be repeated. All schedulers of a server must
+    #: use the same value. Otherwise a holder could still write after another scheduler has deleted
+    #: the lease.
     hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches
@@ -362,7 +362,7 @@ class SchedulingLease:
         """Wait until the scheduling lease is free, and take it.
 
         Args:
-            lock: The file lock of this host. It is locked before the lease is requested.
+            lock: The file lock of this host, which the method takes before the lease.
             deadline: Time at which the wait ends, as a value of `clock`.
 
         Returns:

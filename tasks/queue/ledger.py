@@ -332,8 +332,7 @@ class Pool:
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of this work pool that contains a flow run, or None without such a
-        queue.
+        """Return the queue of this work pool that contains a flow run, or None if there is none.
 
         A flow run whose own queue was deleted is in the default queue of its work pool.
         """
@@ -564,7 +563,7 @@ class LedgerReader:
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
         # The request above has put flow runs of other types of work pools into the cache. Remove
-        # them: `read` would request each of them again, because they are not in its result.
+        # these flow runs. Otherwise `read` would request each of the flow runs again.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -683,9 +682,9 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
     # The flow run has no queue. Either the queue was deleted, or the deployment has no work pool.
-    # After the deletion of a queue, the flow run still contains the name of the queue. The name of
-    # a default queue is the exception: it is removed, too. So also return True if a worker of
-    # type `gang` has started the flow run, or if Muster's scheduler has set its state.
+    # After the deletion of a queue, the flow run still contains the name of the queue, unless the
+    # queue was a default queue. So also return True if a worker of type `gang` has started the flow
+    # run, or if Muster's scheduler has set its state.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -699,8 +698,8 @@ def _find_fallback_pool(pools: Collection[str]) -> str:
         pools: Names of the work pools of type `gang`.
 
     Returns:
-        The pool `gang` if this pool exists, otherwise the only pool. An empty string without a
-        pool, or with several pools that have other names.
+        The name `gang` if a pool has this name. Otherwise the name of the only pool, or an empty
+        string if there are no pools or several pools.
     """
     if DEFAULT_POOL in pools:
         return DEFAULT_POOL

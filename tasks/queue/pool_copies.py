@@ -118,8 +118,8 @@ class PoolCopies:
             client: Client of the Prefect server.
         """
         self._client = client
-        #: Mapping from pool name to the copy that the server stores. If the settings of the work
-        #: pool have not changed since this copy, no request is necessary.
+        #: Mapping from pool name to the copy of the pool's settings that the server stores. If the
+        #: settings have not changed since this copy, no request is necessary.
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:
