@@ -91,8 +91,8 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
 
 
 #: Deadline, in seconds, of a background request for the nodes of a cluster. After a timeout,
-#: requests to a cluster are sent in the background, so that the cluster does not delay other
-#: clusters.
+#: requests to a cluster are sent in the background, so that scheduling passes do not wait for the
+#: cluster.
 _BACKGROUND_TIMEOUT_S = 30.0
 #: Time, in seconds, between two background requests to a cluster that does not answer.
 _BACKGROUND_INTERVAL_S = 1.0

@@ -104,7 +104,7 @@ class Waiting:
     #: Earliest start in seconds, by the same clock as the argument `now` of `plan`. A requeued run
     #: has a short delay, and keeps its position in the queue during the delay.
     not_before: float = 0.0
-    #: Tags of the run. All runs with the same tag may share a limit of GPUs.
+    #: Tags of the run. The total number of GPUs of all runs with a tag can have a limit.
     tags: frozenset[str] = frozenset()
     #: Names of the nodes that the run may use, or None for all nodes.
     among: frozenset[str] | None = None
@@ -129,7 +129,7 @@ class Held:
     ends_at: float
     #: True if `ends_at` is computed with a default duration, because the spec names no duration.
     is_end_assumed: bool = False
-    #: Tags of the run. All runs with the same tag may share a limit of GPUs.
+    #: Tags of the run. The total number of GPUs of all runs with a tag can have a limit.
     tags: frozenset[str] = frozenset()
 
 
@@ -234,10 +234,9 @@ class _Reservation:
     #: Earliest time at which the first run will fit, according to the estimates. Infinite if the
     #: run never fits.
     at: float
-    #: Forecast of the resources that will be free at the time `at`, just before the first run
-    #: starts.
+    #: Forecast of the resources that will be free just before the start of the run `head`.
     nodes: NodesAhead
-    #: GPUs in use for each tag at the time `at`, including the GPUs of the first run.
+    #: Number of GPUs in use for each tag just after the start of the run `head`.
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
