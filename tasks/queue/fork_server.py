@@ -255,13 +255,14 @@ def _become_command(
 
 
 def _read_settings_again(caller: Caller | None) -> None:
-    """Let Prefect read its settings from the environment and working directory of the request.
+    """Let Prefect read its settings from the present environment and working directory.
 
     If a `muster` command has an invalid setting, the function reports the setting and ends the
     process.
 
     Args:
-        caller: The command, or None if this process becomes a flow run.
+        caller: The `muster` command whose work this process does, or None if this process becomes
+            a flow run.
     """
     try:
         prefect.context.refresh_global_settings_context()

@@ -55,7 +55,7 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _F_SETSIG = 10
 
 
-# The following functions run in the command.
+# The following functions run in the process of the `muster` command.
 
 
 def run_in_fork(words: Sequence[str]) -> int | None:
@@ -217,11 +217,11 @@ class Caller:
         ignore_exactly(self.order["ignored"])
 
     def receive_permission(self) -> bool:
-        """Prepare this process, and wait until the command allows the process to begin.
+        """Prepare this process, and wait until the `muster` command allows the process to begin.
 
         This process takes over the limits, priority and CPU affinity of the command, and sends the
         command a pidfd (a file descriptor for this process). After that, the kernel kills this
-        process when the command closes the socket, for example after a SIGKILL.
+        process when the command closes the socket, for example after a SIGKILL of the command.
 
         Returns:
             True if this process may begin. False if the command has ended.
