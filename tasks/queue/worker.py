@@ -76,8 +76,8 @@ _log = logging.getLogger(__name__)
 
 #: Names of the states in which a flow run has ended.
 _END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
-#: Names of the states in which a flow run waits for its start. The server also emits an event with
-#: such a name after a change of the state's message.
+#: Names of the states in which a flow run waits for its start. The server emits an event with the
+#: name of the state, even if only the message of the state has changed.
 _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
 #: Name of the event that tells a worker to start a run now. The leader emits the event. The leader
 #: is the worker that decides for all workers which runs start.
@@ -222,8 +222,8 @@ class Waker:
                 # Log the error only at level DEBUG, because it may be temporary. A persistent error
                 # also occurs in the regular poll of Prefect's worker, which logs the error.
                 _log.debug("Muster's check of the queue after an event has failed: %r", error)
-            # Pause as long as the call took, but at most 2 seconds. So the worker has time for its
-            # other tasks if calls are slow because of a long queue.
+            # If the queue is long, calls of `wake` are slow. To leave the worker time for its other
+            # tasks, pause for the duration of the last call, but at most 2 seconds.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
     async def _listen(self) -> None:
@@ -318,8 +318,8 @@ async def _end_process(process: ProcessHandle) -> None:
     the run's components.
     """
     assert process.pid is not None
-    # Read the grace periods before sending the signal, because the registry forgets the grace
-    # period of a component that has ended.
+    # Read the grace periods before sending the signal, because the grace period of a component is
+    # no longer recorded after the end of the component.
     within_s = _ENDS_WITHIN_S + await asyncio.to_thread(teardown_s, process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.graceful_kill()
@@ -469,8 +469,8 @@ class GangWorker(ProcessWorker):
             )
             context = await stack.enter_async_context(FlowRunExecutorContext())
             _keep_grace_periods(context.process_manager)
-            # Replace the object that proposes states to the server. Prefect's class has no
-            # parameter for it.
+            # Replace the object that proposes states to the server. `FlowRunExecutorContext` has no
+            # parameter for this object.
             context._state_proposer = CrashReporter(client=context.client, entrypoint=entrypoint)
             starter = EngineCommandStarter(
                 command=command or default_command,

@@ -18,8 +18,8 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Number of synchronisations of this worker with the Prefect server after which a silent worker of
-#: the same name counts as ended. A live worker regularly writes to the Prefect variable.
+#: If another worker with the same name writes nothing to the shared Prefect variable during this
+#: number of heartbeats of this worker, the other worker counts as ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = (
