@@ -3,8 +3,9 @@
 The decision depends only on the function arguments. So every process of the pipeline makes the same
 decision for the same runs.
 
-A stage has one run, or one run for each point of its matrix. These are the *units* of the stage. If
-a user starts a failed pipeline again, a unit can have several runs, which are its *tries*.
+A stage has one run, or one run for each combination of parameters in its matrix. These are the
+*units* of the stage. If a user starts a failed pipeline again, a unit can have several runs, which
+are its *tries*.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class StageState(Enum):
     #: while the pipeline waits for evaluations of a run.
     ACTIVE = "active"
     #: All runs of the stage have completed or were stopped early. A stage with a matrix has one run
-    #: for each point of the matrix.
+    #: for each combination of parameters.
     COMPLETED = "completed"
     #: All runs of the stage have ended, and one of them has failed or was cancelled.
     FAILED = "failed"
@@ -138,8 +139,8 @@ def decide(
 ) -> PipelineDecision:
     """Return the next actions of a pipeline.
 
-    A unit is a stage without a matrix, or one point of a stage's matrix. A unit never has two
-    active runs.
+    A unit is a stage without a matrix, or one combination of parameters in a stage's matrix. A unit
+    never has two active runs.
 
     - After a failed or cancelled run, the unit is run again only if a user has restarted the
       pipeline since then. Otherwise the pipeline creates no further runs, unless the stage allows

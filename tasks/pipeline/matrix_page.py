@@ -57,7 +57,7 @@ class MatrixPage:
         #: Mapping from the name of a stage with a matrix to the content of its artifact at the last
         #: update.
         self._contents: dict[str, Shown] = {}
-        #: Mapping from the name of a stage with a matrix to the states of the points at the last
+        #: Mapping from the name of a stage with a matrix to the states of its runs at the last
         #: update of the artifact.
         self._states: dict[str, list[str]] = {}
         #: Mapping from the name of a stage with a matrix to the time of the last update of the

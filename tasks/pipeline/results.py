@@ -130,13 +130,13 @@ def read_last_metric(place: RunPlace, key: str) -> float | None:
 
 
 def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
-    """Return the name of the best point of a matrix, or None if no point has a number.
+    """Return the name of the best run of a parameter sweep, or None if no run has a number.
 
-    If several points have the best number, the first of them is returned.
+    If several runs have the best number, the first of these runs is returned.
 
     Args:
-        figures: Mapping from the name of a completed point to the number that is compared, in the
-            order of the matrix.
+        figures: Mapping from the name of a run to the number that is compared, in the order of the
+            matrix.
         mode: `max` if a larger number is better, or `min`.
     """
     known = {unit: figure for unit, figure in figures.items() if figure is not None}

@@ -125,11 +125,11 @@ class StageValues:
         }
 
     def find_best(self, name: str) -> str | None:
-        """Return the name `STAGE.N` of the best point of a matrix, or None if unknown.
+        """Return the name `STAGE.N` of the best run of a parameter sweep, or None if unknown.
 
-        - Only points with a number in `read_figures` are compared.
-        - A completed point is better than every point that was stopped early.
-        - While a point is active or has no run yet, only completed points are compared.
+        - Only runs with a number in `read_figures` are compared.
+        - A completed run is better than every run that was stopped early.
+        - Until all runs of the sweep have ended, only completed runs are compared.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None
