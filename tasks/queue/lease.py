@@ -495,8 +495,8 @@ class SchedulingLease:
             creation = VariableCreate(name=NAME, value=value, tags=["muster"])
             return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # The variable was created by another scheduler, or by this request: if an answer is
-            # lost, Prefect's client sends the request again.
+            # Another scheduler may have created the variable. It is also possible that the request
+            # above has created the variable, and that Prefect's client has sent the request twice.
             return await self._read()
 
     async def _read(self) -> Lease | None:

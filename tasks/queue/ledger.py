@@ -419,8 +419,8 @@ class LedgerReader:
     #: Cache: a mapping from flow run id to the last answer of the server as JSON, the flow run in
     #: this answer, and the resources that the flow run requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
-    #: Cache: a mapping from the name of a work pool to the names of its online workers, and the
-    #: monotonic time at which they were read.
+    #: Cache: a mapping from the name of a work pool to two values: the names of the pool's online
+    #: workers, and the monotonic time at which the names were read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: Number of windows that are read from each queue of a work pool. A window is a group of 200
     #: waiting runs.

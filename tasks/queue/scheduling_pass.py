@@ -569,7 +569,7 @@ class QueueView:
     #: The nodes of all clusters, followed by missing nodes. A node is missing if programs hold GPUs
     #: on the node, but no readable cluster or pool lists the node.
     nodes: tuple[ClusterNode, ...]
-    #: Mapping from a tag with a GPU limit to the number of GPUs in use, and the limit.
+    #: Mapping from a tag with a GPU limit to two numbers: the GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the queues of the work pool that are paused.
     paused_queues: tuple[str, ...] = ()
