@@ -23,7 +23,7 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Largest number of points of one matrix.
+#: Largest number of combinations of values that one matrix may have.
 MAX_POINTS = 1000
 
 
@@ -101,8 +101,8 @@ class Best(Model):
     )
 
 
-#: Before a point is stopped early, it must be compared with at least this number of other points.
-#: With fewer points, the usual value of the metric is too uncertain.
+#: A run of a matrix is stopped early only after a comparison with at least this number of other
+#: runs. With fewer runs, the usual value of the metric is too uncertain.
 MIN_OTHER_POINTS = 3
 
 

@@ -331,10 +331,9 @@ class Stage(Model):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of the points of the matrix: `NAME.1`, `NAME.2` and so on.
+        """A name for each run of the stage: `NAME.1`, `NAME.2` and so on for a stage with a matrix.
 
-        Without a matrix, the result contains only the name of the stage. There is one run for each
-        name.
+        Without a matrix, there is only one run, and the result is the name of the stage.
         """
         if self.matrix is None:
             return (self.name,)
@@ -394,10 +393,10 @@ class PipelineSpec(Document):
         return {stage.name: stage for stage in self.stages}[name]
 
     def unit_stage(self, unit: str) -> Stage:
-        """Return the stage with a certain name, or the stage that a point of a matrix belongs to.
+        """Return the stage of a run or step.
 
         Args:
-            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+            unit: Name of the stage, or `NAME.N` for the run or step N of the stage's matrix.
 
         Raises:
             KeyError: The pipeline has no such stage.
@@ -405,16 +404,16 @@ class PipelineSpec(Document):
         return self.stage(unit.partition(".")[0])
 
     def run_spec(self, unit: str) -> dict[str, Any]:
-        """Return the run spec of a stage, or of a point of its matrix, as plain data.
+        """Return the run spec of a stage, or of one run or step of its matrix, as plain data.
 
         The placeholders `${stage.NAME.KEY}` are not replaced. For a step, the run spec is created
         from the keys of the step.
 
         Args:
-            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+            unit: Name of the stage, or `NAME.N` for the run or step N of the stage's matrix.
 
         Raises:
-            KeyError: The pipeline has no such stage or point, or the stage has no run spec yet.
+            KeyError: The pipeline has no such stage, or the stage has no run spec yet.
         """
         written = self._written_point(unit)
         if is_step(written):
@@ -429,7 +428,7 @@ class PipelineSpec(Document):
         lineage` can show the data.
 
         Args:
-            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+            unit: Name of the stage, or `NAME.N` for the run or step N of the stage's matrix.
             value_of: Function that receives the name of a stage and a key, and returns the value as
                 JSON data.
         """
@@ -457,10 +456,10 @@ class PipelineSpec(Document):
         return parse_spec(filled).written()
 
     def _written_point(self, unit: str) -> dict[str, Any]:
-        """Return a stage as plain data, with the values of one point of its matrix.
+        """Return a stage as plain data, with one combination of values from the stage's matrix.
 
         Args:
-            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+            unit: Name of the stage, or `NAME.N` for the run or step N of the stage's matrix.
         """
         stage = self.unit_stage(unit)
         written: dict[str, Any] = stage.model_dump(mode="json", exclude_unset=True)
@@ -497,11 +496,11 @@ def _list_stage_inputs(
 
 
 def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:
-    """Set the values of one point of a matrix in a stage.
+    """Write one combination of values of a matrix into a stage.
 
     Args:
         written: The stage as plain data. It is changed.
-        point: Mapping from the keys of the matrix to the values of the point.
+        point: Mapping from the keys of the matrix to the values.
 
     Raises:
         InvalidSpec: The run spec has no value at the path in a key.
@@ -560,8 +559,8 @@ def _to_text(value: object) -> str:
 def is_pipeline_file(path: Path) -> bool:
     """Return True if a YAML file contains the spec of a pipeline instead of a run.
 
-    For standard input, the result is False: it cannot be read here, because it can be read only
-    once.
+    For standard input, the result is False. Standard input can be read only once, and the caller
+    reads it later.
     """
     if path == STANDARD_INPUT:
         return False
@@ -661,8 +660,8 @@ def parse_pipeline(
     for index, stage in stages.items():
         path = f"stages.{index}"
         faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
-        #: Mapping from the placeholder names of earlier stages, such as `stage.sft.run_id`, to
-        #: True. The value False means that the placeholder never gets a value.
+        #: Mapping from the placeholder names of earlier stages, such as `stage.sft.run_id`, to True
+        #: if the placeholder can get a value, and to False if not.
         known_names: dict[str, bool] = {}
         for ancestor in list_ancestors(str(stage.get("name")), needs):
             known_names |= _list_placeholder_names(names_of_stages[ancestor])
@@ -755,9 +754,9 @@ def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
         stage: The earlier stage as plain data.
 
     Returns:
-        Mapping from each name, such as `stage.sft.run_id`, to True. The value False means that the
-        name never gets a value. A name that ends with a dot stands for all names that begin with
-        it.
+        Mapping from each name, such as `stage.sft.run_id`, to True if the placeholder can get a
+        value, and to False if not. A name with a dot at the end stands for all names that begin
+        with this name.
     """
     name = f"{STAGE}{stage.get('name')}"
     if is_step(stage):
@@ -787,7 +786,7 @@ def _check_stage(
         stage: The stage as plain data. It is changed.
         path: Dotted path of the stage in the pipeline spec, for the faults.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True. The value False means that the name never gets a value.
+            `stage.sft.run_id`, to True if the placeholder can get a value, and to False if not.
         faults: List to which the faults of the changed run spec are added.
     """
     written = stage["spec"]
@@ -863,7 +862,7 @@ def _check_step(
         stage: The step as plain data.
         path: Dotted path of the stage in the pipeline spec, for the faults.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True. The value False means that the name never gets a value.
+            `stage.sft.run_id`, to True if the placeholder can get a value, and to False if not.
         faults: List to which the faults are added.
     """
     args_uses = [*_find_arg_uses(stage.get("args"), "args")]
@@ -940,7 +939,7 @@ def _check_condition_names(
 
 
 def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
-    """Check the run specs of the points of a matrix.
+    """Check the run specs that result from the values of a matrix.
 
     Each value of the matrix is checked once, in combination with the first values of the other
     keys.

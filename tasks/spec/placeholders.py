@@ -130,11 +130,11 @@ RUN_ID = "run_id"
 RESULT = "result"
 #: Last part of `${stage.NAME.state}`: the state of an earlier stage, such as `completed`.
 STATE = "state"
-#: Last part of `${stage.NAME.results}`: the JSON results of all points of an earlier matrix.
+#: Last part of `${stage.NAME.results}`: the JSON results of all steps of an earlier matrix.
 RESULTS = "results"
-#: Part of `${stage.NAME.best.KEY}`: the value KEY of the best point of an earlier matrix.
+#: Part of `${stage.NAME.best.KEY}`: the value KEY of the best run or step of an earlier matrix.
 BEST = "best"
-#: Part of `${stage.NAME.best.point.KEY}`: the value of the matrix key KEY in the best point.
+#: Part of `${stage.NAME.best.point.KEY}`: the value of the matrix key KEY in the best run or step.
 POINT = "point"
 
 
@@ -192,8 +192,8 @@ def substitute(
 def rewrite_texts(data: object, change: Change) -> object:
     """Return a run spec in which a function changes each text that may contain placeholders.
 
-    All other values of the result are the same objects as in `data`. Only the keys of a valid spec
-    are searched. So the search also ends if a YAML mapping contains itself.
+    All other values of the result are the same objects as in `data`. Only the keys in `_PLACES` are
+    searched. Otherwise, the search would never end for a YAML mapping that contains itself.
     """
     return _rewrite_node(data, _PLACES, "", change)
 
@@ -376,8 +376,8 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
     Args:
         written: The run spec of a stage.
         known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True. The value False means that the name never gets a value. A
-            name that ends with a dot stands for all names that begin with it.
+            `stage.sft.run_id`, to True if the placeholder can get a value, and to False if not. A
+            name with a dot at the end stands for all names that begin with this name.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
