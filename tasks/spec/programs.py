@@ -61,8 +61,8 @@ _ACCELERATE_OPTION = re.compile(
     r"|gpu-ids|main-process-(?:ip|port)|dynamo-backend|gradient-accumulation-steps"
     r"|deepspeed-config-file|zero-stage"
 )
-#: Mapping from a program that starts the ranks of a Python script, and its subcommand, to the
-#: program's options with a value. `python -m torch.distributed.run` is the same as torchrun.
+#: Commands that start the ranks of a Python script, each with a pattern of the options that have a
+#: value. `python -m torch.distributed.run` is the same as torchrun.
 _LAUNCHERS = {
     ("torchrun",): _TORCHRUN_OPTION,
     ("torch.distributed.run",): _TORCHRUN_OPTION,
@@ -186,9 +186,9 @@ def find_active_environment(
 
 
 def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
-    """Return the spec with the variable of `find_active_environment` added to the key `env`.
+    """Return the spec with this shell's VIRTUAL_ENV or CONDA_PREFIX added to the key `env`.
 
-    If there is no such variable, the spec is returned unchanged.
+    If `find_active_environment` returns no variable, the spec is returned unchanged.
 
     Args:
         spec: The run spec.
@@ -257,7 +257,7 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
 
 
 def _find_path(env: Env, default: str) -> str | None:
-    """Return the PATH of a command, or None if it contains a placeholder and so is unknown.
+    """Return the value of PATH for a command. None if the value contains a placeholder.
 
     Args:
         env: Environment variables of the command.
@@ -445,7 +445,8 @@ def _find_target(command: Sequence[str | None]) -> _ScriptArgument | None:
     """Return the script or module in a command of Python, a shell, torchrun or accelerate.
 
     Returns:
-        The script or module. None if there is none, or if it is uncertain which argument it is.
+        The script or module. None if the command contains neither, or if it is uncertain which
+        argument is the script.
     """
     name = PurePosixPath(command[0] or "").name
     is_python = _PYTHON.fullmatch(name) is not None
@@ -464,7 +465,10 @@ def _find_target(command: Sequence[str | None]) -> _ScriptArgument | None:
 
 
 def _make_module(command: Sequence[str | None], index: int) -> _ScriptArgument | None:
-    """Return the module at an index of a command, or None if there is no argument."""
+    """Return the module at an index of a command.
+
+    None if the command has no such argument, or if the argument contains placeholders.
+    """
     is_known = index < len(command) and command[index] is not None
     return _ScriptArgument(index=index, is_python=True, is_module=True) if is_known else None
 
@@ -509,8 +513,8 @@ def _find_launched_target(command: Sequence[str | None], start: int) -> _ScriptA
 def _find_module_faults(place: str, module: str, cwd: Path) -> Iterator[Fault]:
     """Yield a fault if a module of a package in the working directory does not exist.
 
-    Only packages with the file __init__.py are checked. Otherwise, Python may find a library with
-    the same name in another folder.
+    Folders without the file __init__.py are not checked, because Python prefers a library with the
+    same name in another place.
 
     Args:
         place: Dotted path of the module in the spec.

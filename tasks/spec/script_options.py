@@ -49,7 +49,7 @@ class ScriptOption:
     #: Longest name of the option, including its dashes, such as `--output-dir`. The name of a
     #: positional argument has no dashes.
     name: str
-    #: True if the script ends with an error if the option is missing.
+    #: True if the script fails without the option.
     is_required: bool
     #: Default value if it is a whole number, otherwise None.
     default_number: int | None = None

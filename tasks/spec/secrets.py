@@ -326,7 +326,7 @@ def _list_all_spellings(values: frozenset[str]) -> tuple[str, ...]:
 
 
 def _list_spellings(value: str) -> set[str]:
-    """Return the spellings of a secret value that are likely in a log."""
+    """Return the forms in which a secret value may appear in a log, for example as JSON text."""
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,
