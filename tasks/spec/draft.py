@@ -27,8 +27,8 @@ _TEMPLATES = Path(__file__).with_suffix(".yaml")
 #: Name of a Python module that Muster writes for a training script. The script uses the module to
 #: write its metrics.
 HOOK_NAME = "muster_metrics.py"
-#: Text of this Python module. The file has no suffix `.py`, because Muster itself never imports the
-#: module.
+#: File with the text of the module `muster_metrics.py`. This file has no suffix `.py`, because
+#: Muster itself never imports the module.
 _HOOK = Path(__file__).with_name("muster_metrics.txt")
 #: Number of bytes that are read at the beginning of each possible training script.
 _READ_BYTES = 65_536
@@ -198,7 +198,7 @@ class _CandidateFile:
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
         name_rank = min(ranks, default=len(_LIKELY))
-        # The end of a longer file, which may start the training, was not read.
+        # Only the beginning of a long file was read. The rest of the file may start the training.
         is_complete = len(self.content) < _READ_BYTES
         is_module = self.file.suffix == ".py" and is_complete and only_defines(self.content)
         is_helper = is_module or _HELPER.search(stem) is not None
@@ -449,7 +449,8 @@ class _SpecWriter:
         base = self._directory
         while base != self._root and (base / "__init__.py").is_file():
             base = base.parent
-        # The script may also be in a package without the file __init__.py.
+        # A relative import with N leading dots needs N packages above the script. These packages
+        # may lack the file __init__.py.
         while len(file.relative_to(base).parts) <= imports.level and base != base.parent:
             base = base.parent
         imports_package = (

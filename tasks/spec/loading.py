@@ -315,8 +315,9 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)
-    # `spec` lacks the components that the user left out in the form. Check the placeholders of
-    # `spec`, so that a placeholder such as `${NAME.port}` of a missing component is a fault.
+    # `spec` lacks the components that the user omitted in the form of the Prefect UI. Check the
+    # placeholders of `spec`, so that a placeholder such as `${NAME.port}` of a missing component is
+    # a fault.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )
@@ -513,8 +514,8 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
     Args:
         spec: The spec as loaded. It has no unknown placeholder names.
-        names: Mapping from each placeholder name in the spec to its value. Numbers such as
-            `progress.total` may be missing, because the spec contains their values.
+        names: Mapping from each placeholder name in the spec to its value. Names of numbers, such
+            as `progress.total`, may be missing: these values are read from the spec.
         root: Absolute path of the project's root.
 
     Raises:
