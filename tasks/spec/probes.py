@@ -71,7 +71,7 @@ def get_number(content: Any, key: str) -> float | None:
         The number, or None if the key is missing or its value is not a finite number.
     """
     # NaN must not be used as a training step. Two NaN values are never equal, so each NaN would
-    # look like a new step. And a comparison with the last step would treat NaN as success.
+    # look like a new step.
     value = get_value(content, key)
     # `isfinite` raises OverflowError for an integer that is too large for a float.
     with suppress(OverflowError):

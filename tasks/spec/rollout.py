@@ -97,7 +97,7 @@ class Sizes(BaseModel):
     def replicas(self) -> int:
         """Number of data-parallel replicas in one engine, for the option `--dp` of the backend.
 
-        LMDeploy distributes experts over replicas, so its default is one replica per expert rank.
+        The default for LMDeploy is one replica for each expert rank.
         """
         if self.backend == "lmdeploy" and self.data == 1:
             return self.expert
@@ -131,8 +131,8 @@ class Sizes(BaseModel):
 def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     """Yield the faults in the sizes of an engine.
 
-    The backend itself would report some of these faults too late: when the run starts, which may be
-    hours later.
+    The inference engine would report some of these faults only at the start of the run, which may
+    be hours later.
     """
     faults = [*_find_unsupported_size_faults(sizes)] or [*_find_divisibility_faults(sizes)]
     yield from faults
@@ -366,7 +366,7 @@ def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal
 
 
 def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults in a component `rollout` with another backend, such as `vllm`."""
+    """Yield the faults in a component `rollout` with the backend `sglang`, `lmdeploy` or `vllm`."""
     name = _MODEL_BACKENDS[backend]
     health = mapping_or_empty(written.get("health"))
     if written.get("model") is None:

@@ -579,9 +579,8 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Exponent in the limit 10**15 for numbers in error messages. Up to about this limit, a message
-#: contains all digits of the number, such as 1000 for `1e3`. For a larger number, the message
-#: contains an example instead.
+#: Largest power of ten for which a message contains all digits of a number, such as 1000 for `1e3`.
+#: For a larger number, the message contains an example instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")

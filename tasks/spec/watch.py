@@ -389,7 +389,7 @@ class _RuleState:
         #: first of these lines.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of consecutive null values that were followed by another value.
+        #: Largest number of consecutive null values after which the metric had a number again.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
@@ -436,7 +436,8 @@ class _RuleState:
         """Return an alarm if the metric is null in unusually many consecutive lines.
 
         Some trainers write null in the lines between two values of a metric, so a few nulls are
-        normal. The limit depends on the largest number of consecutive nulls until now.
+        normal. An alarm needs at least 10 consecutive nulls, and twice as many as in each earlier
+        series of nulls.
         """
         metric = has_null(entry, self.rule.metric)
         if not metric:
