@@ -78,7 +78,7 @@ class RunEnded(MusterError):
 class LostContact(MusterError):
     """A server or cluster did not answer, so it is unknown whether a request was executed.
 
-    The caller must find this out before it repeats the request.
+    Before a second request, the caller must find out whether the first request was executed.
     """
 
 

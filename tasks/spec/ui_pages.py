@@ -6,14 +6,14 @@ environment variables that Prefect reads.
 
 from __future__ import annotations
 
-#: Path of the UI in which a page shows a login form if the browser is not logged in. After the
-#: login, the UI shows the page. The older UI at `/` shows an error instead.
+#: Path of the newer Prefect UI. A user who is not logged in sees a login form, and then the page.
+#: The older UI at `/` shows an error instead.
 #: Source: prefect/server/api/server.py, _resolve_ui_base_urls.
 _UI_PATH = "/v2"
 #: Start of the UI of Prefect Cloud, which has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
-#: Beginning of the pages that fail if the user logs in on the way: after the login, the UI adds the
-#: query `?tab=` twice. With the URL of the login form, these pages open with and without a login.
+#: Pages whose path begins with this text fail after a login, because the UI adds the query `?tab=`
+#: twice. A link to the login form with `redirectTo` opens these pages with and without a login.
 _FAILS_AFTER_LOGIN = "deployments/"
 
 
