@@ -269,7 +269,7 @@ _MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#a
 #: Largest total number of data points in all curves of one matrix. If there are more, some data
 #: points are left out, so that the picture stays small.
 _MAX_MATRIX_CORNERS = 4000
-#: Number of data points that each curve of a matrix keeps at least when data points are left out.
+#: Smallest number of data points of a curve after data points were left out.
 _MIN_CORNERS = 8
 #: Largest number of curves of a matrix that are all labelled. With more curves, only the best curve
 #: has a label.

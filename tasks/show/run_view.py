@@ -94,7 +94,7 @@ class ServerSeen:
     cause: str = ""
 
 
-#: Length, in seconds, of the last period of the training from which its speed is computed.
+#: The speed of a training is computed from the steps in its last `_WINDOW_S` seconds.
 _WINDOW_S = 120.0
 #: Smallest number of training steps from which the speed is computed, even if some steps are older
 #: than `_WINDOW_S`.
@@ -275,8 +275,8 @@ class ObservedRun:
                 self._is_running = True
                 self.doing = self.running
             case "contact.lost":
-                # Show in this text that the Ray cluster does not answer, because the flow run stays
-                # in the state Running.
+                # The flow run stays in the state Running. Only this text shows that the Ray cluster
+                # does not answer.
                 self.doing = f"lost contact: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
@@ -363,7 +363,7 @@ class ObservedRun:
 
     @property
     def is_at_last_step(self) -> bool:
-        """True if the training has reported its last step, or a step after it."""
+        """True if the reported training step is the final step of the run, or a higher number."""
         steps = [step for step in (self.total, self._success_step) if step is not None]
         return bool(steps) and self.pace.step is not None and self.pace.step >= max(steps)
 

@@ -37,9 +37,8 @@ _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
-#: Smallest number of readings of the training step in the time of the recent steps. Each measured
-#: time is wrong by up to one interval between two readings, so the duration of a step would be
-#: too inexact with fewer readings.
+#: Smallest number of times that Muster must have read the training step during the recent steps.
+#: With fewer readings, the measured duration of a step would be too inexact.
 _MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -49,7 +48,7 @@ _WAITING = "waiting"
 _OTHER = "other"
 #: Statistics of the response times of the inference fleet, as keys of the event `rollout.load`.
 _REQUEST_STATISTICS = ("p50", "p99", "max")
-#: Largest number of nodes that the sentence about GPU utilisation names.
+#: Largest number of nodes in the sentence `The least busy nodes are ...`.
 _MAX_NODES_NAMED = 4
 
 
@@ -225,9 +224,8 @@ class TimeSpent:
         #: Mapping from a training step to the durations that `measure_parts` returned, oldest step
         #: first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Durations of the training steps between two progress events, for runs whose metrics
-        #: contain no durations. A single duration is inexact, because Muster reads the step only at
-        #: intervals.
+        #: Durations of training steps, measured from one progress event to the next. Used if the
+        #: metrics of the run contain no durations.
         self._paces: deque[_Pace] = deque(maxlen=_KEPT_COUNT)
         #: Time in UTC epoch seconds and training step of the current attempt's last progress event.
         #: None before the first progress event.
@@ -295,7 +293,7 @@ class TimeSpent:
 
     @property
     def _measured_paces(self) -> list[_Pace]:
-        """Durations between progress events; empty if the recent ones are too inexact."""
+        """Durations between progress events, or [] if the steps are too short to measure."""
         paces = [*self._paces]
         recent_s = sum(seconds for seconds, _ in paces[-_RECENT_COUNT:])
         return paces if recent_s >= _MIN_READINGS * self._read_every_s else []
