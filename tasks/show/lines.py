@@ -220,8 +220,7 @@ _STORY_ITEMS = 8
 _STORY_LOG_LINES = 10
 #: Keys in a line of a metrics file that are no metrics.
 _NO_METRICS = frozenset({"step", "attempt", "at", "epoch", "global_step", "data", "metrics"})
-#: Matches the start of a metric's dotted key that is no part of its name; see
-#: `list_metric_sections`.
+#: Matches `data.` or `metrics.` before the name of a metric; see `list_metric_sections`.
 _SECTION = re.compile(r"(data|metrics)\.")
 #: Largest length, in characters, of log lines and other text from programs in a summary of a run.
 #: Longer text is cut.
@@ -282,7 +281,7 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
         parts.append(attempt.decision)
     yield ", ".join(parts)
 
-    # The remarks are texts of Muster, so they are not cut.
+    # Only texts from programs are shortened. Muster itself wrote the remarks.
     remarks = [f"  {text}" for text in describe_attempt(attempt)]
     yield from _limit_lines(remarks, "remarks")
     components = [

@@ -43,7 +43,7 @@ class ListedRun:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts about this run in the order of the columns of the list, each as one line."""
+        """The cells of this run's row in the list of runs, in column order, each as one line."""
         fields = (
             self.run_id,
             self.state,

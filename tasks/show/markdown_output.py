@@ -41,8 +41,8 @@ def render_plain(text: str) -> str:
 
 
 def _parse_markdown(text: str) -> Markdown:
-    """Return a Markdown text for a Rich console, which prints the addresses of links.
+    """Return a Markdown text for a Rich console.
 
-    Users can then check and copy the addresses.
+    The addresses of links are printed as text, so that users can check and copy the addresses.
     """
     return Markdown(text, hyperlinks=False)

@@ -11,7 +11,7 @@ from shlex import quote
 from tasks.spec.run import RunSpec
 from tasks.spec.values import select_literals
 
-#: Largest number of W&B folders that are searched for folders of a run. Older folders are ignored.
+#: Largest number of W&B folders in which Muster looks for data of a run. Older folders are ignored.
 _MAX_FOLDERS = 200
 #: Number of bytes at the beginning of a W&B file that contain the group and the name of the run.
 _HEAD_BYTES = 65_536

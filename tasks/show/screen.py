@@ -50,8 +50,8 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
     """Return a function that writes text directly to a file descriptor, without a buffer.
 
     If the user stops the terminal, for example with Ctrl-S, each write blocks. A blocked write
-    through `sys.stdout` would hold the lock of its buffer, and Python would abort at its exit,
-    where it needs this lock.
+    through `sys.stdout` would hold the lock of the buffer. At the end of the process, Python
+    would then abort, because it needs this lock.
     """
 
     def write(text: str) -> None:

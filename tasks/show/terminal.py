@@ -58,8 +58,8 @@ _CURVE_COLUMNS = 72
 _MIN_CURVE_COLUMNS = 30
 #: Height of the metric curve, in lines.
 _CURVE_LINES = 14
-#: Approximate number of lines with the training step that are printed during a run, if the output
-#: is not a terminal.
+#: Approximate number of lines such as `step 12 of 60` that a run prints if the output is not a
+#: terminal.
 _PROGRESS_LINES = 20
 
 
@@ -203,8 +203,8 @@ class Terminal:
         while not is_last:
             self._has_changes.wait(_REDRAW_AFTER_S if self._screen.is_live else None)
             self._has_changes.clear()
-            # Read `_is_closing` before drawing the lines. Otherwise a line that is added after the
-            # drawing would be lost.
+            # Read `_is_closing` before drawing. If another thread adds a last line and then sets
+            # `_is_closing` during the drawing, the loop runs again and draws this line.
             is_last = self._is_closing
             try:
                 self._draw_frame(is_last)
