@@ -48,7 +48,7 @@ _WORKLOADS = {
     "sft": re.compile("sft"),
 }
 #: Mapping from a workload to the name of its TRL command, if the names differ. TRL has no command
-#: `ppo`.
+#: `ppo`, so the command `grpo` is used.
 _TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
 #: Matches a variable in the template for a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
@@ -463,7 +463,7 @@ class _SpecWriter:
     def _write_cwd(self) -> str:
         """Return the working directory of the run for the run spec.
 
-        It is relative to the root of the project, or absolute if it is not in the project.
+        The path is relative to the root of the project, or absolute if it is not in the project.
         """
         cwd = self._find_package_base() or self._directory
         return str(cwd.relative_to(self._root) if cwd.is_relative_to(self._root) else cwd)

@@ -68,7 +68,7 @@ class InvalidSpec(MusterError):
 
 
 class RunEnded(MusterError):
-    """The run is already ending, so Muster did not do the requested step.
+    """The run is already ending, so Muster did not carry out a request.
 
     The caller should continue to stop the components of the run. This error does not say why the
     run ends: see the `Verdict` of the attempt.

@@ -390,7 +390,7 @@ def _find_empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault for each component without a value in a spec file.
 
     The validation accepts components without a value, because the form in the Prefect UI sends null
-    for an omitted component. In a file, they are mistakes.
+    for an omitted component. In a file, a component without a value is a mistake.
     """
     for name, component in mapping_or_empty(written.get("components")).items():
         if component is None and name in ComponentsByName.offered:

@@ -125,8 +125,8 @@ def find_path_fault(
 ) -> str:
     """Return an error text if another user could change the target of a path, otherwise "".
 
-    Every existing folder and symbolic link on the path is checked. A folder with the sticky bit,
-    such as `/tmp`, is accepted within the path: users cannot replace each other's files there.
+    Every existing folder and symbolic link on the path is checked. A parent folder with the sticky
+    bit, such as `/tmp`, is accepted: users cannot replace each other's files there.
 
     Args:
         path: Absolute path.

@@ -294,7 +294,7 @@ def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
 def choose_sglang_timeout_s(timeout_s: float) -> int:
     """Return a timeout in seconds for the health check inside SGLang.
 
-    It is shorter than Muster's timeout for the health check. So SGLang's error message arrives
+    The returned timeout is shorter than that of Muster, so that SGLang's error message arrives
     before Muster stops waiting.
 
     Args:

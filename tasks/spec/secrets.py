@@ -236,8 +236,8 @@ def _find_url_passwords(text: str) -> set[str]:
 def drop_common_values(values: Iterable[str]) -> frozenset[str]:
     """Return the secret values, except those that are too common to be masked.
 
-    Too common are values with fewer than four characters, numbers with fewer than six digits, and
-    words such as `true`. Masking them would make logs unreadable.
+    Values with fewer than four characters, numbers with fewer than six digits, and words such as
+    `true` are too common. Masking these values would make logs unreadable.
     """
     return frozenset(
         value
