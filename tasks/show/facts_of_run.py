@@ -68,7 +68,7 @@ def facts_of_run(
         for alarm in attempt.alarms:
             yield Fact("alarm", alarm.message)
         for warning in attempt.warnings:
-            # Leave out a warning if the final message of the run already contains its explanation.
+            # Leave out a warning whose explanation is already in the final message of the run.
             explanation = warning.partition(": ")[2] or warning
             if not (record.state.is_final and explanation in record.message):
                 yield Fact("warning", warning)

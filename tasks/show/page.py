@@ -383,7 +383,7 @@ def _format_step(view: RunView) -> str:
     return format_step(view.seen.pace.step, progress.total)
 
 
-#: Matches the paragraph about the step in the headline of the artifact `summary`.
+#: Matches `step 12 of 60` or `step 12` as a line of the headline of the artifact `summary`.
 _STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MULTILINE)
 
 

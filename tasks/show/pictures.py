@@ -576,8 +576,8 @@ class Figures:
         Args:
             path: The metrics file, with one JSON object per line. It need not exist yet.
             step: Key of the step in a line. Dots separate nested keys.
-            names: Names of metrics, best first. The first line that contains one of them decides
-                which metric is collected.
+            names: Names of metrics, best first. The first line that contains one of these metrics
+                decides which metric is collected.
             take: Function that is called with the step and the content of each line that has a
                 step.
             earlier: Values from earlier attempts of the run, as `earlier[metric][step]`.

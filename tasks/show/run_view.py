@@ -327,8 +327,8 @@ class ObservedRun:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # Remove `note` if it is the reason of an earlier failed probe, which is outdated
-                # now. Texts about the Ray job or the engines remain valid.
+                # Remove `note` if it says why an earlier probe failed: the component is ready now.
+                # Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
                 # A component that only prepares the run counts as ready after its end. Show it as

@@ -113,7 +113,7 @@ _Pace = tuple[float, float]
 
 
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
-    """Return the recent and the earlier duration of a training step, and a standard error.
+    """Return the recent and the earlier duration of a training step, and the recent standard error.
 
     The earlier duration is a median of means, each over ten consecutive steps. A median of single
     steps would be too low if, for example, each tenth step also evaluates the model.

@@ -360,7 +360,7 @@ def _build_progress_line(seen: ObservedRun, now: float) -> Table:
 
 
 def outlive_readers() -> None:
-    """Let this process continue if the process that reads its standard output has ended.
+    """Let this process continue after the reader of the process's standard output has ended.
 
     The standard output of a flow process is a pipe to its worker. If the worker is killed, the next
     log line would make Rich raise SystemExit, and the run would end as Crashed.
