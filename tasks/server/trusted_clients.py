@@ -31,6 +31,7 @@ import prefect._internal.websockets as prefect_websockets
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.settings import PREFECT_API_URL
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidMessage
 
 from tasks.processes.trusted_server import (
     ListenerCheck,
@@ -159,12 +160,24 @@ class _CheckedConnect(connect):
     """Opens a websocket, and checks the owner of the server process before the handshake.
 
     A websocket to this machine uses no proxy.
+
+    If the server ends during the handshake, awaiting this object raises ConnectionResetError.
     """
 
     def __init__(self, uri: str, **options: Any) -> None:
         if is_on_this_machine(uri):
             options["proxy"] = None
         super().__init__(uri, **options)
+
+    def __await__(self) -> Generator[Any, None, ClientConnection]:
+        try:
+            return (yield from super().__await__())
+        except InvalidMessage as error:
+            if not isinstance(error.__cause__, EOFError):
+                raise
+            # The server has ended during the handshake. Raise an OSError: Prefect tries again after
+            # this error, but would let the flow run crash after InvalidMessage.
+            raise ConnectionResetError(f"the server has closed the connection: {error}") from error
 
     async def create_connection(self) -> ClientConnection:
         check = ListenerCheck()
