@@ -127,7 +127,7 @@ class PipelineDecision:
 
     @property
     def is_over(self) -> bool:
-        """True if the pipeline has ended: no run is active, and no further run must be created."""
+        """True if the pipeline has ended: no run is active, and no further run is needed."""
         return not self.begins and not self.active and not self.evaluated
 
 

@@ -29,8 +29,8 @@ def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory
     Args:
         client: Client of the Prefect server, which may have the stored code of the steps.
         pipeline: The pipeline.
-        directory: Working directory of the pipeline's process, whose files are the code of steps
-            without stored code.
+        directory: Working directory of the pipeline's process. Steps without stored code use the
+            code in this directory.
 
     Raises:
         InvalidSpec: A function is missing or rejects its arguments. The error has all faults.

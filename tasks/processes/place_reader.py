@@ -108,7 +108,7 @@ class PlaceReader:
         If no thread can be started, this method calls the function itself before it returns.
 
         Args:
-            work: The function.
+            work: Function that reads a file or a folder.
             within_s: Time in seconds after which the file or folder counts as not answering.
 
         Returns:

@@ -280,8 +280,8 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
         else:
             has_steps = f"has whole numbers in {_list_some(steps)}"
             remedy = (
-                f"In `progress.step` of the spec, replace `{key}` by the key of the training step. "
-                f"{source} {has_steps}."
+                f"Set `progress.step` in the spec to the name that {source} uses for the training "
+                f"step. {source} {has_steps}."
             )
         return MissingStep(
             problem=f"`{key}` in {source} is no training step, because its value {value:g} is no "
@@ -306,8 +306,8 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     end = f"; {advice}" if advice else ""
     return MissingStep(
         problem=f"{source} has no number `{key}`, but has {_list_some(keys)}{end}",
-        remedy=f"In `progress.step` of the spec, replace `{key}` by the key of the training step. "
-        f"The numbers in {source} have the keys {_list_some(keys)}.",
+        remedy=f"Set `progress.step` in the spec to the name that {source} uses for the training "
+        f"step. The file has numbers with these names: {_list_some(keys)}.",
     )
 
 

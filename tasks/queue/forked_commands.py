@@ -258,9 +258,11 @@ class Caller:
         """
         pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
-            raise ValueError("the command and this process have different users or namespaces")
+            raise ValueError(
+                "the command has another user or other namespaces than the forked process"
+            )
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            raise ValueError("the command and this process are in different cgroups")
+            raise ValueError("the command is in another cgroup than the forked process")
 
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT")]
         for limit in limits:

@@ -202,11 +202,11 @@ class QueueEntry:
         return self.flow_run.id
 
     def with_cluster(self, kept_addresses: Mapping[str, str]) -> QueueEntry:
-        """Return this entry with another address of its Ray cluster.
+        """Return this entry with the new address of its Ray cluster, if the address has changed.
 
         Args:
-            kept_addresses: Mapping from old address to new address. An address that is not a key of
-                the mapping is kept.
+            kept_addresses: Mapping from old address to new address. A cluster without an entry
+                has kept its address.
         """
         address = kept_addresses.get(self.request.cluster)
         if address is None:

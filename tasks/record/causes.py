@@ -244,7 +244,7 @@ class _TracebackParser:
         self._numbers = numbers
         self._number = 0
         self._is_inside = False
-        #: True if the next traceback belongs to the same chain of exceptions.
+        #: True if the next traceback belongs to the same chain of exceptions as the last traceback.
         self._is_chained = False
         #: True if the exception of the next traceback was caught.
         self._is_next_caught = False

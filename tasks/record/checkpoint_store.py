@@ -426,8 +426,8 @@ class FsspecStore:
         subject = f"cannot {verb} {self._url(key)}"
         if limit_s <= 0:
             raise StoreUnreachable(
-                f"{subject}: the object store needed more than {self._limits.total_s:g} s for all "
-                "files together"
+                f"{subject}: the time limit of {self._limits.total_s:g} s for all requests to the "
+                "object store is over"
             )
         try:
             return _call_within(limit_s, request)

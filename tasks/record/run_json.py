@@ -120,7 +120,8 @@ class ResumeRecord(Recorded):
     passed: str | None = Field(None, alias="from")
     #: Evidence that the checkpoint is complete, or the reason for a start without a checkpoint.
     rule: str = ""
-    #: Newer checkpoints from which the attempt should not start, the newest first.
+    #: Checkpoints from which the attempt should not start, although they are newer than the
+    #: checkpoint from which it starts. The newest checkpoint comes first.
     refused: tuple[RefusedCheckpoint, ...] = ()
     #: Checkpoint that the trainer should find by itself. Used if the spec does not contain
     #: `${attempt.resume_from}`. Otherwise None.

@@ -206,7 +206,7 @@ class Router:
         self._is_closed = True
 
     def open(self) -> None:
-        """Undo `close`: send requests that generate tokens to entrypoints again."""
+        """Undo `close`: entrypoints get requests for the generation of tokens again."""
         self._is_closed = False
         self._notify(())
 

@@ -89,8 +89,8 @@ def find_foreign_launcher(
         path="",
         problem=f"the chosen Python is {chosen}, but the environment of this Python has no "
         f"{command[0]}. The command would start {launcher}, which uses another Python, {python}",
-        remedy=f"install {command[0]} in {chosen.environment}. If you want to use {python}, write "
-        f"{launcher} as the first item of the command",
+        remedy=f"install {command[0]} in {chosen.environment}. If the training uses {python}, "
+        f"write {launcher} in place of {command[0]}",
     )
 
 

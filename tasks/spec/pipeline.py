@@ -212,10 +212,10 @@ class Stage(Model):
     )
     cache: Literal["inputs", "inputs_and_code"] | None = Field(
         None,
-        description="Condition under which Muster reuses the result of an earlier step, also of "
-        "another pipeline, and does not run this step. inputs: the earlier step had the same "
-        "program, arguments and environment variables. inputs_and_code: the files of the project "
-        "were the same, too. If omitted, the step always runs.",
+        description="Condition under which Muster does not run this step, but reuses the result "
+        "of an earlier step. The earlier step may be from another pipeline. inputs: the earlier "
+        "step had the same program, arguments and environment variables. inputs_and_code: the "
+        "files of the project were the same, too. If omitted, the step always runs.",
         examples=["inputs"],
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(

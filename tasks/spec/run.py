@@ -201,8 +201,8 @@ class Retry(Model):
     )
     delay_s: Seconds = Field(
         60,
-        description="Seconds before the first retry after a failure of this kind. The delay "
-        "doubles with each further retry. These kinds have another default: "
+        description="Seconds between a failure of this kind and the first retry. The delay "
+        "doubles with each further retry. The default is 60, apart from these kinds: "
         f"{list_default_delays()}.",
     )
     max_delay_s: Seconds = Field(
@@ -357,8 +357,8 @@ class RunSpec(Document):
         None,
         description="Longest time in seconds without a new training step. After this time, the "
         "run fails as STALLED. Without `progress`, it is the longest time without new output; "
-        "repeated lines do not count as new. While a checkpoint grows, the time starts again. If "
-        "omitted, there is no limit.",
+        "repeated lines do not count as new. Muster does not count the time in which a checkpoint "
+        "grows. If omitted, there is no limit.",
         examples=[1800],
     )
     timeout_s: Seconds | None = Field(

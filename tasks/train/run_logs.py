@@ -191,7 +191,8 @@ def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
     Each yielded block ends with a newline.
 
     Args:
-        blocks: Blocks of lines. Only the last line of all blocks may have no newline.
+        blocks: Blocks of lines. Each line ends with a newline, apart from the last line of the last
+            block.
         text: The text, or an empty string to keep all lines.
     """
     searched = text.encode("utf-8", errors="surrogateescape")

@@ -107,7 +107,7 @@ def _find_path(spec: RunSpec, key: str) -> str:
             return path
     names = [name.lower() for name in paths]
     known = f"the variables of the spec are: {', '.join(names) or 'none'}"
-    remedy = suggest_name(key, names) or f"write a path in the spec, such as env.NAME; {known}"
+    remedy = suggest_name(key, names) or f"write the full path of a key, such as env.NAME; {known}"
     raise BadArgument(f"--matrix {key}: the spec has no variable of this name ({remedy})")
 
 

@@ -62,7 +62,8 @@ class Limits(BaseModel):
     gpu_held_mib: int = Field(
         1024,
         ge=0,
-        description="Maximum used GPU memory that belongs to no process on the node, in MiB",
+        description="Largest accepted amount of GPU memory, in MiB, that is used without a "
+        "process on the node",
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",

@@ -252,8 +252,8 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
         host: The host of the flow runs, and the processes on that host.
     """
     flow_runs = read_held_flow_runs(client)
-    # Read the clock of the server only after the flow runs. Otherwise, a flow run could have a
-    # state from a time after `now`.
+    # First the list of flow runs was read, and only now the clock of the server is read. So no flow
+    # run in the list has a state from a time after `now`.
     now = read_server_time(client) if flow_runs else None
     if now is None:
         return

@@ -308,8 +308,8 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     [
         (
             '{"stpe": 12, "loss": 0.5}\n',
-            "In `progress.step` of the spec, replace `step` by the key of the training step. The "
-            "numbers in FILE have the keys stpe and loss.",
+            "Set `progress.step` in the spec to the name that FILE uses for the training step. The "
+            "file has numbers with these names: stpe and loss.",
         ),
         (
             '{"step": 12, "loss": 0.5}\n',

@@ -68,8 +68,8 @@ def test_launcher_of_another_environment_is_a_fault(
         f"components.trainer.command.0: the chosen Python is {project}/.venv/bin/python (of the "
         f"project's .venv), but the environment of this Python has no {launcher}. The "
         f"command would start {other}/bin/{launcher}, which uses another Python, "
-        f"{other}/bin/python (install {launcher} in {project}/.venv. If you want to use "
-        f"{other}/bin/python, write {other}/bin/{launcher} as the first item of the command)"
+        f"{other}/bin/python (install {launcher} in {project}/.venv. If the training uses "
+        f"{other}/bin/python, write {other}/bin/{launcher} in place of {launcher})"
     )
 
 

@@ -188,13 +188,13 @@ def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explan
     [
         (
             {"step": 3, "loss": 0.5},
-            "In `progress.step` of the spec, replace `global_step` by the key of the training "
-            "step. The numbers in FILE have the keys step and loss.",
+            "Set `progress.step` in the spec to the name that FILE uses for the training step. The "
+            "file has numbers with these names: step and loss.",
         ),
         (
             {"iter": 3, "global_step": 4.185},
-            "In `progress.step` of the spec, replace `global_step` by the key of the training "
-            "step. FILE has whole numbers in iter.",
+            "Set `progress.step` in the spec to the name that FILE uses for the training step. "
+            "FILE has whole numbers in iter.",
         ),
         (
             {"name": "a"},

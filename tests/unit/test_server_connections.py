@@ -12,7 +12,9 @@ from prefect.runner._event_emitter import EventEmitter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from websockets.exceptions import InvalidMessage
 
-from tasks.server.flow_runs import connect_to_server  # noqa: F401: changes Prefect's clients
+from tasks.server.trusted_clients import guard_prefect_clients
+
+guard_prefect_clients()
 
 
 class EndingServer:
