@@ -221,7 +221,7 @@ _STORY_LOG_LINES = 10
 #: Keys in a line of a metrics file that are no metrics.
 _NO_METRICS = frozenset({"step", "attempt", "at", "epoch", "global_step", "data", "metrics"})
 #: Matches `data.` or `metrics.` before the name of a metric; see `list_metric_sections`.
-_SECTION = re.compile(r"(data|metrics)\.")
+_SECTION = re.compile(r"^(data|metrics)\.")
 #: Largest length, in characters, of log lines and other text from programs in a summary of a run.
 #: Longer text is cut.
 _STORY_COLUMNS = 160

@@ -64,3 +64,11 @@ def test_metric_that_is_missing_in_the_last_line_is_summarised() -> None:
     rows = [{"step": 1, "reward": 0.5}, {"step": 2, "loss": 1.0}]
 
     assert [line.partition(":")[0] for line in _summarize_metrics(rows)] == ["reward", "loss"]
+
+
+def test_name_that_ends_with_the_word_data_is_shown_whole() -> None:
+    rows = [{"step": 1, "traindata": {"loss": 2.0}, "data": {"reward": 0.5}}]
+
+    names = [line.partition(":")[0] for line in _summarize_metrics(rows)]
+
+    assert names == ["reward", "traindata.loss"]
