@@ -1,8 +1,8 @@
 """The flow `prune`: delete old files of ended runs on this host."""
 
-# Do not add `from __future__ import annotations` to this file. The upkeep process pickles the flow
-# function by value, and the pickle lacks names that only the annotations use. So the annotations
-# cannot be evaluated after unpickling, and must be evaluated at the import of this file.
+# Do not add `from __future__ import annotations` to this file. The annotations would then be
+# strings, which are evaluated later. The upkeep process pickles the flow function by value, without
+# the types in the annotations. So the strings could not be evaluated after unpickling.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed

@@ -391,8 +391,8 @@ class TakeDown:
             is_late = stop_asked_at is not None and now - stop_asked_at > stop_timeout_s
             is_late = is_late and now >= self.kill_not_before
             if state.status == "PENDING" or self.is_hurried or is_late:
-                # Ray ignores a stop request for a pending job (ray#58353). So kill the job's
-                # supervisor actor instead, which also skips the grace period of a running job.
+                # Kill the job's supervisor actor, which ends the job at once. A stop request has no
+                # effect on a pending job (ray#58353), and does not skip the grace period.
                 await self.ask(self._kill_supervisor)
                 killed_at = killed_at or now
             elif stop_asked_at is None:

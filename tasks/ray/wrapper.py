@@ -52,15 +52,15 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: If the command has run for less than this number of seconds, the keeper itself sends the stop
-#: signal. Ray's stop signal may miss such a young command: Ray first lists the processes of the
-#: tree and then sends the signal, so a process that starts after the listing gets no signal.
+#: If the command has run for less than this number of seconds, the keeper process sends the stop
+#: signal even if Ray has sent its own stop signal. Ray first lists the processes of the job and
+#: then sends the signal, so a process that starts after the listing gets no signal from Ray.
 _YOUNG_S = 0.5
 #: Message "stop the command" from the front process to the keeper process, if the stop request did
 #: not come from Ray.
 _STOP = b"s"
 #: Message "stop the command" from the front process to the keeper process, if the stop request came
-#: from Ray. Ray then also sends its stop signal to every process of the tree.
+#: from Ray. Ray then also sends its stop signal to every process of the job.
 _STOP_BY_RAY = b"t"
 
 
@@ -100,7 +100,7 @@ def end_like(status: int) -> None:
     if code >= 0:
         os._exit(code)
     # Disable core dumps of this process. The kernel may already have written a core dump of the
-    # other process. A second core dump, of this process, would be misleading.
+    # process that the signal has ended. A core dump of this process would be misleading.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Ignore the error for SIGKILL, whose action cannot be set. SIGKILL always ends the process.
@@ -280,7 +280,7 @@ class Keeper:
 
         Args:
             is_sent_by_ray: True if Ray requested the stop. Ray then also sends its stop signal to
-                every process of the tree. If Ray's stop signal equals the command's stop signal,
+                every process of the job. If Ray's stop signal equals the command's stop signal,
                 this method sends no signal. A second signal could interrupt the command's cleanup.
         """
         if self._is_stopping:
@@ -380,8 +380,8 @@ def main() -> None:
     parser.add_argument("--stragglers", type=float, required=True)
     options = parser.parse_args(own_arguments)
 
-    # `sys.path[0]` is the directory that contains this file, because the bootstrap code runs that
-    # directory with `runpy`.
+    # `sys.path[0]` is the directory that contains this file, because Muster starts this file by
+    # calling `runpy.run_path` with that directory.
     run_front(options, command, command_environment(sys.path[0]))
 
 
