@@ -151,11 +151,12 @@ _EXIT_TIMEOUT_S = 10.0
 _LOG_TIMEOUT_S = 5.0
 #: Seconds between two searches of the log for the line that shows that the component was ready.
 _LOG_INTERVAL_S = 0.2
-#: Deadline for sending the warning signal to the processes of a job on all nodes, in seconds. In
-#: this time, Muster also starts its agent on nodes without an agent.
+#: Deadline in seconds for sending the signal `stop.warn` of the spec to the processes of a job. The
+#: signal warns the processes before the job is ended. In this time, Muster also starts its agent on
+#: nodes without an agent.
 _WARN_TIMEOUT_S = 30.0
-#: Shortest time in seconds between two searches for processes that handle the warning signal. Each
-#: search contacts every node.
+#: Shortest time in seconds between two searches for processes that handle the signal `stop.warn`.
+#: Each search contacts every node.
 _WARN_INTERVAL_S = 10.0
 #: Deadline for the examination of a hanging job on all nodes, in seconds. In this time, Muster also
 #: starts its agent on nodes without an agent, which takes several seconds.
@@ -221,8 +222,8 @@ class RayJob(RunningComponent):
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         #: True if the job has ended without leftovers.
         self._is_clear = False
-        #: Mapping from a machine to its processes that got the warning signal. Each process is a
-        #: list of pid and start time.
+        #: Mapping from a machine to its processes that got the signal `stop.warn`, which warns
+        #: processes before the job is ended. Each process is a list of pid and start time.
         self._warned: dict[str, list[list[int]]] = {}
         #: Earliest time at which `warn` sends signals again, in CLOCK_MONOTONIC seconds.
         self._warn_again_s = 0.0
@@ -265,7 +266,7 @@ class RayJob(RunningComponent):
         if is_adopted:
             # `_files` lists the files that existed before the launch, because an old file does not
             # prove that the component is ready. But an adopted job was launched earlier, and may
-            # have written these files itself. So let all files count.
+            # have written these files itself. So accept every file as a proof.
             self._files.clear()
         self._emit_event(
             "component.spawned",
@@ -416,7 +417,9 @@ class RayJob(RunningComponent):
         self._warn_again_s = 0.0
 
     async def read_planned_end(self) -> PlannedEnd | None:
-        """Return when the cluster will end the first drained node of the job, and the reason.
+        """Return the earliest planned end of a node of the job, and the reason.
+
+        Only the nodes that the cluster drains have a planned end.
 
         Returns:
             None if the job does not run, or if the cluster drains no node of the job or does not

@@ -88,9 +88,10 @@ class UncheckedNodesNote(BaseModel):
 
     #: Content of the job's submission file at the time when this note file was written.
     job: SubmissionJson
-    #: Name of the host on which `muster reconcile` checks the listed nodes.
+    #: Name of the host on which `muster reconcile` checks the nodes of this note.
     host: str = Field(default_factory=host_name)
-    #: Path of the attempt's events.jsonl. The result of the check of the nodes is appended there.
+    #: Path of the attempt's events.jsonl, to which `muster reconcile` appends the result of the
+    #: check.
     events: Path
     #: Time at which this note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
