@@ -702,8 +702,8 @@ def require_trusted_control_store(gcs_address: str) -> None:
 def driver_env(gcs_address: str) -> dict[str, str]:
     """Return the additional environment variables that a Ray driver of a cluster needs.
 
-    If the control store has a loopback address, the variables prevent the driver from replacing
-    that address. Otherwise, no variables are needed.
+    If the control store has a loopback address, the variables prevent the driver from using the
+    machine's network address instead. Otherwise, no variables are needed.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

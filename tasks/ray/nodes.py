@@ -216,9 +216,9 @@ class AgentConnection:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, with one more key: `clock`, whose
-            value is the attribute `clock` of this object. If the deadline has passed, the result is
-            `{"why": reason}`. If the connection was lost, the result is None.
+            The result of `tasks.ray.node_agent.execute_order`, to which the attribute `clock` of
+            this object is added. If the deadline has passed, the result is `{"why": reason}`. If
+            the connection was lost, the result is None.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
@@ -375,7 +375,7 @@ class NodeClient:
             results = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
             # The driver process may still send a late reply, which would look like the reply to the
-            # next question. So end the driver process.
+            # next request. So end the driver process.
             await self.end()
             return NodeAnswers(answers={}, unreached=dict.fromkeys(each, str(error)))
         self._agents |= {node: reply["address"] for node, reply in results.answers.items()}

@@ -107,7 +107,7 @@ class ClusterNode:
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
     #: Number of CPUs that the queue cannot grant. These CPUs are in use by other programs, or by
-    #: those parts of Muster's runs (actors and bundles) that use no GPU.
+    #: actors and bundles of Muster's runs that use no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -117,14 +117,15 @@ class ClusterNode:
     #: Mapping from device number to the owner of the lease, for all leased GPU devices. The owner
     #: is the id of a flow run, or an empty string if unknown.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: Mapping from flow run id to run id, for the registered runs of this machine. Empty if the
-    #: node is another machine, or if Ray assigns the devices.
+    #: Mapping from flow run id to run id, for the runs on this machine. Empty if the node is
+    #: another machine, or if Ray assigns the devices.
     run_ids: Mapping[str, str] = field(default_factory=dict)
     #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
     #: node, or an operator has drained the node.
     is_drained: bool = False
-    #: True if neither a readable Ray cluster nor the settings of a work pool list the node. The
-    #: node is only known because programs hold GPUs on it, and `gpus` is the number of these GPUs.
+    #: True if Muster knows the node only because programs hold GPUs on the node. `gpus` is the
+    #: number of these GPUs. No readable Ray cluster contains the node, and no work pool lists the
+    #: node.
     is_missing: bool = False
     #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
@@ -475,10 +476,9 @@ class _ControlStore:
         The reports are requested from the control store.
         """
         usage_reply = self._usage(within_s)
-        # Send the requests for actors last. The replies may disagree about an actor that is just
-        # being created. If no reply names the owner of a used resource, the resource counts as used
-        # by other programs. So the queue may grant too few GPUs for a short time, but never too
-        # many.
+        # Request the actors last. An actor that is just being created may appear in only one of the
+        # replies. If the owner of a used resource is unknown, the resource counts as used by other
+        # programs. So the queue may grant too few GPUs for a short time, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]
@@ -547,8 +547,8 @@ class _ControlStore:
                 within_s,
                 job_or_submission_id=job_id,
                 skip_submission_job_info_field=True,
-                # Do not ask whether the jobs have running tasks. To answer this, the control store
-                # would contact every driver before it replies, which can take long.
+                # Do not ask whether the jobs have running tasks. The control store would contact
+                # every driver before it replies, which can take long.
                 skip_is_running_tasks_field=True,
             )
             for job_id in job_ids
@@ -563,7 +563,7 @@ class _ControlStore:
 def _import_ray() -> None:
     """Import Ray's modules, which takes a second.
 
-    Call this before the deadline of a snapshot starts, so that the import does not use up the time.
+    Call this before a snapshot, so that the import does not use up the snapshot's time limit.
     """
     importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     importlib.import_module("ray._private.grpc_utils")
