@@ -30,15 +30,17 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-#: Exit status if Ray ended all processes that it can end, and no exit code was lost.
+#: Exit status if Ray ended all processes in the process groups of its killed workers, and no exit
+#: code was lost.
 EXIT_HOLDS = 0
-#: Exit status if Ray did not end a process that Ray can end, or if an exit code was lost. An exit
-#: code is lost if a parent process in a Ray job sees 0 instead of the exit code of its child.
+#: Exit status if a process in the process group of a killed Ray worker kept running, or if an exit
+#: code was lost. An exit code is lost if a parent process in a Ray job sees 0 instead of the exit
+#: code of its child.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
-#: Seconds from the end of an actor until its living child processes count as leaked. The value is
-#: larger than the 13 s that Ray's deprecated subreaper needs to end a grandchild.
+#: Seconds from the end of an actor until its living child processes count as leaked. Ray's
+#: deprecated subreaper needs 13 s to end a grandchild, so the value is larger.
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
@@ -58,12 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prints the results.
 
     Returns:
-        0 if Ray ended all processes that it can end, and no exit code was lost. 1 otherwise. 2 if
-        the cluster cannot be queried.
+        0 if Ray ended all processes in the process groups of the killed actors, and no exit code
+        was lost. 2 if the cluster cannot be queried. Otherwise 1.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
-    # Make Ray read the new environment variables. Ray read the old variables during its import.
+    # Make Ray read its environment variables again. Ray has read the variables during its import,
+    # before the previous line set some of them.
     Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_read_cluster(options.address))
@@ -144,7 +147,9 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 
 
 def _describe_ending(ending: ShapeEnding) -> str:
-    """Return the time until the child processes ended, or the pids of leaked processes, as text."""
+    """Return a text with the time until the child processes ended, or with the pids of the child
+    processes that kept running.
+    """
     if ending.gone_after_s is None:
         return (
             "keeps running (this check has ended the process: pid "

@@ -67,19 +67,20 @@ class ShapeEnding:
 
     #: Kind of the child process, a key of `SHAPES`.
     shape: str
-    #: Seconds from the actor's SIGKILL until the last process ended; None if a process leaked.
+    #: Seconds from the actor's SIGKILL until the last process ended; None if a process kept
+    #: running.
     gone_after_s: float | None
-    #: Pids of the leaked processes. The check has ended these processes.
+    #: Pids of the processes that kept running. The check has ended these processes.
     leaked: tuple[int, ...] = ()
 
 
 class _Spawner:
-    """Ray actor that spawns child processes. The check then kills the actor."""
+    """Ray actor that spawns child processes. `_kill_and_watch` then kills the actor."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
         """Start a command, wait until its `sleep` process runs, and return the pid of this actor.
 
-        The check then kills the process with this pid.
+        `_kill_and_watch` then kills the actor by its pid.
 
         Args:
             argv: The command.
@@ -121,7 +122,7 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
         # Call `_kill_and_watch` even after an error of `spawn`, which may already have started
-        # processes. The function ends all processes with the mark.
+        # processes. The function ends all processes whose environment contains `mark`.
         watch = ray.remote(**_node_options(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
@@ -149,7 +150,7 @@ def _node_options(node_id: str) -> dict[str, Any]:
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
-    """Send SIGKILL to an actor, wait for its child processes to end, and kill leaked processes.
+    """Kill an actor, wait for its child processes to end, and kill the remaining child processes.
 
     Args:
         actor_pid: Process id of the actor, or 0 to kill no actor.
@@ -157,8 +158,8 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
         within_s: Longest time to wait for the processes, in seconds.
 
     Returns:
-        The seconds until the last process ended, or None if processes leaked; and the pids of the
-        leaked processes.
+        The seconds until the last child process ended, or None if a child process kept running; and
+        the pids of the child processes that kept running.
     """
     if actor_pid:
         os.kill(actor_pid, signal.SIGKILL)
