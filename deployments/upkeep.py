@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Prefect's runner writes files into the temporary directory of the module `tempfile`. Use a
     # private directory, which is removed at the end of this process.
     use_own_temporary_folder()
-    # Clean up after killed runs now, before the first scheduled flow run. This also ends a flow run
-    # of `reconcile` that a killed upkeep process was executing.
+    # Clean up after killed runs now, before the first scheduled flow run. The cleanup also ends a
+    # flow run of `reconcile` that a killed upkeep process was executing.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():

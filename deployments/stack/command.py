@@ -170,8 +170,8 @@ def _stop_with_reason(stack: Stack) -> None:
     try:
         stop(stack)
     finally:
-        # Delete the notes that no run has read. A run that ended by itself just before the stop has
-        # not read its note.
+        # Each run reads the file with the reason when the run is stopped, and deletes the file.
+        # Delete the files of runs that ended by themselves just before the stop.
         for directory in directories:
             take_note(directory)
 

@@ -111,4 +111,4 @@ def _create_deployments(names: list[str], project_file: Path) -> None:
 
 
 def _print_nothing(*_words: object) -> None:
-    """Print nothing. This is the print function of Prefect's build steps."""
+    """Ignore the progress messages that Prefect prints about build steps."""

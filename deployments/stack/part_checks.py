@@ -170,13 +170,16 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
 
 
 def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
-    """Return the host and process of another live worker with the same name, or an empty string."""
+    """Return the host and process of a second live worker with the name of the stack's worker.
+
+    Returns:
+        The host and process, or an empty string if no second worker is known.
+    """
     variable_url = f"{stack.api_url}/variables/name/{name_variable(POOL, stack.worker)}"
     try:
         return read_other_worker(_request_json(client, "GET", variable_url)["value"])
     except _NoAnswer:
-        # It is unknown if there is another worker: the stack's worker has not written its Prefect
-        # variable yet, or the server does not answer.
+        # The stack's worker has not created the variable yet, or the server does not answer.
         return ""
 
 

@@ -72,8 +72,8 @@ _RAY_PORTS = {
 #: node.
 #:
 #: The setting for process groups makes Ray kill the process group of a worker process when the
-#: worker ends. Another setting turns off Ray's deprecated subreaper, which would make workers
-#: ignore SIGCHLD. A crashed child process of a worker would then appear to have exited with code 0.
+#: worker ends. Another setting turns off Ray's deprecated subreaper. With the subreaper, workers
+#: ignore SIGCHLD, so a crashed child process of a worker appears to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -264,8 +264,8 @@ def _plan_ray_head(
         env={**_build_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
-        # Stop `ray start` with SIGINT. After SIGTERM, it would first send requests to Ray's control
-        # store, which has already ended, for up to 30 seconds.
+        # Stop `ray start` with SIGINT. After SIGTERM, `ray start` would first send requests for up
+        # to 30 seconds to Ray's control store, which has already ended.
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )

@@ -399,8 +399,9 @@ def wait_while_starting(
 ) -> None:
     """Wait while a `muster up` command starts the stack, and return when the stack is up.
 
-    The function returns at once if no command is starting the stack, or if this program uses
-    another Prefect server. It also returns after a failed start, or at the time limit.
+    The function returns at once if no command is starting the stack, or if this program does not
+    use the stack's Prefect server. The function also returns after a failed start, or at the time
+    limit.
 
     Args:
         api_url: Address of the Prefect server that this program uses. None if no address is set.
@@ -424,7 +425,7 @@ def wait_while_starting(
 
 
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
-    """Return the missing environment variables for access to the `muster up` stack.
+    """Return the environment variables that this process lacks for access to the `muster up` stack.
 
     The variables contain the address and the password of the stack's Prefect server, and the path
     of the file with the access token of the stack's Ray cluster.

@@ -151,7 +151,7 @@ class Supervisor:
     def _stop_on_signal(self, services: Services) -> None:
         """Wait for a stop signal, and then stop all programs of the `muster up` stack.
 
-        Only the first signal has an effect, so that the runs keep their grace periods.
+        Later signals are ignored, because they must not shorten the grace periods of the runs.
         """
         signum = signal.sigwait(_STOP_SIGNALS)
         self._save(state="stopping")
