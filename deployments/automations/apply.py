@@ -39,8 +39,8 @@ FOLDER = Path(__file__).parent
 BLOCK = "muster"
 #: Prefect tag that each of Muster's automations has on the server.
 _TAG = "muster"
-#: Prefix of the tag that stores a hash of an automation's content at the last update. A different
-#: hash of the content on the server shows that a user has changed the automation.
+#: Prefix of the tag with the hash of the content that this program last gave an automation. If the
+#: content on the server has another hash, a user has changed the automation.
 _APPLIED = "applied:"
 #: Fields of an automation that do not come from its file, and are not included in the hash of its
 #: content.

@@ -84,8 +84,9 @@ class AnswerCheck:
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
     #: Like `gap`, but recomputed with wrong weights: the weights of the preceding version. The
-    #: check can detect wrong weights only if this value is much larger than `gap`. If the answers
-    #: are of several versions, the smallest value is used. None if no earlier weights are kept.
+    #: check can detect wrong weights only if this value is much larger than `gap`. If the batch has
+    #: answers of several versions, the version with the smallest value counts. None if no earlier
+    #: weights are kept.
     gap_before: float | None
 
 

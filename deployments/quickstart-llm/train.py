@@ -175,8 +175,7 @@ class Training:
         while wait(rollouts, timeout=CHECK_EVERY_S).not_done:
             if any(engine["state"] == "stale" for engine in self._client.engines()):
                 # Send the weights again to stale engines. A stale engine lacks the current weights,
-                # and gets no requests. Without this, no answers would come if all engines are
-                # stale.
+                # and gets no requests. If all engines stayed stale, no answers would arrive.
                 self._publish_weights()
         return [rollout.result() for rollout in rollouts]
 

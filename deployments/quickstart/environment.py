@@ -98,9 +98,9 @@ class CopyEnvironment(BaseEnv):
             # The gateway of a rollout fleet requires this token if other users can reach the
             # gateway. The trainer's own server ignores the token.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Longest time, in seconds, that a request to the trainer may take. With this long time,
-            # Muster's liveness probe detects a hanging trainer first. So the run reports the
-            # trainer, and not this environment, as the cause of the failure.
+            # Longest time, in seconds, that a request to the trainer may take. Muster's liveness
+            # probe detects a hanging trainer in less time. So the run reports the trainer, and not
+            # this environment, as the cause of the failure.
             timeout=60,
         )
         # Return the config of the server in a list. Without the list, Atropos would ignore
@@ -116,7 +116,7 @@ class CopyEnvironment(BaseEnv):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, manager.cancel)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. Atropos calls this to evaluate the policy, but training rewards suffice."""
+        """Do nothing. A separate evaluation is not needed, because training reports the rewards."""
 
     async def register_env(self) -> None:
         """Register at the Atropos API after the trainer has registered, and print a line."""
