@@ -34,7 +34,7 @@ _MARKER = Path("tasks", "processes", "own_modules.py")
 
 
 class _OwnFinder:
-    """Import hook that finds Muster's packages before the packages of the project."""
+    """Import hook that finds Muster's packages before the user's packages with the same names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -423,12 +423,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return do(words)
     except ValueError as error:
-        # Import this module only here, because its import takes long. If the error is from
-        # pydantic, the module has already been imported.
+        # Import this module only here, because its import takes long.
         from pydantic import ValidationError
 
-        # This is Prefect's error for an invalid setting. The error does not name the environment
-        # variable or the file, so print a better message.
+        # Prefect raises a ValidationError for an invalid setting. The error does not name the
+        # environment variable or the file, so print a better message.
         if not isinstance(error, ValidationError) or not error.title.endswith("Settings"):
             raise
         message = describe_invalid_setting(error.errors(include_url=False))
