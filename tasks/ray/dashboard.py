@@ -86,7 +86,7 @@ CLUSTERS_VARIABLE = RAY_CLUSTERS.name
 
 
 class ListedCluster(BaseModel):
-    """A Ray cluster that an operator trusts. Muster may send credentials to it.
+    """A Ray cluster that an operator trusts, and to which Muster may send credentials.
 
     Operators list such clusters in the settings of a work pool, or in MUSTER_RAY_CLUSTERS.
     """
@@ -362,8 +362,8 @@ class Dashboard:
 
     async def aclose(self) -> None:
         """Close the connections to the dashboard."""
-        # The cached property `_client` creates the HTTP client at its first use. Before the first
-        # request, no client exists, and none should be created only to close it.
+        # The cached property `_client` creates the HTTP client at its first use. If no request was
+        # sent, there is no client to close.
         if "_client" in vars(self):
             await self._client.aclose()
 

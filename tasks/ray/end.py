@@ -34,7 +34,7 @@ from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
 from tasks.spec.formatting import join_words
 
-#: The living actors and the placement groups of a job. They hold resources of the Ray cluster.
+#: The living actors and the placement groups of a job, which hold resources of the Ray cluster.
 ActorsAndGroups = tuple[list[Actor], list[PlacementGroup]]
 
 
@@ -208,8 +208,8 @@ def earliest_end(
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # The driver or its node has died. Until Ray notices the death, it reports the job as
-        # running. So the job can have ended earlier than Ray's reports show.
+        # The driver or its node has died. Until Ray notices the death, Ray reports the job
+        # as running. So the job can have ended earlier than Ray's reports show.
         max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
 
     lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]
@@ -225,8 +225,8 @@ _STOP_MARGIN_S = 8.0
 #: Longest wait in seconds for Ray to report a final state of the job after the SIGKILL of its
 #: supervisor actor. After this time, the job is reported as a leftover.
 _KILL_TIMEOUT_S = 30.0
-#: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most of
-#: them end together with their driver, but detached actors and placement groups do not.
+#: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most
+#: actors and placement groups end together with the job's driver, but not the detached ones.
 _REMOVAL_DELAY_S = 3.0
 #: Seconds to wait for the end of a job's actors and placement groups. After this time, the
 #: remaining actors and placement groups are reported as leftovers.
@@ -275,7 +275,7 @@ class JobEnd:
 class TakeDown:
     """Ends one Ray job, frees its resources in the cluster, and kills its leftover processes."""
 
-    #: Dashboard of the cluster. The caller closes it.
+    #: Dashboard of the cluster. The caller must close the dashboard.
     dashboard: Dashboard
     #: Submission id of the job.
     submission_id: str
@@ -291,7 +291,7 @@ class TakeDown:
     #: Function that starts Muster's agent on each node of the cluster. With a running agent on each
     #: node, killing leftover processes is fast. The argument is the URL of Ray's dashboard.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
-    #: Function that kills leftover processes of the job on the nodes. Tests replace it.
+    #: Function that kills leftover processes of the job on the nodes.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
     #: If True, the rest of the grace period is skipped. The attribute may be set to True while the
     #: job is being ended.
@@ -363,7 +363,7 @@ class TakeDown:
 
         Args:
             settles_within_s: Seconds to wait for the job to appear in the cluster, because the
-                submit request may not have arrived there yet.
+                submit request may still be on its way.
 
         Returns:
             The final state of the job. If the job has not ended although its supervisor actor was

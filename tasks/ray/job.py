@@ -374,7 +374,7 @@ class RayJob(RunningComponent):
             self._emit_event("component.diagnosed", pid=None, path=str(path))
 
     async def warn(self, signum: int) -> list[str]:
-        """Send a signal to those processes of the job that have a handler for it, on every node.
+        """Send a signal to those processes of the job that have a handler for the signal.
 
         If the last call was less than ten seconds ago, nothing is sent.
 
@@ -475,7 +475,7 @@ class RayJob(RunningComponent):
 
         Returns:
             Descriptions of leftovers that did not end in time. The nodes that could not be checked
-            are not included. They are in the attribute `unseen`.
+            are in the attribute `unseen` instead.
         """
         await self.tasks.cancel()
         if not self.is_launched:
@@ -772,7 +772,7 @@ async def stop_submission(
     `RayJob.end` instead.
 
     Args:
-        file: The submission file. The result is recorded in it.
+        file: The submission file, in which the result is recorded.
         emit: Function that writes an event of the attempt.
         grace_s: Seconds from the stop signal to SIGKILL.
         unknown_after_s: Longest wait for a cluster that does not answer, in seconds.

@@ -111,7 +111,7 @@ class AgentKey:
 
     #: The RSA private key.
     private: Any
-    #: Modulus of the RSA public key, in hex. The agents check signatures with it.
+    #: Modulus of the RSA public key, in hex. The agents use the modulus to check signatures.
     modulus: str
     #: Beginning of the names of all agents of this user. This beginning contains a digest of the
     #: public key and a digest of the agents' code. The name of an agent ends with the id of its
@@ -758,7 +758,7 @@ async def warn(
     skip: Mapping[str, list[list[int]]],
     within_s: float,
 ) -> dict[str, WarnedProcesses]:
-    """Send a warning signal to those processes of a job that have a handler for it, on all nodes.
+    """Send a warning signal to those processes of a job that have a handler for the signal.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

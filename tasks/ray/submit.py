@@ -73,8 +73,8 @@ _NOISY_LOGGERS = {
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
 #: Python code that finds and runs the wrapper program on the node. `python -m` is not used, because
-#: the option puts the working directory first on the import path. A user's file such as `queue.py`
-#: there would replace the module of the standard library.
+#: the option puts the working directory first on the import path. A user's file `queue.py` in the
+#: working directory would then replace the module `queue` of the standard library.
 _BOOTSTRAP = (
     "import os,runpy;runpy.run_path(next(p for p in"
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
@@ -88,7 +88,7 @@ _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
 def build_entrypoint(plan: JobPlan) -> str:
-    """Return the job's shell command. It starts the wrapper, which runs the component's command."""
+    """Return the job's shell command: the wrapper program with the component's command."""
     command = plan.command
     wrapper_arguments = (
         f"--grace {command.longest_grace_s:g} --signal {command.stop_signal}"

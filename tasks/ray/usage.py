@@ -44,8 +44,8 @@ _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{8})--a\d{2,}(-.+)?")
 #: Start of the name of the supervisor actor with which Ray manages a submitted job. The submission
 #: id follows. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: Names of the Ray resources that represent memory. Every node has them. They are not custom
-#: resources, so the key `entrypoint_resources` of a spec cannot request them.
+#: Names of the Ray resources that represent memory. Every node has these resources. The key
+#: `entrypoint_resources` of a spec cannot request memory, because the key is for custom resources.
 _MEMORY = ("memory", "object_store_memory")
 #: Ray resource that only the head node of a cluster has.
 _HEAD = "node:__internal_head__"
@@ -329,8 +329,8 @@ _PLACED_STATES = (1, 2, 3)
 class ClusterReader:
     """Reads snapshots of one Ray cluster. Use it in one asyncio loop and call `close` at the end.
 
-    The reader asks the dashboard only for the address of the cluster's control store. It reads
-    everything else from the control store over a gRPC channel. After an error, it opens a new
+    The reader asks the dashboard only for the address of the cluster's control store. All other
+    data comes from the control store over a gRPC channel. After an error, the reader opens a new
     channel.
     """
 

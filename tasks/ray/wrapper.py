@@ -37,7 +37,7 @@ if TYPE_CHECKING or __name__ != "__main__":
 else:
     import tree
 
-#: Signals that the two processes of the wrapper handle. Ray or a user may send them.
+#: Signals that the two processes of the wrapper handle. Ray or a user may send these signals.
 _HANDLED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
