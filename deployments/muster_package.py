@@ -49,8 +49,8 @@ class _OwnFinder:
 def _find_folder() -> Path:
     """Return the folder that contains Muster's packages.
 
-    Usually, this is the folder that contains this package. In an editable installation, this is
-    Muster's checkout, which is on the import path.
+    Usually, the packages are in the folder that contains this package. In an editable installation,
+    the packages are in Muster's checkout, which is on the import path.
 
     Raises:
         ImportError: No folder contains Muster's packages.

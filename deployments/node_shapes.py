@@ -32,7 +32,7 @@ from tasks.processes.tree import (
     signal_if,
 )
 
-#: Duration of the spawned `sleep` processes, in seconds. It is longer than any check.
+#: Duration of the spawned `sleep` processes, in seconds. No check takes so long.
 _SLEEP_S = 10_000
 #: Environment variable of every spawned process. Its value identifies the processes that one actor
 #: has spawned, even after the actor has ended.

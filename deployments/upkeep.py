@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             except Exception as error:
                 # Prefect's runner ends with an error if the server fails to answer several times.
-                # Start it again after a pause.
+                # Start the runner again after a pause.
                 _log.warning(
                     "Muster could not serve the flows, and tries again in %g s: %r",
                     _RETRY_AFTER_S,

@@ -10,7 +10,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file. Readers see either the complete old or the complete new
     content.
 
-    This is also true if this process crashes during the call.
+    A crash of this process during the call never leaves a partly written file at `path`.
 
     Raises:
         OSError: The file could not be written. The old content is unchanged.

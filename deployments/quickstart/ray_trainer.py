@@ -85,7 +85,7 @@ def main() -> int:
     print(f"waiting for {options.gpus} GPUs", flush=True)
     while not _is_done(place):
         if not signals.empty():
-            # Kill the actor. It cannot receive a `stop`, because it still waits for GPUs.
+            # Kill the actor, because an actor that still waits for GPUs cannot receive a `stop`.
             ray.kill(actor)
             return 128 + signals.get()
     print(f"trainer on {ray.get(place)}", flush=True)

@@ -44,7 +44,7 @@ class BadRequest(Exception):
 class InferenceServer(ThreadingHTTPServer):
     """HTTP server that answers requests with a sampler, in background threads.
 
-    It is a context manager: the server runs while the context is open.
+    An object is a context manager: the server runs while the context is open.
     """
 
     daemon_threads = True

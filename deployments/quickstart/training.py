@@ -122,8 +122,8 @@ class Training:
             OSError: The metrics or a checkpoint could not be written.
         """
         plan = self._plan
-        # Send the current weights to the servers, which may have other weights. Do this before an
-        # environment can register and send requests.
+        # Send the current weights to the servers before an environment can register and send
+        # requests. The servers may have other weights.
         self._publish_weights()
         self._api.register(
             Registration(

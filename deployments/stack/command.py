@@ -293,8 +293,8 @@ def _repair_ray(place: StackPlace, stack: Stack) -> None:
         StackError: The Ray cluster does not answer after the restart.
     """
     try:
-        # Ignore a cluster that does not answer. It may be starting, and the next checks wait for an
-        # answer.
+        # Ignore a cluster that does not answer. The cluster may be starting, and later checks wait
+        # for an answer.
         with suppress(NoAnswer, Denied):
             check_session(stack)
     except BrokenSession as error:

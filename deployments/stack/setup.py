@@ -155,8 +155,8 @@ def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) ->
         changes["nodes"] = (*settings.nodes, local_node)
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
-        # Remove the clusters with a loopback address from the settings. They belong to earlier
-        # stacks on this machine, which no longer run.
+        # Remove the clusters with a loopback address from the settings. These clusters belong to
+        # earlier stacks on this machine, which no longer run.
         other_clusters = (
             cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
         )
@@ -229,8 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if apply_automations([]) != 0:
         return 1
-    # Record the end of the runs of a killed stack. Otherwise they would still count against the
-    # concurrency limit of the work pool.
+    # Record the end of the runs of a killed stack. Otherwise these runs would still count against
+    # the concurrency limit of the work pool.
     publish(reconcile_host())
     # Change to the project's folder, because the paths in the project file are relative to the
     # working directory.

@@ -316,7 +316,7 @@ class StackPlace:
         return self._flock("lock", on_wait, limit_s)
 
     def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
-        """Wait until no supervisor process of this stack runs, and prevent the start of another.
+        """Wait until no supervisor process of this stack runs, and prevent a new supervisor.
 
         Every supervisor process holds an exclusive lock on a file until its end. The returned
         context manager takes this lock. While the context is open, only a child process that
@@ -358,9 +358,9 @@ class StackPlace:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # Check that the locked file is still the file at `path`. If another file has
-                    # replaced it, this lock has no effect, because other processes lock the new
-                    # file. Then try again with the new file.
+                    # Check that the locked file is still the file at `path`. If another process has
+                    # replaced the file, the lock on the old file has no effect, because other
+                    # processes lock the new file. Then try again with the new file.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False
