@@ -35,7 +35,7 @@ class Verb:
     """One verb, which is a subcommand of `muster`, as the help shows it."""
 
     name: str
-    #: Function of the verb as `module:function`. It is imported when the verb is called.
+    #: Function of the verb as `module:function`, which is imported when the verb is called.
     function: str
     #: One line about the verb, for the list of all verbs in the help.
     summary: str
@@ -43,9 +43,9 @@ class Verb:
     example: str
     #: Name of the document in the folder `docs` that explains how to use the verb.
     guide: str
-    #: Functions that check the spec in the verb's arguments, as `module:function`. They are called
-    #: in this order before the slow import of the verb's function, so that faults of the spec are
-    #: reported early. The function with the fastest import comes first.
+    #: Functions that check the spec in the verb's arguments, as `module:function`. All checks run
+    #: before the slow import of the verb's function, so that faults of the spec are reported early.
+    #: The function with the fastest import comes first.
     checks: tuple[str, ...] = ()
     #: True if the command needs the Prefect server of the stack. If `muster up` is still starting
     #: the stack, the command then waits for it.
