@@ -265,7 +265,7 @@ def test_every_policy_follows_the_common_rules(case: Case, policy: Policy) -> No
 @pytest.mark.parametrize(
     "case",
     [
-        # too few GPUs are free for the second gang, so the third gang waits behind it
+        # too few GPUs are free for the second gang, so the third gang waits behind the second gang
         Case(
             [waits(1, 4), waits(2, 8), waits(3, 1)],
             [held("h", a=4, b=1)],
@@ -280,7 +280,8 @@ def test_every_policy_follows_the_common_rules(case: Case, policy: Policy) -> No
             {"w2": "a"},
             {"w1": replace(reason(GPUS), never_fits_now=True)},
         ),
-        # a requeued gang must wait 30 s although enough GPUs are free; later gangs wait behind it
+        # a requeued gang must wait 30 s although enough GPUs are free. Later gangs wait behind this
+        # gang
         Case(
             [waits(1, 1, in_s=30), waits(2, 1), waits(3, 1, in_s=60)],
             [],
@@ -320,8 +321,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # w1 will start at 100 s and leave two GPUs of node b unused. w2 takes both and still runs
-        # at 100 s, so w3 and w4 would delay w1
+        # w1 will start at 100 s, and will leave two GPUs of node b unused. w2 takes these two GPUs.
+        # w3 and w4 would still run at 100 s, and would delay w1
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -405,8 +406,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # The tag `red` may use 10 GPUs. At 100 s, w1 needs 8 of them, so only 2 remain for gangs
-        # that end after 100 s. w2 takes these 2. w3 would exceed the limit, although GPUs are free
+        # All gangs with the tag `red` together may use 10 GPUs. From 100 s on, w1 will use 8 of
+        # these GPUs, and w2 the other 2. w3 would delay w1, so w3 waits although GPUs are free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

@@ -22,8 +22,8 @@ from tests.support.slow_plan import slow_plan
 def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     """Return random arguments of `plan` for a cluster.
 
-    Times and demands have few different values, so that ties are frequent. Two implementations most
-    often differ in ties. Some gangs hold too many GPUs, or GPUs of a node that has disappeared.
+    Times and demands have few different values, so that ties are frequent. Ties most often reveal
+    faults. Some gangs hold too many GPUs, or GPUs of a node that has disappeared.
 
     Args:
         seed: Seed of the random draws.
@@ -114,9 +114,9 @@ hundreds = settings(max_examples=400, deadline=None)
 
 
 def is_same(found: Plan, expected: Plan) -> bool:
-    """Return True if two plans are equal, and their dicts have the same order.
+    """Return True if two plans are equal and contain the gangs in the same order.
 
-    The operator `==` ignores the order of the gangs in these dicts.
+    The gangs are the keys of dicts, and the operator `==` ignores the order of keys.
     """
     orders = [(list(one.admitted), list(one.reasons)) for one in (found, expected)]
     return found == expected and orders[0] == orders[1]
