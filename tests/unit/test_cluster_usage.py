@@ -57,7 +57,7 @@ def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = N
 def with_group(node: NodeReport, job: str, *bundles: dict[str, float]) -> NodeReport:
     """Return the report of a node after a Ray job has created a placement group on the node.
 
-    The resources have the names that Ray gives to the bundles of a placement group.
+    The report then also lists the resources of the placement group, under Ray's names.
     """
     group = "0f" * 14 + job
     made = {**node.grouped, f"bundle_group_{group}": 1000.0 * len(bundles)}
@@ -105,7 +105,7 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
         actor(FOREIGN_JOB, GPU=1),
         # an actor in a placement group is ignored: its resources already count for the group
         actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
-        # an actor whose driver is unknown does not count for the run
+        # the driver of this actor is unknown, so the actor's GPU does not count as used by the run
         actor("03000000", GPU=1),
     ]
 

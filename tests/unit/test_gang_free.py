@@ -66,7 +66,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
     [
         # the run uses no GPUs yet, so it holds the granted GPUs
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
-        # the run uses exactly the granted GPUs, and each GPU counts once
+        # the run uses exactly the granted GPUs, so it holds these GPUs
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
         # Ray placed the run on other nodes than granted, so the run holds only the GPUs that it
         # uses
@@ -84,7 +84,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         # the run was started without a grant, so it holds only the GPUs that it uses
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
-        # granted GPUs on a node that has disappeared still count for the limits of tags
+        # a node has disappeared, but the run still holds the GPUs that were granted on this node
         ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
     ],
 )
@@ -180,7 +180,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
-        # the granted node is present under the granted name, so its GPUs count for this name
+        # the granted node still has the granted name, so the run holds only the GPUs of this node
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )
@@ -208,7 +208,7 @@ ENDING, NEXT = grant("ending", {"n1": 6}), grant("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
-    """The GPUs of an ending run also count as held after Ray gave them to the next run.
+    """The GPUs of an ending run still count as held, even if the next run already uses these GPUs.
 
     The ending run still has processes, so both runs hold these GPUs.
     """
