@@ -1,4 +1,7 @@
-"""Points of a matrix are stopped early if other points have better metrics."""
+"""Runs of a parameter sweep are stopped early if other runs have better metric values.
+
+The code calls each run a point of a matrix.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def history(
     last_step: int | None = None,
     has_ended: bool = False,
 ) -> PointHistory:
-    """Return the metric of one run of a matrix.
+    """Return the metric values of one run.
 
     Args:
         values: One value for each step.
@@ -46,7 +49,7 @@ def history(
 
 
 def constant(value: float, until: int = 20, *, has_ended: bool = False) -> PointHistory:
-    """Return a matrix point with the same metric value at each step up to `until`."""
+    """Return a run with the same metric value at each step up to `until`."""
     return history([value] * until, has_ended=has_ended)
 
 
@@ -85,12 +88,12 @@ def test_only_a_figure_worse_than_the_median_is_a_reason(
 @pytest.mark.parametrize(
     ("point", "others"),
     [
-        # the point has no metric value, for example because its metric has another name, so the
-        # point continues
+        # the run has no value of the metric, so the run continues
         (history([]), FIVE),
-        # the point has not reached `after_step`, so it continues
+        # the run has not reached the step `after_step`, so the run continues
         (constant(0.1, 9), FIVE),
-        # fewer than three other points have reached the step, so the point continues
+        # fewer than three other runs have a metric value at or after the step `after_step`, so the
+        # run continues
         (constant(0.1), FIVE[:2]),
         (constant(0.1), [*FIVE[:2], constant(0.9, 9)]),
         (constant(0.1), [*FIVE[:2], history([], last_step=30)]),
@@ -104,7 +107,7 @@ def test_points_are_not_compared_too_early(
 
 
 def test_point_is_compared_at_the_last_common_step() -> None:
-    """A run that is ahead of the other runs is compared at the last step that all runs reached."""
+    """A run that is ahead is compared at the last step that all runs have reached."""
     others = [history([step / 100 for step in range(1, 13)]) for _ in range(3)]
 
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
@@ -115,7 +118,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
 
 
 def test_best_figure_so_far_counts() -> None:
-    """A run of the matrix is judged by its best reward, even if its last rewards are bad."""
+    """A run is judged by its best reward, even if its last rewards are bad."""
     noisy = history([0.1] * 9 + [0.5] + [0.1] * 10)
 
     assert find_reason_to_stop(rule(), noisy, FIVE) == ""
@@ -147,10 +150,10 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_figure() -> None:
 
 
 def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -> set[int]:
-    """Apply an early-stopping rule to all active matrix points, until no further point stops.
+    """Apply an early-stopping rule to all active runs, until the rule stops no further run.
 
     Returns:
-        The numbers of the points that are still active.
+        The numbers of the runs that are still active.
     """
     active = {number for number, point in points.items() if not point.has_ended}
     while True:
@@ -174,7 +177,7 @@ def stop_until_stable(name: str, points: dict[int, PointHistory], **more: Any) -
 
 
 def advance(points: dict[int, PointHistory], active: set[int], until: int) -> None:
-    """Let the active matrix points reach the step `until` with unchanged metric values."""
+    """Let the active runs reach the step `until` with unchanged metric values."""
     for number in active:
         points[number] = constant(next(iter(points[number].figures.values())), until)
 
