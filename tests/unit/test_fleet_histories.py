@@ -45,12 +45,12 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: State of each lifecycle group at the last commit: mapping from the index of the group to a
-    #: tuple of epoch and number of the last weight broadcast that the group received. None before
-    #: the first commit.
+    #: Lifecycle groups that the last commit contains: mapping from the index of the group to the
+    #: number of the group's start and the number of the weight broadcast. None before the first
+    #: commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Mapping from `(engine, epoch)` to the number of the last weight broadcast that the engine
-    #: received. This number stands for the weight version.
+    #: received. The epoch is the number of the engine's last start.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -159,7 +159,7 @@ class HistoryChecker:
         for _ in range(self.dice.randrange(20)):
             self.harness.fleet.note_failure(rank, epoch, "reset")
         # The fleet may restart an engine after more than `health.misses` failed requests without a
-        # generated token in between. So count such an engine as damaged.
+        # generated token in between. So count the engine as damaged.
         self.failed[rank] += 1
         if self.failed[rank] > self.harness.settings.health.misses:
             self._note_damage(rank)
@@ -204,8 +204,8 @@ class HistoryChecker:
         version = fleet.registry.view.version + dice.choice([0, 1, 3])
         self.broadcasts += 1
         broadcast_number = self.broadcasts
-        # An engine that cannot be reached over the network receives no weights, so this engine may
-        # fail.
+        # A server that does not answer receives no weights, and the fleet may restart the server's
+        # engine. So count the engine as damaged.
         for server in self.harness.host.servers.values():
             if server.answers != "yes":
                 self.damaged.add(fleet.registry.group_of(server.rank))
@@ -267,11 +267,11 @@ def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
 
 
 async def play_history(seed: int) -> tuple[HistoryChecker, float]:
-    """Play a random history.
+    """Cause random events in a fleet, check the fleet's rules after each event, and stop the fleet.
 
     Returns:
-        The `HistoryChecker` with its recorded violations, and the seconds that the final stop took
-        beyond its time limit.
+        The `HistoryChecker` with the recorded violations, and the duration of the stop minus the
+        time limit for the stop, in seconds.
     """
     dice = Random(seed)
     harness = FleetHarness(

@@ -84,8 +84,8 @@ def judge(
         ({"code": 1}, ""),
         # a process outside the run has stopped the fleet with a signal, so the fleet is lost
         ({"code": 0}, "INFO stopped\n"),
-        # earlier errors of the fleet's servers did not end the fleet's process, so the fleet is
-        # lost
+        # the log contains an earlier error of a server, but a signal ended the fleet's process, so
+        # the fleet is lost
         ({"signal": 9}, "WARNING server.died why=ray.exceptions.NodeDiedError: lost\n"),
         # the fleet's process was killed together with its guardian, so the exit status is unknown
         ({}, "INFO gateway on http://127.0.0.1:8000\n"),

@@ -88,8 +88,7 @@ def test_method_changes_a_group_only_in_its_legal_states(method: str, state: Gro
     if state in legal:
         call(registry, epoch)
     elif method in ("mark_started", "suspect") and state in (X, G.RETIRED):
-        # The servers of the group are stopped. So a late report about the epoch of these servers is
-        # ignored.
+        # The servers of the group are stopped, so a late report about these servers is ignored.
         call(registry, epoch)
         assert registry.view is before
     else:
@@ -120,8 +119,8 @@ def test_second_failure_of_a_group_changes_nothing() -> None:
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # The recovery restarts the failed group, but the group has no new epoch yet. So a second
-    # failure in the old epoch is ignored.
+    # The group has failed, and the new servers of the group have not started yet. So a second
+    # failure of the old servers is ignored.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups
