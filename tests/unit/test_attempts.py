@@ -50,7 +50,7 @@ def decide_without_jitter(
 @pytest.mark.parametrize(
     ("kind", "before", "attempts", "text"),
     [
-        # the cluster had too few free GPUs: such attempts do not count, so the run is always
+        # attempts that ended because of too few free GPUs do not count, so the run is always
         # requeued
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
@@ -75,8 +75,8 @@ def decide_without_jitter(
             3,
             "final: NODE_LOST, 3 of 3 attempts used",
         ),
-        # if the last failure has another cause, earlier attempts that ended because of too few free
-        # GPUs are not counted
+        # after the failure of a node, earlier attempts that ended because of too few free GPUs are
+        # not counted
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
         # failures of the kind FLEET_LOST are counted separately from failures of other kinds

@@ -218,7 +218,7 @@ def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
 )
 def test_advice_on_cuda_is_only_for_messages_about_gpus(rule: Rule) -> None:
     # A hint about CUDA would be wrong for a training on the CPU. So only rules that match messages
-    # about GPUs may have such a hint.
+    # about GPUs may have a hint about CUDA.
     assert re.search("cuda|nccl|nvidia", TEXTS[rule.id], re.IGNORECASE)
 
 
@@ -475,9 +475,8 @@ def test_progress_bar_counts_as_training_steps() -> None:
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
         ),
-        # A restarted program prints the step that it has loaded, and counts epochs from the
-        # beginning. These two numbers do not show that the program before the restart survived the
-        # error.
+        # After the error, the program was restarted. The output of the new program, such as the
+        # loaded step, does not prove that the old program survived the error.
         pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
     ],
 )

@@ -102,8 +102,8 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of(message="size mismatch for layers.0"), Blame.GIVEN_UP),
         (attempt_of("STORAGE", rule="checkpoint-cut-short"), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        # the attempt got no further than step 20, the step of its checkpoint. So it did not train,
-        # and the checkpoint is given up
+        # the attempt got no further than step 20, the step of its checkpoint. So nothing was
+        # trained, and the checkpoint is given up
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),
@@ -206,9 +206,9 @@ def test_attempt_that_used_up_its_time_counts_as_a_try() -> None:
 @pytest.mark.parametrize(
     ("steps", "counted"),
     [
-        ([24, 20], 1),  # the last attempt reached fewer steps, so its failure counts
+        ([24, 20], 1),  # no step beyond 24, so the failure of the first attempt counts
         ([24, 24], 1),  # the last attempt only reached the same step
-        ([24, 12, 12], 2),  # the last two attempts reached fewer steps
+        ([24, 12, 12], 2),  # no step beyond 24, so the failures of the first two attempts count
         ([24, 25], 0),
         ([24, 25, 25], 1),
     ],

@@ -422,8 +422,8 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
     [
         # step 3 is complete, because the pointer file names it; newer checkpoints may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
-        # no pointer file names the last complete checkpoint. So step 4 may be incomplete, and is
-        # kept in addition to two other checkpoints
+        # no pointer file names the last complete checkpoint. So step 4 may be incomplete, and does
+        # not count for the limit `keep: 2`
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
         (
             ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
@@ -513,8 +513,9 @@ def test_interrupted_removal_is_finished_by_the_next_removal(
         (["global_step_10/", "global_step_20/"], "10", True),
         # the pointer file says that step 10 is complete, so no checkpoint is being saved
         (["global_step_10/"], "10", False),
-        # the pointer file names no checkpoint, so the only checkpoint is still being saved
+        # no pointer file says that step 10 is complete, so this checkpoint is still being saved
         (["global_step_10/"], "", True),
+        # the checkpoint of step 20 is incomplete, so this checkpoint is still being saved
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
         # an events file is not a checkpoint
@@ -566,7 +567,7 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
 @pytest.mark.parametrize(
     ("written", "names", "shown", "remedy"),
     [
-        # The names have a number, but the files may be an exported model.
+        # The folders may be checkpoints or exported models, so Muster uses none of the folders.
         (
             "${run.dir}/ckpts",
             ["it000005/weights.bin", "it000010/weights.bin"],
@@ -585,20 +586,21 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
             "actor-5, actor-6, critic-6 in FOLDER as checkpoints",
             "${run.dir}/ckpts/actor-*",
         ),
-        # The pattern of the spec does not match.
+        # The pattern `step*` in the spec does not match the folder `it5`.
         (
             "${run.dir}/ckpts/step*",
             ["it5/weights.pt", "readme.md"],
             "it5 in FOLDER as a checkpoint",
             "${run.dir}/ckpts/it*",
         ),
-        # The name has no number, or is that of a result.
+        # The name `rollout_51` may belong to a result of the run instead of a checkpoint.
         (
             "${run.dir}/ckpts",
             ["rollout_51/weights.pt"],
             "rollout_51 in FOLDER as a checkpoint",
             "${run.dir}/ckpts/rollout_*",
         ),
+        # The name contains no step.
         (
             "${run.dir}/ckpts",
             ["weights.bin"],

@@ -153,7 +153,7 @@ def states(run: RunSession) -> dict[int | None, str]:
 
 
 def list_superfluous(run: RunSession) -> list[int]:
-    """Return the steps of the checkpoints that the key `keep` makes Muster remove now."""
+    """Return the steps of the checkpoints that Muster removes now because of the key `keep`."""
     record = run.record.content
     paths = find_superfluous_checkpoints(
         run.spec, run.place, record.attempts, record.foreign_checkpoints
