@@ -25,11 +25,10 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """Return the options of a backend, and the command of a fleet's last server.
+    """Return the options that an inference backend knows, and the command that starts a server.
 
     Args:
-        layout: Name of an example fleet in `check.LAYOUTS`. The name contains the backend, the
-            degrees of parallelism and the number of nodes.
+        layout: Name of an example fleet in `check.LAYOUTS`.
 
     Returns:
         The options of the backend's command line, as read from tests/peers/backends, and the
@@ -102,10 +101,11 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[st
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
         # vLLM reads the option -rank as -r with the value "ank"
         ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),
-        # an option without a value gets a value, an option that needs a value gets none, and an
-        # option has a shortened name
+        # the option `--headless` takes no value
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
+        # the value of an option is missing: the next word is another option
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
+        # the name of the option is shortened
         ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),
         # an option for a number gets a text
         ("SGLang TP16 over 2x8", "16", "many", "invalid int value: 'many'"),
