@@ -167,7 +167,7 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
     (project / "within").symlink_to(project / "train.py")
     (project / "back").symlink_to(f"../{project.name}/data")
     (project / "..hidden").symlink_to("..odd")
-    # Git tracks a file in this folder. Replace the folder with a symbolic link.
+    # Git tracks a file in the folder `src/pkg`. Replace this folder with a symbolic link.
     (project / "src" / "pkg" / "a.py").unlink()
     (project / "src" / "pkg").rmdir()
     (project / "src" / "pkg").symlink_to(tmp_path / "secret")

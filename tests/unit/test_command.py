@@ -397,8 +397,8 @@ def test_verbs_use_the_server_of_the_stack(stack: Callable[..., None]) -> None:
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    # The state file names this test's process as the supervisor of the stack. So `muster`, which
-    # runs in a child process, finds that the stack is running.
+    # `muster` runs in a child process. The state file of the stack contains the pid of this test's
+    # process, which is alive, so `muster` finds that the stack is running.
     assert done.stdout.splitlines()[-1] == f"asks {STACK_URL}", done.stderr
 
 

@@ -24,7 +24,7 @@ def write_program(file: Path, text: str = "#!/bin/sh\n") -> Path:
 
 
 def make_environment(folder: Path, *launchers: str) -> Path:
-    """Create a Python environment with launchers that its interpreter runs, and return its path."""
+    """Create a Python environment with launchers such as torchrun, and return the folder."""
     python = write_program(folder / "bin" / "python")
     for name in launchers:
         write_program(folder / "bin" / name, f"#!{python}\nimport sys\n")
@@ -48,7 +48,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with two scripts, whose `.venv` has no launcher."""
+    """A project with two scripts, and with a `.venv` that has no launcher such as torchrun."""
     folder = tmp_path / "project"
     make_environment(folder / ".venv")
     for name in ("train.py", "eval.py"):

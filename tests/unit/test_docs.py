@@ -176,8 +176,8 @@ EVALUATED: Mapping[str, Any] = {
     "components": {"trainer": {"checkpoints": "checkpoints"}},
     "evals": {"math": {"command": ["true"]}, "trainer": {"command": ["true"]}},
 }
-#: Further keys of a run spec. Some documented examples are invalid in the spec BASE without these
-#: keys. Each key of this mapping is the path of the part of a spec that contains the example.
+#: Mapping from a part of a run spec, for example `components.NAME.stop`, to further keys of the
+#: spec. The documented examples of this part are valid only together with these keys.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "start_from": {
         "start_from": {

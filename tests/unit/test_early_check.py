@@ -114,8 +114,8 @@ def test_spec_is_read_from_the_arguments(
         ["--resume", "some-pipeline"],
         ["spec.yaml", "--help"],
         ["spec.yaml", "other.yaml"],
-        # standard input and a pipe can be read only once. So the check before the command must not
-        # read these inputs
+        # standard input and a pipe can be read only once, so the early check must not read these
+        # inputs
         ["-"],
         ["pipe"],
     ],
