@@ -12,9 +12,9 @@ from tests.benchmarks.records import read_all
 
 
 def limit(bound: float) -> Limit:
-    """Return the limit of a benchmark: the number of runs at which a duration reaches `bound`.
+    """Return a limit: the number of runs at which the measured duration reaches `bound`.
 
-    `bound` is a duration in milliseconds.
+    `bound` is in milliseconds.
     """
     return Limit(what="runs", group="a", bound=bound, bound_text="so much")
 
@@ -27,8 +27,8 @@ def limit(bound: float) -> Limit:
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # the durations do not grow with the number of runs, so no number of runs reaches the bound.
-        # The result is the word "over" with ten times the largest measured number
+        # the durations do not grow with the number of runs, so the limit is unknown. The result is
+        # the word "over" and ten times the largest measured number of runs
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
         # a pass takes 5 ms even without runs, which is above the bound of 1 ms

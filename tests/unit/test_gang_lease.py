@@ -292,7 +292,7 @@ async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease)
     ("within_s", "is_taken_over"),
     [
         # the lease has expired, but its holder may still be writing to the server. So another
-        # scheduler does not take the lease over within 44 s, but within 46 s
+        # scheduler waits before it takes the lease over: 44 s are too short, 46 s are enough
         (44.0, False),
         (46.0, True),
     ],
@@ -646,7 +646,7 @@ async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def leads_to(link: Path, path: Path) -> bool:
     try:
         return link.readlink() == path
-    except FileNotFoundError:  # the listing of /proc/self/fd had its own descriptor, now closed
+    except FileNotFoundError:  # listing /proc/self/fd opened this descriptor and has closed it
         return False
 
 

@@ -69,9 +69,9 @@ def private_names(source: str) -> set[str]:
 
 
 def find_changed_internals(base: type[Any]) -> Iterator[str]:
-    """Yield a message for each private method or attribute of a worker that has changed.
+    """Yield a message for each private method or attribute of a worker that is not as expected.
 
-    A missing method or attribute also counts as changed.
+    A missing method or attribute is also reported.
 
     Args:
         base: Prefect's worker class.

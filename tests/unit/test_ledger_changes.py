@@ -23,7 +23,7 @@ class FakeResponse:
 
 @dataclass
 class FakeClient:
-    """Fake Prefect client. Its server has flow runs, and the work pool `gang`."""
+    """Fake client of a Prefect server that has flow runs, and the work pool `gang`."""
 
     flow_runs: list[dict[str, Any]] = field(default_factory=list)
 
