@@ -13,8 +13,8 @@ from tasks.rollout.admission import Bounds, compute_bounds
         (65536, 36, False, 0, 32622, 256, 64),
         (65536, 36, True, 0, 32622, 8192, 4096),
         (65536, 36, True, 1000, 28622, 8192, 4096),
-        # the process may open only 1,024 files. So clients that have not yet sent an authorized
-        # request may use only half of the connections: 186 of 372
+        # the process may open only 1,024 files, and allows 372 connections. Clients that have not
+        # yet sent an authorized request may use half of these connections
         (1024, 24, False, 0, 372, 186, 64),
         (1024, 24, True, 0, 372, 186, 93),
         # the process may open only 64 files, but one connection is still allowed

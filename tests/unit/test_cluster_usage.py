@@ -203,8 +203,8 @@ class Store(
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        #: Entries that were written to the key-value table, which version 1 of Ray's autoscaler
-        #: reads.
+        #: Entries that were written to the key-value table. Version 1 of Ray's autoscaler reads
+        #: this table.
         self.keys: dict[bytes, Any] = {}
         #: Requests to version 2 of Ray's autoscaler, as pairs: resources of a bundle, number of
         #: bundles.

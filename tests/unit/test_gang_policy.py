@@ -313,8 +313,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # w1 needs 8 GPUs, and gets all of node a at 100 s. So w1 does not need node b, and the
-        # other runs may use the free GPUs of node b for any time
+        # w1 needs only the 8 GPUs of node a, which are free at 100 s. So the other gangs may use
+        # node b for longer than 100 s
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],
@@ -346,8 +346,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # too few GPUs are free for the second gang, which waits behind the first gang. So the
-        # reason of the second gang is BEHIND
+        # too few GPUs are free for the second gang, so this gang waits behind the first gang
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),

@@ -148,9 +148,9 @@ def test_histories_that_keep_the_rules_of_the_queue_have_no_fault(
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        # two runs use more GPUs of a node than the node has, according to their states or
-        # components
+        # two runs together hold 9 GPUs of a node with 8 GPUs
         ([run(1, 1, 5, 5), run(2, 4.9, 8, 4)], "by their states: 9 of 8 n1 at 4.900: r1, r2"),
+        # run 1 has ended, but a component of run 1 still uses GPUs that run 2 has now
         (
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)]), run(2, 5.1, 9)],
             "by the components: 16 of 8 n1 at 6.100: r1, r2",
