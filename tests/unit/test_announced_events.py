@@ -51,7 +51,7 @@ def announcements() -> RunAnnouncements:
 def tell(announcements: RunAnnouncements) -> Tell:
     """Return a function that passes an event of the run to `announcements`.
 
-    The function returns the Prefect events that Muster sends to the server in response.
+    The function returns the Prefect events that follow from this event.
     """
 
     def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:

@@ -37,7 +37,7 @@ def spec(tmp_path: Path) -> Path:
 def read_answer(
     spec: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[int, dict[str, Any]]:
-    """Return the exit code of `muster check --json`, and the JSON that it prints."""
+    """Run `muster check --json`, and return the exit code and the printed JSON."""
     code = run(CHECK, [str(spec), "--json", *words])
     return code, json.loads(capsys.readouterr().out)
 

@@ -62,7 +62,7 @@ def evaluations(**keys: Any) -> dict[str, Evaluation]:
 
 
 def chosen(content: EvaluationsJson, *, is_last: bool = False, **keys: Any) -> dict[int, str]:
-    """Choose evaluations, and return a mapping from checkpoint number to evaluation state.
+    """Return the chosen evaluations: mapping from checkpoint number to evaluation state.
 
     Args:
         content: Record of the checkpoints and evaluations.

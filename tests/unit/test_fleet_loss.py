@@ -78,8 +78,7 @@ def judge(
     [
         ({"signal": 9}, "INFO gateway on http://127.0.0.1:8000\n"),
         ({"signal": 11}, "Fatal Python error: Segmentation fault\n"),
-        # the fleet's process ends with an uncaught exception, so the fleet is lost. In another
-        # component, the same log would mean USER_ERROR
+        # the fleet's process ends with an uncaught exception, so the fleet is lost
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
         # a process outside the run has stopped the fleet with a signal, so the fleet is lost

@@ -65,7 +65,7 @@ def test_fleet_is_written_unchanged() -> None:
         # the number of GPUs is calculated from the parallelism
         ({**SGLANG, "tensor_parallel": 8, "expert_parallel": 4}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 2, "data_parallel": 4}, 8, 1, 8),
-        # data-parallel (DP) attention uses the ranks of tensor parallelism, and no further GPUs
+        # data-parallel (DP) attention uses the GPUs of tensor parallelism, and no further GPUs
         ({**SGLANG, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 4, "args": ["--pp-size", "2"]}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),

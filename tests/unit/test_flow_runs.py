@@ -218,8 +218,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # this worker is also named "there", although its host is named "here". So no other worker
-        # took the flow run over
+        # the label of the flow run names this worker, so no other worker took the flow run over
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
         # the flow run is a Kubernetes job and not a process of a host, so no worker is named

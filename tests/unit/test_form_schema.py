@@ -78,7 +78,7 @@ def test_schema_is_valid() -> None:
         ("start_order", ["trainer"]),
         ("components.trainer.stop", {"signal": "SIGINT", "grace_s": 5}),
         ("components.trainer.ready", {"tcp": "127.0.0.1:${trainer.port}"}),
-        # null is valid, because the parameters of a finished run have null for each omitted key
+        # null is valid, because a run's stored parameters contain null for each omitted key
         ("watch", None),
         ("components.trainer.live", None),
     ],

@@ -203,8 +203,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # Each of these texts may name a run that only the Prefect server knows. So the search among
-        # the runs on this machine must find nothing.
+        # Each of these texts may also mean a run on another machine. So the search on this machine
+        # must find nothing.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),
