@@ -89,8 +89,8 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # a user has retried the first run of stage b, so this run counts, and the second run of
-        # stage b is ignored
+        # a user has retried the first run of stage b, so only the result of this run counts, and
+        # the second run of stage b is ignored
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
         # the order of the runs does not matter

@@ -51,9 +51,10 @@ class FakeRuns:
     #: Mapping from the name of a stage or matrix point to the spec of its run. A matrix point is
     #: one combination of the values in a matrix.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Mapping from the name of a stage or matrix point to the tags of its run.
+    #: Mapping from the name of a stage, or of one combination in a matrix, to the tags of its run.
     tags: dict[str, list[str]] = field(default_factory=dict)
-    #: Earlier runs whose results the pipeline reuses, because their inputs are the same.
+    #: Earlier runs with the same inputs as a stage of this pipeline. The pipeline reuses the
+    #: results of these runs.
     cached: list[StageRun] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, Any] = field(default_factory=dict)
@@ -584,9 +585,9 @@ def test_failed_evaluation_does_not_delay_the_next_stage(server: FakeRuns) -> No
 
 
 def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:
-    """A pipeline's process was killed after it recorded why a matrix point must stop.
+    """A pipeline's process was killed after it recorded why one of its runs must stop.
 
-    The killed process had not cancelled the run of this point. The next process must cancel it.
+    The killed process had not cancelled this run. So the next process must cancel the run.
     """
     session = start(reward_grid())
     session.advance()

@@ -318,8 +318,7 @@ def test_inserted_value_is_literal() -> None:
     [
         # Without the key `keep_best`, the key `keep` could remove the best checkpoint.
         ({}, {"keep": 2}, "stages.0.best"),
-        # `stop_early` can compare only training metrics of the points, not the results of an
-        # evaluation.
+        # `stop_early` can compare only training metrics, not the results of an evaluation.
         ({"stop_early": {"by": "math.accuracy", "after_step": 5}}, {}, "stages.0.stop_early.by"),
     ],
 )
@@ -344,7 +343,7 @@ def test_matrix_may_compare_an_evaluation_whose_best_checkpoint_is_kept() -> Non
 
 
 def make_evaluated_stage(trainer_keys: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage with a matrix. The best point of the matrix is chosen by an evaluation."""
+    """Return a stage that trains with four learning rates. An evaluation chooses the best run."""
     trainer = {"command": ["true"], "checkpoints": "saved", **trainer_keys}
     spec = {
         "name": "a",

@@ -40,7 +40,7 @@ def not_json(): return {1, 2}
 """
 
 
-#: A matrix with four points, which are enough for the key `stop_early`.
+#: A matrix with four values, which start four runs. The key `stop_early` needs at least four runs.
 FOUR_POINTS = {"env.A": ["1", "2", "3", "4"]}
 
 
@@ -320,7 +320,7 @@ def test_quickstart_evaluation_writes_its_result(tmp_path: Path) -> None:
 
 
 def run_program(project: Path, function: str, args: dict[str, Any]) -> tuple[int, str, Any]:
-    """Run the program of a `call` step; return its exit code, its output and its result."""
+    """Run a pipeline step that calls a function; return the exit code, stderr and the result."""
     loaded = parse_pipeline(pipeline(call(function, args=args)))
     component = loaded.run_spec("a")["components"]["step"]
     result = project / "result.json"

@@ -100,7 +100,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python"],
         ["python", "${run.dir}/none.py", "--config", "${attempt.dir}/none.yaml"],
         ["python", "${run.dir}", "none.py"],
-        ["python", "${run.dir}", "--config", "none.yaml"],  # the placeholder may stand for -c
+        ["python", "${run.dir}", "--config", "none.yaml"],  # ${run.dir} may stand for the option -c
         ["${attempt.dir}/program", "none.py"],
         ["sh", "-c", "none.sh --config none.yaml", "none.sh"],
         ["bash", "-euc", "none"],
@@ -110,7 +110,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["sh", "run.sh", "--config", "none.yaml"],  # the script may change its directory first
         ["node", "app.js"],
         ["torchrun", "--standalone", "--nproc_per_node=8", "--rdzv-id", "none.py", "train.py"],
-        # Muster does not know the options of these programs, so it does not check their files
+        # Muster does not know which arguments of these programs are files, so no file is checked
         ["env", "--chdir", "/nowhere", "python", "none.py", "--config", "none.yaml"],
         ["run-api", "--config", "none.yaml"],
         ["python", "-m", "module", "--config", "none.yaml"],

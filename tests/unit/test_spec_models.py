@@ -160,7 +160,7 @@ def test_spec_is_immutable() -> None:
     [
         ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
-        ("environment", "complete"),  # same as in the launcher of Hermes
+        ("environment", "complete"),
         ("sandbox", "fail"),  # the default for every other name
     ],
 )
@@ -186,10 +186,11 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
 @pytest.mark.parametrize(
     ("retry", "kind", "policy"),
     [
-        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # not in `retry`: requeued without limit
+        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # default: requeued without limit
         ({}, "START_TIMEOUT", Retry(attempts=6)),
         ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
-        # by default, a run that lost its fleet is requeued three times, after a short delay
+        # by default, a run that lost its inference servers is requeued three times, after a short
+        # delay
         (
             {},
             "FLEET_LOST",
@@ -198,7 +199,7 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
         ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
         ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
         ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
-        ({}, "NODE_LOST", None),  # not in `retry`, so there is no retry
+        ({}, "NODE_LOST", None),  # default: the run is not retried
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
     ],
@@ -281,7 +282,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        # a liveness probe may check only the processes of the component
+        # a liveness probe that checks only processes
         ("trainer.live", {"processes": "scheduler"}),
         # a liveness probe that checks processes and also sends an HTTP request
         (
