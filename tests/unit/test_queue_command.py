@@ -298,7 +298,7 @@ def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: 
         command(*arguments)
 
     assert [(event, what, pool) for event, what, pool, _who in server.events] == [
-        # gpu-9 was drained before this command, so it needs no event
+        # gpu-9 was drained before this command, so there is no event about gpu-9
         ("muster.node.drained", "gpu-1", "gang"),
         ("muster.node.undrained", "gpu-1", "gang"),
     ]

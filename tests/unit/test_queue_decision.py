@@ -235,7 +235,7 @@ ONE_AT_A_TIME = DeploymentLimit(limit=1, skips=True)
 
 
 def of_deployment(number: int, **more: Any) -> QueueEntry:
-    """Return the queue's entry of a waiting run that was created from the deployment."""
+    """Return the queue's entry of a waiting run that was created from the deployment DEPLOYMENT."""
     return entry(flow_run(1, number=number, deployment_id=DEPLOYMENT, **more))
 
 
@@ -626,7 +626,6 @@ def test_running_jobs_hold_their_gang_without_a_process() -> None:
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        # the spec has an invalid gang
         ({"gang": {"gpus_per_node": "many"}}, "gang.gpus_per_node: must be a whole number"),
         ({"gang": {"gpus": 8}}, "gang.gpus: unknown key"),
     ],
@@ -724,7 +723,8 @@ def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEnt
         # the run has reported an expected end, which replaces the default of 24 hours
         ({}, 2.0, 2.0, False),
         ({}, 30.0, 30.0, False),
-        # a later expected end than `hours` or `max_hours` in the spec is reduced to this limit
+        # `hours` and `max_hours` in the spec limit the duration of the run. An expected end after
+        # this limit is replaced by the limit
         ({"hours": 4}, 2.0, 2.0, False),
         ({"hours": 4}, 30.0, 4.0, False),
         ({"max_hours": 4}, 30.0, 4.0, False),

@@ -69,7 +69,7 @@ async def read_view(pool: str) -> QueueView:
         # the time of the last heartbeat of the run's worker is unknown, so there is no warning
         (Running(), [("there", None)], False),
         (Running(), [("other", 840.0)], False),
-        # the run has no process, so there is no warning about a silent host
+        # the run has no process, so a missing heartbeat of the worker causes no warning
         (Scheduled(), [("there", 840.0)], False),
         (Completed(), [("there", 840.0)], False),
     ],

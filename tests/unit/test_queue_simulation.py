@@ -93,15 +93,15 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "started"),
     [
-        # At 60 s, `whole` ends, and `pair` and `short` are submitted. The scheduling pass at 60 s
-        # considers all three events, so `pair` gets all GPUs and `short` waits
+        # At 60 s, `whole` ends, and `pair` and `short` are submitted. The same scheduling pass
+        # considers all three events. `pair` is before `short` in the trace, so `pair` gets all GPUs
         (
             ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # The policy `backfill` rounds the 3000 s of `half` up to 3600 s. So the policy expects that
-        # `head` starts after 3600 s, and allows `fits` to start before `head`
+        # The policy `backfill` rounds the duration of `half` up to 3600 s, so `head` is expected to
+        # start at 3600 s. `fits` may start earlier, because `fits` ends before 3600 s
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),
@@ -145,8 +145,8 @@ def test_infeasible_jobs_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # without a number of nodes, a job gets the smallest possible number of nodes, with equal
-        # numbers of GPUs
+        # without a number of nodes, a job gets as few nodes as possible, with the same number of
+        # GPUs on each node
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),

@@ -174,8 +174,7 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
         # the name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
-        # the gang is checked before the rest of the spec, so an invalid gang is reported first. The
-        # run id contains the valid name `trial`
+        # only the key `gang` is invalid, so the run id contains the valid name `trial`
         ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),
     ],
 )
@@ -541,8 +540,8 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 
     # Number of `read_flow_runs` requests in a scheduling pass: 3 for the runs that hold GPUs, 1
     # other request, 3 for the runs that hold GPUs again, 1 for the waiting runs (only if another
-    # scheduler has decided in between), and 1 other request. Each iteration below requeues the run
-    # just before one of these requests.
+    # scheduler has decided in between), and 1 other request. In each iteration below, the run
+    # `first` is requeued just before a different request.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 

@@ -56,7 +56,8 @@ def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more:
     Args:
         why: Kind of the reason.
         number: Position of the run in the queue.
-        free: Mapping from the name of a node to its number of free GPUs. Default: THREE.
+        free: Mapping from the name of a node to its number of free GPUs. If None, the
+            constant THREE is used.
         **more: Further arguments of `explain_wait`.
     """
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
@@ -101,7 +102,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        # the run would fit on the drained nodes, so the message names them
+        # the run would fit on the drained nodes, so the message names these nodes
         (
             first(drained={"n3": 8}),
             "would fit on drained nodes: n3 (to use them: muster queue undrain NODE); free now: 8 "
@@ -116,7 +117,7 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
-        # the run would not fit even on all nodes together with the drained nodes
+        # the run would not fit even if the drained nodes could be used
         (
             first(drained={"n3": 7}),
             "waits for missing nodes to return, because the present nodes are",
@@ -213,8 +214,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
         ),
-        # both runs are so far back in the queue that the text names neither the first run of the
-        # queue nor the scheduling rule
+        # runs far back in the queue get the same text for both reasons
         (
             later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
             later(Why.WOULD_DELAY, number=MAX_POSITION_WITH_FIRST_RUN + 2),
