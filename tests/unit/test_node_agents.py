@@ -153,8 +153,8 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # the order would end the processes of all attempts of the run, including the processes of
-        # this active job
+        # the order `sweep` would end the processes of all attempts of the run, including the
+        # processes of this active job
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
@@ -309,7 +309,7 @@ def test_many_sweeps_at_once_start_the_missing_agent_only_once(
     async def start_agent(_: NodeClient, what: str, each: Any, deadline: float) -> NodeAnswers:
         starts.append(what)
         for _ in range(100):
-            # Let the other sweeps continue until they wait for the agent.
+            # Let the other searches for leftover processes continue until they wait for the agent.
             await asyncio.sleep(0)
         agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
         cluster.table["muster", f"{key.prefix}{NODE}"] = agent.address

@@ -114,7 +114,7 @@ def test_process_of_an_orphan_gets_sigterm_and_the_reason(
 def test_process_of_another_run_gets_no_signal(
     server: Server, process: subprocess.Popen[bytes], is_running: bool
 ) -> None:
-    # The run is still running, or has completed a moment ago and the processes may still be ending.
+    # The run is still running, or has completed 1 s ago, so its processes may still be ending.
     server.state = State(type=StateType.RUNNING) if is_running else completed(1.0)
 
     assert [*orphans.end_orphans()] == []

@@ -153,8 +153,8 @@ def test_recovery_without_free_files_waits() -> None:
 
     harness = played(story, budget=1)
 
-    # The first 30 starts failed, because Muster had no free file descriptor. Such failures do not
-    # count as recoveries of the engine. Only the next start counts, which succeeded.
+    # The first 30 starts failed, because Muster had no free file descriptor. These failed starts do
+    # not count as recoveries of the engine. Only the next start counts, which succeeded.
     assert harness.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
         fields["outcome"]

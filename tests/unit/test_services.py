@@ -43,8 +43,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # the service was not ready within 100 s after its first death, so it is not restarted again
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # a service that is not ready within 100 s is not restarted again. The service was ready
-        # before its death at 100 s, but not between its deaths at 100 s and 201 s
+        # the service was ready before its death at 100 s, but not within 100 s after this death, so
+        # it is not restarted again
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
         # the service was never ready within 100 s after its first death
         ([(0, None), (101, None)], [1, None]),
@@ -75,7 +75,7 @@ def test_log_of_an_earlier_process_does_not_prove_readiness(tmp_path: Path) -> N
 
 
 class Process:
-    """Fake process of a service. The future `empty` is done when the service has no process."""
+    """Fake process tree of a service. The future `empty` is done when all processes have ended."""
 
     def __init__(self) -> None:
         self.guardian = ProcessId(pid=1, start_ticks=0, boot_id="nowhere")

@@ -55,7 +55,7 @@ class RecordingSession:
 
     @property
     def verbs(self) -> list[str]:
-        """Names of the methods that were called since the last read, in order."""
+        """Names of the called methods, in order. Each read of this property clears the list."""
         return [self.calls.get().partition(":")[0] for _ in range(self.calls.qsize())]
 
 
@@ -78,7 +78,7 @@ def requests_of_session(
     """Return a `ForwardedRequests` object, which reports signals and cancellations to a session.
 
     Args:
-        session: Session of the run. It records the calls of its methods.
+        session: Fake session of the run, which receives the requests.
         monkeypatch: Replaces the search for the worker's flow run.
         has_worker: True if a worker has started the run.
         may_be_left: True if the next worker may continue the run after a SIGTERM. A cancelled run

@@ -83,8 +83,8 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
         # the id of the run is in a variable of another name, so the process does not belong to the
         # run
         {"MY_MUSTER_RUN_ID": "{run_id}"},
-        # the process belongs to another attempt or another component of the run, or its variables
-        # name only the run
+        # the process belongs to another attempt or another component of the run, or the process has
+        # only the variable with the run id
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "api"},
         {"MUSTER_RUN_ID": "{run_id}"},
@@ -110,8 +110,7 @@ def test_calling_process_and_its_ancestors_are_not_killed(run_id: str) -> None:
     )
 
     done = subprocess.run(
-        # The Python process calls `end_carriers`. The shell is its parent. Both processes have the
-        # run id.
+        # A shell starts a Python process that calls `end_carriers`. Both processes have the run id.
         ["bash", "-c", '"$0" -c "$1"; echo alive', sys.executable, code],
         env={**os.environ, "MUSTER_RUN_ID": run_id},
         capture_output=True,
@@ -147,7 +146,7 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of the process in its first two reads, then an empty environment.
+        """Return the environment of a process, as if `process` had no variables after two reads.
 
         A process has an empty environment after an `execve` without variables.
         """
@@ -171,8 +170,8 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # Each search finds a new process. No process has these pids, so each process counts as ended
-    # after its search. Only the process of the last search, at the time limit, counts as leftover.
+    # Each search returns a new pid that no process has, so the pid counts as ended right after the
+    # search. Only the pid of the last search, at the time limit, counts as leftover.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

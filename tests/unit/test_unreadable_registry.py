@@ -475,7 +475,7 @@ def test_entries_are_written_while_the_disk_forces_a_record(
 def test_owner_and_jobs_are_forced_to_the_disk(
     muster_home: Path, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of a Ray job and of its run's owner must survive a power failure (fsync).
+    """The registry files of a Ray job and of a run's flow process must survive a power failure.
 
     The files of other components need not survive, because a power failure also ends the
     components.
