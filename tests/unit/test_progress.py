@@ -285,8 +285,8 @@ def write_file_at(path: Path, at: float) -> None:
         (25.0, {10: 5, 10.5: "step_5/state.pt", 11: 6}, 11.0),
         # the training writes a checkpoint file after step 5, and then hangs
         (25.0, {10: 5, 10.5: "step_5/state.pt"}, 10.5),
-        # A long save exceeds the limit, and the training continues. Hours later, the training hangs
-        # after another save.
+        # A save takes longer than `limit_s`, and the training continues. Hours later, the training
+        # hangs after another save.
         (
             100.0,
             {0: 5, **{at: "step_5/state.pt" for at in range(10, 300, 10)}, 300: 6}

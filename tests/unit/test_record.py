@@ -241,8 +241,8 @@ def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
     ("decision", "expected"),
     [
         ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
-        # the flow process was killed before it wrote a decision. So the next process only writes
-        # that the run was begun again
+        # the flow process was killed before it recorded whether the run is retried. So the next
+        # process only records that the run was begun again
         (None, "begun again"),
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],
@@ -350,14 +350,15 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # the attempt has no final state yet, so the next flow process can adopt the attempt's job
+        # the attempt has no final state yet, so the next flow process can take over the job
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),
-        # the teardown has begun, but Muster has not requested the stop of the job, so the job can
-        # be adopted
+        # the teardown has begun, but Muster has not requested the stop of the job, so the next flow
+        # process can take over the job
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
-        # Muster has already requested the stop of the job, so the job cannot be adopted
+        # Muster has already requested the stop of the job, so the next flow process cannot take
+        # over the job
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
     ],
 )

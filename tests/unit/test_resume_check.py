@@ -22,9 +22,9 @@ def resume(passed: str | None, *refused: str, expected: str | None = None) -> Re
     ("record", "first", "last", "warning"),
     [
         (resume("/c/step_20"), 21, 21, ""),
-        (resume("/c/step_20"), 20, 20, ""),  # the trainer first evaluates
+        (resume("/c/step_20"), 20, 20, ""),  # the trainer first evaluates the checkpoint
         (resume("/c/step_20"), 30, 30, ""),  # the trainer logs every tenth step
-        (resume("/c/step_20"), 1, 20, ""),  # the metrics file has the earlier steps, too
+        (resume("/c/step_20"), 1, 20, ""),  # the trainer repeats the metrics of steps 1 to 20
         (resume("/c/step_20"), 1, 3, "from the beginning"),
         (resume("/c/step_20", "/c/step_30"), 31, 33, "/c/step_30"),
         (resume("/c/step_20", "/c/step_30"), 21, 23, ""),

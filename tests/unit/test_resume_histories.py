@@ -32,8 +32,8 @@ from tasks.spec.run import RunSpec
 from tests.support import checkpoint_files as files
 from tests.support.checkpoint_files import Write
 
-#: Functions that write a checkpoint, one for each layout. The files of such a checkpoint alone show
-#: whether the checkpoint is complete.
+#: Functions that write a checkpoint, one for each layout. In each of these layouts, the files of a
+#: checkpoint show whether the checkpoint is complete.
 LAYOUTS: tuple[Write, ...] = (
     files.distributed,
     files.hugging_face,

@@ -24,12 +24,12 @@ class Clock:
 @pytest.mark.parametrize(
     ("steps", "silent_s"),
     [
-        # the trainer repeats step 20 of its checkpoint, which is no progress until the next step
+        # the trainer repeats step 20 of its checkpoint, and the progress begins with step 21
         ([20, 20, 20], 30.0),
         ([None, 20, 20], 30.0),
         ([20, 21, 21], 10.0),
         ([20, 21, 22], 0.0),
-        # the steps differ from step 20 of the checkpoint, so each new step is progress
+        # the trainer does not report step 20 of the checkpoint, so each new step is progress
         ([1, 2, 3], 0.0),
         ([30, 31, 32], 0.0),
     ],

@@ -299,8 +299,8 @@ def test_run_that_a_stopped_stack_ends_names_the_stop(
     run.begin_attempt()
     own_pid = os.getpid()
 
-    # `muster down` writes its reason first, and then stops the worker. The worker writes another
-    # reason.
+    # `muster down` writes why the run ends, and then stops the worker. The worker then writes
+    # another reason for the end of the run.
     written = write_stop_notes("cancelled, because ada stopped the stack", lambda _: True)
     write_stop_notes(describe_stopped_worker(), lambda owner: owner.process.pid == own_pid)
     run.interrupt("interrupted by SIGTERM")

@@ -48,8 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes of the trainer that have a handler for the warning signal.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Function that takes a time of the clock, and returns the planned end of the machine as known
-    #: at this time. None if no end is planned.
+    #: Function that takes a time of the clock, and returns the shutdown of the machine that is
+    #: known at this time. None if no shutdown is planned.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
@@ -117,7 +117,7 @@ def make_scene(
     A `TimeToSave` object gives the trainer time to write a checkpoint before the run ends.
 
     Args:
-        warn_s: Seconds from the warning of the trainer to its end. None for no warning.
+        warn_s: Seconds from the warning signal to the end of the run. None for no warning.
         grace_s: Seconds from the stop signal to SIGKILL.
         save_grace_s: Longest wait for a checkpoint in seconds.
         is_saving: Returns True if the trainer writes a checkpoint at the given time of the clock.
@@ -154,7 +154,7 @@ def make_scene(
 
 
 async def announce_end(scene: Scene, in_s: float) -> None:
-    """Announce that the machine ends in `in_s` seconds, and wait until this time."""
+    """Announce that the attempt ends in `in_s` seconds, and wait for this number of seconds."""
     async with asyncio.timeout(TEST_WITHIN_S):
         await scene.time_to_save.announce_end(scene.clock.now + in_s, "the time is over")
 
@@ -353,7 +353,12 @@ async def test_sigkill_is_not_delayed_if_the_spec_gives_no_time_for_a_save(tmp_p
 
 
 async def follow_planned_ends(scene: Scene, until: float) -> None:
-    """Let the `TimeToSave` object watch for a planned end of the machine until the time `until`."""
+    """Let the `TimeToSave` object watch for a planned shutdown of the machine.
+
+    Args:
+        scene: The parts of the test.
+        until: Time of the clock at which the watch ends.
+    """
     watch = asyncio.create_task(scene.time_to_save.follow_planned_ends())
     async with asyncio.timeout(TEST_WITHIN_S):
         while scene.clock.now < until:
