@@ -15,8 +15,8 @@ from tasks.train.mlflow_parents import find_mlflow_parents
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
 PARENT = "0123456789abcdef0123456789abcdef"
-#: Source of a fake package `mlflow`, with one run of an earlier attempt. Its functions append their
-#: calls to a file, whose path is in the environment variable CALLS.
+#: Source of a fake package `mlflow`, with one run of an earlier attempt. Each call of a function of
+#: the package is appended to the file that the environment variable CALLS names.
 FAKE_MLFLOW = f"""
 import os
 from types import SimpleNamespace as Namespace

@@ -74,11 +74,11 @@ def test_healthy_node_has_no_finding() -> None:
         (node(skew_s=2.2, skew_error_s=0.1), "clock"),
         (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
         (node(carriers=[carrier("ended")]), "leftovers"),
-        # Ray reports eight GPUs, but the GPU driver finds only seven: this is a finding
+        # Ray reports eight GPUs, but the GPU driver finds only seven
         (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
-        # the GPU driver does not answer: this is a finding
+        # the GPU driver does not answer
         (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
-        # a process that has ended still holds GPU memory: this is a finding
+        # a process that has ended still holds GPU memory
         (
             node(facts=node().facts | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}),
             "gpus",

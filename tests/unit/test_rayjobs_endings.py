@@ -69,8 +69,8 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # Ray and Muster's wrapper notice the end of a job late. So their maximum delays are
-        # subtracted from the end time that Ray reports
+        # Ray reports the end of a job with a delay. So the maximum delay is subtracted from the end
+        # time that Ray reports
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # the end time from Ray is too early, because a later request still found the job running.
         # So the time of this request is used

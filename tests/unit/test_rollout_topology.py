@@ -228,7 +228,7 @@ def test_training_mesh_has_an_entry_for_each_server_that_updates_weights() -> No
 @pytest.mark.parametrize(
     ("written", "node_gpus", "nodes"),
     [
-        # Two engines fit on one node of the gang.
+        # Two engines fit on one node.
         ({"backend": "sglang", "tensor_parallel": 4, "engines": 3}, 8, [(0,), (0,), (1,)]),
         ({"backend": "sglang", "tensor_parallel": 3, "engines": 3}, 8, [(0,), (0,), (1,)]),
         # An engine on several nodes does not share these nodes with another engine.
@@ -237,7 +237,8 @@ def test_training_mesh_has_an_entry_for_each_server_that_updates_weights() -> No
             8,
             [(0, 1), (2, 3)],
         ),
-        # The run has no gang: on Ray each engine has its own node, and local engines share a node.
+        # The spec names no number of GPUs per node: on Ray each engine has its own node, and local
+        # engines share a node.
         ({"backend": "sglang", "engines": 2}, None, [(0,), (1,)]),
         ({"backend": "sglang", "engines": 2, "placement": "local"}, None, [(0,), (0,)]),
         # Engines without GPUs share the first node.
@@ -408,7 +409,7 @@ def test_probes_of_a_command_come_from_its_spec(
 
 
 def slot(rank: int, **changes: Any) -> ServerSlot:
-    """Return the plan of a server of engine 0, which updates the weights of one rank."""
+    """Return the plan of a server of engine 0. The server updates the weights of one rank."""
     defaults: dict[str, Any] = {
         "ranks": (rank,),
         "engine": 0,

@@ -61,8 +61,8 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},
         ),
-        # The rollout and the training run at the same time. Only the time in which the trainer
-        # waits for the rollout counts, and is shown as waiting.
+        # The rollout and the training run at the same time, so the rollout has no share of its own.
+        # The time in which the trainer waits for the rollout is shown as waiting.
         (
             {**SLIME, "perf/rollout_time": 95.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
@@ -249,8 +249,8 @@ def test_gateway_reports_response_times_since_the_last_request() -> None:
     ("granted_gpus", "expected"),
     [
         ({}, {"n1": 0.45, "n2": 0.0}),
-        # The run uses only some GPUs of the node, and Muster does not know which. So the
-        # utilisation of the busiest GPUs is used.
+        # The run uses one of two GPUs, and Muster does not know which GPU. So the utilisation of
+        # the busier GPU is used.
         ({"n1": 1}, {"n1": 0.9}),
         ({"n2/abcdef01": 2}, {"n2/abcdef01": 0.0}),
         ({"elsewhere": 8}, {}),
