@@ -70,8 +70,8 @@ LATE_IMPORTS = {
     ("tasks.train.server_imports", "import_server_runs"),
 }
 
-#: Program that prints the functions with an import of a Muster module as a JSON list of `[module,
-#: function]`.
+#: Program that finds all functions that contain an import of a Muster module. The program prints a
+#: JSON list of pairs: module and function.
 FIND_LATE_IMPORTS = """
 import ast, json, sys
 import tasks.client

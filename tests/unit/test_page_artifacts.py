@@ -205,8 +205,8 @@ def test_events_at_the_start_of_an_attempt_are_sent_together(
     page.send()
 
     assert 0 < due_in_s <= 1
-    # Each artifact is created with one request. The run's first process does not search for
-    # existing artifacts.
+    # Each artifact is created with one request. The first process of a run does not search for
+    # existing artifacts, because there are none.
     assert [request.partition(" ")[0] for request in server.requests] == ["POST"] * 5
     assert sorted(artifact["key"] for artifact in server.stored.values()) == [
         "attempts",

@@ -225,9 +225,9 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
             {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
             "critic/rewards/mean",
         ),
-        # the metrics have no reward, so the loss is drawn; without both, no metric is drawn (empty
-        # name)
+        # the metrics have no reward, so the loss is drawn
         ({"step": 1, "data": {"train/loss": 0.5}}, "train/loss"),
+        # the metrics have no reward and no loss, so nothing is drawn
         ({"step": 1, "lr": 0.5}, ""),
         ({"step": 1, "reward": "high"}, ""),
     ],

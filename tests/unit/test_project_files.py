@@ -82,8 +82,8 @@ def configured_registries() -> list[str]:
 def forbidden(root: Path) -> re.Pattern[str]:
     """Return a pattern that matches the hosts of registries and the path `root` of the checkout.
 
-    A path directly under `/`, such as `/src`, may also be a common word. The pattern does not
-    contain such a path.
+    If `root` is directly under `/`, such as `/src`, the pattern does not contain `root`, because
+    `/src` may also be a common word.
     """
     names = {*REGISTRIES, *configured_registries()}
     if len(root.parts) > 2:
@@ -185,7 +185,7 @@ def test_make_lists_every_target() -> None:
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_session_with_a_leftover_process_fails_and_names_it(tmp_path: Path, workers: str) -> None:
-    # The copied conftest.py waits only 0.2 s until the leftover processes have exited.
+    # This copy of conftest.py waits at most 0.2 s for leftover processes to exit.
     conftest = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_it.py").write_text(

@@ -46,7 +46,7 @@ def make(
         run_id: Id of the run.
         days_ago: Days since the end of the run, if `state` is "completed".
         state: State of the run.
-        resume_from: Text that the spec of the attempt contains, for example a path in another run.
+        resume_from: Path in the spec of the attempt, for example of another run's checkpoint.
     """
     directory = home / "runs" / run_id
     attempt = directory / "attempt-01"
@@ -126,7 +126,7 @@ def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -
         # by default, files are deleted 60 days after the end of the run
         ("", 59.9, False),
         ("", 60.1, True),
-        # an operator has set another number of days, or `inf` to keep the files forever
+        # an operator has set 7 days, or `inf` to keep the files forever
         ("7", 7.1, True),
         ("inf", 1000.0, False),
     ],
@@ -242,7 +242,7 @@ def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) 
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
-    """Let the Prefect server describe its deployments and unfinished flow runs with this text."""
+    """Let the fake Prefect server list its deployments and unfinished runs with this text."""
 
     def ask_server(ask: object) -> str | None:
         return server_text if ask is pruning._describe_open_work else None
@@ -417,8 +417,8 @@ def test_served_flow_keeps_its_parameters() -> None:
         "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
     )
 
-    # Prefect's runner sends a served flow to its new process with cloudpickle. This test does the
-    # same with the flow `prune`.
+    # For each flow run of `flow.serve`, Prefect starts a process and sends the flow to this process
+    # with cloudpickle. This test does the same with the flow `prune`.
     done = subprocess.run(
         (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
     )

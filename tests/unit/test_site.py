@@ -55,7 +55,7 @@ def test_navigation_names_every_document_outside_the_tests() -> None:
 
 
 def test_paragraphs_below_a_list_item_are_indented_by_four_spaces() -> None:
-    # MkDocs ends the list at a paragraph that is indented by only one to three spaces.
+    # MkDocs ends a list before a paragraph that is indented by only one to three spaces.
     wrong = []
     for document in list_documents():
         lines = ["", *document.text.splitlines()]
