@@ -111,7 +111,7 @@ def _prepare_gate(fault_run: FaultRun) -> None:
 
 
 def _start_stale_instance(fault_run: FaultRun) -> None:
-    """Start a leftover process of an earlier attempt.
+    """Start a process that looks like a leftover of an earlier attempt.
 
     The process answers the readiness probe of the component that the new attempt starts.
     """

@@ -54,7 +54,7 @@ def _registry_entries(fault_run: FaultRun) -> list[Path]:
 
 
 def _kill_flow(fault_run: FaultRun) -> None:
-    """Kill the flow process. The components end, and the run's registry entry remains.
+    """Kill the flow process. The components end, but the run stays in the registry of live runs.
 
     Each component has a guardian process, which ends the component when the flow process is dead.
     """

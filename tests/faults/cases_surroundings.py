@@ -159,7 +159,7 @@ def _check_trainer_is_not_reported_as_stopped(fault_run: FaultRun) -> None:
 def _check_verdict_names_pid(fault_run: FaultRun) -> None:
     """Check that the run's reported failure names the pid of the process that did not end.
 
-    With this pid, a person can read /proc/PID/stack.
+    With this pid, a person can read in /proc/PID/stack why the process does not end.
     """
     _check_trainer_is_not_reported_as_stopped(fault_run)
     [survivor] = fault_run.observed_flow.verdict()["left"]["trainer"]

@@ -43,7 +43,7 @@ def _prepare_shape(shape: str, fault_run: FaultRun) -> None:
 def _kill_leader_while_stopping(fault_run: FaultRun) -> None:
     """Kill the trainer's first process while the environment component is in its grace period.
 
-    The run has such a moment only in the phase STOPPING. In other phases, inject no fault.
+    This grace period belongs to the phase STOPPING. In other phases, inject no fault.
     """
     if fault_run.phase is Phase.STOPPING:
         fault_run.signal("trainer")
@@ -234,7 +234,7 @@ def _terminate_group_twice(fault_run: FaultRun) -> None:
 
 
 def _check_all_have_saved(fault_run: FaultRun) -> None:
-    """Check that the second SIGTERM did not shorten the grace period of any component."""
+    """Check that each component that began to save its state has finished saving."""
     for name in ("api", "trainer"):
         log = fault_run.directory / f"{name}.log"
         lines = log.read_text().splitlines() if log.exists() else []

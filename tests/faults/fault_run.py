@@ -96,7 +96,7 @@ class Expected:
     #: Final state of the run: "completed", "failed" or "cancelled". An empty string if the flow
     #: process was killed and could not report a final state.
     state: str
-    #: Name of the component that the failure must name.
+    #: Name of the component that the run must report as the cause of its failure.
     component: str | None = None
     #: Kind of the failure, for example "RUNTIME_ERROR".
     kind: str | None = None
@@ -121,7 +121,7 @@ def failed(component: str, **fields: Any) -> Expected:
     """Return the expected result of a run that fails because of the component.
 
     Args:
-        component: Name of the component that the failure must name.
+        component: Name of the component that the run must report as the cause of its failure.
         fields: Further fields of `Expected`.
     """
     return Expected(state="failed", component=component, **fields)
@@ -382,8 +382,8 @@ def run_case(
         _judge_record(fault_run, expected)
         _judge_flow_run(fault_run, expected)
         events = fault_run.observed_flow.list_events("containment")
-        # Each flow process emits one event about its containment level. A flow process that was
-        # killed may have died before this event. Such a flow process reports no final state.
+        # The flow process emits exactly one event about its containment level. The event may be
+        # missing only if the flow process was killed, and therefore reported no final state.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -490,9 +490,8 @@ def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
 def _ending_since(fault_run: FaultRun) -> float:
     """Return the time at which the run began to end, in UTC epoch seconds.
 
-    This is the beginning of the teardown. If the run had no teardown, it is the time of the fault.
-    In the phase STOPPING, it is also the time of the fault, because the teardown begins before the
-    fault.
+    A run begins to end with its teardown. The function returns the time of the fault instead if the
+    run had no teardown, or if the fault was injected during the teardown (phase STOPPING).
     """
     teardown_events = fault_run.observed_flow.list_events("teardown.begun")
     if teardown_events and fault_run.phase is not Phase.STOPPING:

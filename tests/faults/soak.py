@@ -78,7 +78,7 @@ class Trial:
     after_s: float
     #: Errors that the test has found in the run.
     faults: list[str] = field(default_factory=list)
-    #: State in `run.json` at the end, or a text if the run has no record.
+    #: State in `run.json` at the end, or "no record" if this file does not exist.
     outcome: str = "never begun"
     #: Flow process of the run.
     process: subprocess.Popen[bytes] = None  # type: ignore[assignment]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.fault_run import LEVELS, Outcome, missing_levels
 
-#: Path of the file that receives a copy of the table. Git ignores `build/`.
+#: Path of the file for the results of the fault tests. Git ignores `build/`.
 FILE = Path(os.environ.get("MUSTER_FAULTS_TABLE", "build/faults.md"))
 _HEAD = ("case", "phase", "level", "verdict", "time to empty (s)", "oracles", "ok")
 
@@ -53,7 +53,8 @@ def row_of(report: pytest.TestReport) -> Row | None:
     """Return the row of the result table for a test, from the pytest report of the test.
 
     Returns:
-        None if the report belongs to another test, or to a setup or teardown that passed.
+        None if the test is not a fault test, or if the report is about a setup or teardown that
+        passed.
     """
     properties = dict(report.user_properties)
     if "row" not in properties or (report.when != "call" and report.passed):
