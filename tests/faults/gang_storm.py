@@ -70,8 +70,8 @@ _CANCELLED = frozenset({"CANCELLED"})
 #: Allowed final states of a run that is cancelled after its flow has started. The flow may complete
 #: just before the cancellation.
 _IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
-#: Program that occupies its GPUs on a Ray cluster for a while. The program records the nodes on
-#: which Ray has placed the job, and the duration of the placement.
+#: Program of a Ray job that reserves GPUs on the cluster for a while. The program records the nodes
+#: of these GPUs, and the time that Ray needed for the reservation.
 _RAY_PART = """
 import json, os, sys, time
 began = time.time()
@@ -287,7 +287,7 @@ def cancel(storm: StormVariant, run: dict[str, Any], kind: str) -> None:
     Args:
         storm: The running test.
         run: Flow run, as the Prefect server describes it.
-        kind: Type of the run's state, for the list of injected faults.
+        kind: State type of the run, for the description of the cancellation in `storm.done`.
     """
     if run["id"] in storm.may_end:
         return
@@ -306,7 +306,7 @@ class WorkingHost:
     host: OtherHost
     #: MUSTER_HOME, Prefect API and environment variables of the host.
     host_env: HostEnvironment
-    #: Process id of the worker in this machine's namespace, or 0 before it was started.
+    #: Process id of the worker outside the host's process namespace, or 0 before the worker starts.
     pid: int = 0
 
     @property
@@ -374,8 +374,9 @@ def _hosts(
 
 def lose_host(storm: StormVariant) -> None:
     """Kill a worker that has just received a run, and do not start it again."""
-    # The run returns to the queue, and the host is removed from the pool, only after the worker
-    # has sent no heartbeats for a while. Runs that were submitted later may start in this time.
+    # The run of the killed worker returns to the queue only after the worker has sent no heartbeats
+    # for a while. Meanwhile, later runs may start. So the check of the start order must allow a
+    # long delay.
     storm.late_s = 150.0
     storm.until_ended(1 / 3)
     name = wait_for(lambda: _starting_host(storm), "one is pending")
@@ -441,8 +442,8 @@ def verdict_of(
     Args:
         storm: The running test.
         nodes: Mapping from node name to number of GPUs.
-        by_states: Source for the time in which a run held its GPUs. True for the states on the
-            Prefect server, False for the records of the run's components only.
+        by_states: True to compute from the states on the Prefect server when a run held GPUs. False
+            to use only the records of the run's components.
 
     Returns:
         A message for each violated requirement.
@@ -488,7 +489,8 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
             pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs
         )
         # Runs of a killed worker return to the queue only after the worker has sent no heartbeats
-        # for a while. Runs that were submitted later may start in this time.
+        # for a while. Meanwhile, later runs may start. So the check of the start order must allow a
+        # long delay.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
         with storm.submitting(iter(specs)):
