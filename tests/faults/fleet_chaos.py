@@ -203,7 +203,7 @@ class Chaos:
         return outcome(kind, text=f"{status} {text[:300]}")
 
     async def train(self) -> None:
-        """Act as the trainer: send new weights until the run is over."""
+        """Act as the trainer: send new weights until the time of the test is over."""
         version = 0
         while not self.is_over:
             await asyncio.sleep(self.random.uniform(0.5, 3.0))
@@ -211,12 +211,12 @@ class Chaos:
             self.ends[await self._sync(version)] += 1
 
     async def _sync(self, version: int) -> str:
-        """Send one weight version to the fleet and return the result of the weight update.
+        """Act as the trainer: update the engines to a weight version, and return the result.
 
         Returns:
-            "refused" if the gateway did not begin the update. "late" if a later call failed.
-            Otherwise the way in which the trainer ended the update: "commit", "give up" (abort)
-            or "forget" (no further call).
+            "refused" if the gateway did not begin the update. "late" if a later request of the
+            update failed. Otherwise the way in which the trainer ended the update: "commit",
+            "give up" (an abort) or "forget" (the trainer sent no further request).
         """
         random = self.random
         in_flight = random.choice(["wait", "abort"])
@@ -243,7 +243,7 @@ class Chaos:
             return "late"
         if end == "forget":
             # The trainer abandons the weight update without a message to the gateway. The gateway
-            # ends the update at its deadline, and refuses every other update before the deadline.
+            # refuses all other updates until the time limit of this update is over.
             return end
         if end == "give up":
             status, _ = await self._order("DELETE", sync)

@@ -57,8 +57,8 @@ _HOP = frozenset(
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*")
-#: Pattern of a chunk size with its extensions. The name or the value of an extension may be empty,
-#: because the end of the extension is still clear.
+#: Pattern of a chunk size with its extensions. Unlike RFC 9112, the pattern allows an empty name or
+#: value of an extension, because a parser can still find the end of the extension.
 _SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,16})(?:;(?:%b)?(?:=(?:%b|\"[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]*\")?)?)*"
     % (_TOKEN.pattern, _TOKEN.pattern)
@@ -77,7 +77,7 @@ class Incomplete(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """HTTP request or response, as the reference parser has read it."""
+    """HTTP request or response, as the parser in this module has read it."""
 
     #: First line of the message. For a request, only the method and the target, separated by one
     #: space.
@@ -305,7 +305,7 @@ def _pieces(dice: Random, data: bytes) -> Iterator[bytes]:
 
 
 def _content(dice: Random) -> bytes:
-    """Return the body of a message: empty, a smuggled message, or random bytes."""
+    """Return a body: no bytes, bytes that look like further messages, or random bytes."""
     kind = dice.random()
     if kind < 0.3:
         return b""
@@ -458,8 +458,7 @@ class World:
     dice: Random
     #: Mapping from request id to the behaviour of the engines.
     scripts: dict[bytes, Script] = field(default_factory=dict)
-    #: Mapping from request id to the requests that the reference parser finds in the clients'
-    #: bytes.
+    #: Mapping from request id to the requests that `requests_in` finds in the clients' bytes.
     sent: dict[bytes, list[Message]] = field(default_factory=dict)
     #: Mapping from request id to the number of times that engines have received the request.
     arrived: Counter[bytes] = field(default_factory=Counter)
@@ -725,8 +724,8 @@ async def client(world: World, port: int, seed: str) -> None:
     for request in requests:
         world.sent.setdefault(request.id, []).append(request)
         script = _script(dice, request.id, request.first.partition(b" ")[0])
-        # `script` is the answer of the fake upstream server to this request. All requests without
-        # an id get the same answer, so this answer must be valid.
+        # A fake engine finds its answer by the id of the request. So all requests without an id
+        # share one answer, which must be valid for each of these requests.
         world.scripts.setdefault(request.id, script if request.id else _plain(b"", b"default"))
     if hangs:
         id = requests[-1].id
@@ -891,7 +890,7 @@ def _refusal_of(message: Message) -> str | None:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(message.body)["error"]["type"])
-    # The type of the error is in the body. The answer to a HEAD request has no body.
+    # The answer to a HEAD request has no body, and so does not contain the type of the error.
     return "head" if not message.body else None
 
 

@@ -116,7 +116,7 @@ class LlmRun:
 
     def engines(self) -> dict[int, dict[str, Any]]:
         """Return the state of each engine by its number, or {} if the gateway does not answer."""
-        # The run's spec file may not exist yet, or the gateway may not answer yet.
+        # The file with the gateway's URL may not exist yet, or the gateway may not answer yet.
         with suppress(OSError, httpx.HTTPError):
             snapshot = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0).json()
             return {int(engine["engine"]): engine for engine in snapshot["engines"]}
@@ -185,7 +185,7 @@ def kill_core(run: LlmRun) -> str:
     """Kill the engine core process of engine 0, and wait until the engine has recovered.
 
     Returns:
-        The number of steps and the times, as text.
+        The duration of the recovery, and the training steps during the recovery, as text.
     """
     return _lose_engine(run, 0, lambda: run.core(0).kill())
 
@@ -197,7 +197,7 @@ def stop_core(run: LlmRun) -> str:
     the engine.
 
     Returns:
-        The number of steps and the times, as text.
+        The duration of the recovery, and the training steps during the recovery, as text.
     """
     return _lose_engine(run, 1, lambda: run.core(1).suspend())
 
@@ -206,7 +206,7 @@ def kill_server(run: LlmRun) -> str:
     """Kill the server process of engine 0, and wait until the engine has recovered.
 
     Returns:
-        The number of steps and the times, as text.
+        The duration of the recovery, and the training steps during the recovery, as text.
     """
     return _lose_engine(run, 0, lambda: run.server(0).kill())
 
@@ -215,7 +215,7 @@ def break_weights(run: LlmRun) -> str:
     """Let the trainer send a truncated checkpoint to engine 1, and wait for the engine's recovery.
 
     Returns:
-        The number of steps and the times, as text.
+        The duration of the recovery, and the training steps during the recovery, as text.
     """
     order = run.directory / "break-weights"
     result = _lose_engine(run, 1, lambda: _write_atomically(order, "1"))
@@ -243,7 +243,7 @@ def _lose_engine(run: LlmRun, engine: int, inject: Callable[[], object]) -> str:
         inject: Injects the fault.
 
     Returns:
-        The number of steps and the times, as text.
+        The duration of the recovery, and the training steps during the recovery, as text.
     """
     epoch = run.engines()[engine]["epoch"]
     step = len(run.lines())
