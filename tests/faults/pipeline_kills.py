@@ -47,7 +47,7 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
 TARGETS = ("pipeline", "worker", "server", "ray")
-#: Number of points in the matrix of the step `grid`. Each point is a run of its own.
+#: Number of parameter combinations for the step `grid`. Each combination is a run of its own.
 _POINTS = 3
 #: Time limit of one pipeline, in seconds.
 _ENDS_WITHIN_S = 900.0
@@ -55,7 +55,8 @@ _ENDS_WITHIN_S = 900.0
 _GONE_WITHIN_S = 120.0
 #: Longest downtime of the Prefect server, in seconds.
 _SERVER_DOWN_S = 5.0
-#: Functions of the steps. One call of `os.write` appends each line, so that lines never mix.
+#: Functions of the steps. One call of `os.write` appends each line, so that the lines of parallel
+#: steps never mix.
 _STEPS = """
 import os
 import time
@@ -74,7 +75,8 @@ def work(trace, name, number=0, value=None):
     note(trace, f"done {unit}")
     return {"number": number, "score": number / 10}
 """
-#: Names that the steps write to a file. The step `grid` has a name for each point of its matrix.
+#: Names that the steps write to a file. The step `grid` has a name for each combination of its
+#: parameters.
 _UNITS = ("prepare", *(f"grid{number}" for number in range(1, _POINTS + 1)), "score", "export")
 
 
@@ -237,7 +239,7 @@ def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[by
 
 
 def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the worker, start a new worker, and return `process`, the process of the pipeline."""
+    """Kill the worker, start a new worker, and return the unchanged process of the pipeline."""
     assert stage.worker is not None
     stage.worker.kill()
     stage.worker.wait()

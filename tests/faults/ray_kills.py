@@ -466,7 +466,7 @@ def line_of(trial: Trial) -> str:
 
 def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
     """Check all runs once more, print the results, and return True if there is any error."""
-    # Later calls of `muster reconcile` must not have changed the final state of any run.
+    # Check the final states again when `muster reconcile` has nothing more to do.
     host_env = trials[0].host_env
     with contextlib.suppress(AssertionError):
         wait_for(

@@ -237,12 +237,12 @@ class Matrix:
 
     @property
     def gpus_file(self) -> Path:
-        """Path of a file. If the file exists, the runs of the phase `requeued` find GPUs."""
+        """Path of the file that the test creates so that the requeued runs get GPUs."""
         return self.pool.host_env.home / "gpus"
 
     @property
     def no_gpus_file(self) -> Path:
-        """Path of a file. If the file exists, the runs of the phase `requeued` find no GPUs."""
+        """Path of the file that the test creates so that some runs get no GPUs and are requeued."""
         return self.pool.host_env.home / "gpus.none"
 
     def trigger(self, number: int) -> Path:
@@ -469,7 +469,7 @@ def matrix(shared_pool: GangPool) -> Iterator[Matrix]:
 
 
 def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
-    """Return True if the change had the documented effect on a run that was working."""
+    """Return True if a run that was working is as expected after the change."""
     if row.change in ENDING:
         is_cancelled = facts.state in ("CANCELLED", "") and facts.record == "cancelled"
         return facts.has_ended and is_cancelled and "saved" in facts.actions
@@ -490,7 +490,7 @@ def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
 
 
 def is_as_expected_while_waiting(row: Row, facts: Fact) -> bool:
-    """Return True if the change had the documented effect on a run that was waiting.
+    """Return True if a run that was waiting is as expected after the change.
 
     After a change in `ENDING`, the run must end without a further start. After every other change,
     the run must still wait.
@@ -719,7 +719,7 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
 
 
 def is_as_expected_after_wider_change(change: WiderChange, row: Row, facts: Fact) -> bool:
-    """Return True if a change of a deployment, queue or pool had no wrong effect on a run.
+    """Return True if a run is as expected after a change of a deployment, queue or pool.
 
     A working run must still work, and a stopping run must end. A waiting run must still wait. If
     the change deletes the deployment, a waiting run must be deleted.

@@ -233,10 +233,7 @@ def by_ctrl_c(stopped_run: StoppedRun) -> None:
 
 
 def by_ctrl_c_of_forked_run(stopped_run: StoppedRun) -> None:
-    """Press Ctrl-C in the terminal of each run. The runs are forked from the worker's fork server.
-
-    The fork server has already imported Muster, so that forked processes start quickly.
-    """
+    """Press Ctrl-C in the terminal of each run that the worker's fork server has forked."""
     stopped_run.worker = stopped_run.pool.start_worker()
     until_late((stopped_run.pool.host_env.home / "zygote").is_socket, "a fork server")
     for terminal in stopped_run.started(MUSTER, "train", terminals=True):

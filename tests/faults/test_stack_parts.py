@@ -30,8 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 KILLS = int(os.environ.get("MUSTER_KILLS") or 5)
 #: Processes of `muster up` that are killed after all of them have started. The list does not
-#: contain the process `deployments`, which runs only during the start of the stack, and is killed
-#: then.
+#: contain the process `deployments`, which runs, and is killed, only while the stack starts.
 PARTS = ("prefect-server", "ray-head", "ray-node-1", "upkeep", "pipelines", "worker")
 RUNS = ("one", "two", "three", "four", "five")
 #: GPUs that each training needs. The Ray cluster has two GPUs, so two trainings run at a time.
@@ -55,8 +54,8 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     deaths = Counter[str]()
 
     start_stack_under_kills(stack, random_draws, deaths)
-    # The trainings must last longer than all kills. A kill takes about 20 s, and the five trainings
-    # run in three rounds of up to two.
+    # The trainings must last longer than all kills, and each kill takes about 20 s. Only two of the
+    # five trainings run at a time, so all five last as long as three trainings in a row.
     steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
     wait_for(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
