@@ -34,8 +34,8 @@ _STOP, _LEFT = "stop until it is reported as ended", "remaining processes of its
 #: of Ray's SDK.
 _ASK_EACH_S = 1.0
 #: Program of a short job. At the end, the program prints the time in seconds of CLOCK_MONOTONIC, a
-#: clock that all processes of this machine share. The job lasts a random time, so that it ends at
-#: different moments of the polling period.
+#: clock that all processes of this machine share. The job lasts a random time, so that it ends at a
+#: random moment between two polls of its status.
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
 #: Shortest and longest duration of the short job, in seconds.
 _LASTS_S = (1.0, 2.0)

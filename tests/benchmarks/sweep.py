@@ -42,11 +42,11 @@ _POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
 _GPUS = 8
 #: Mean duration of a point, in seconds. The points last between 0.5 and 1.5 times this mean.
 _MEAN_S = 2.0
-#: Environment variable with another mean duration.
+#: Environment variable that overrides the mean duration of a point.
 _MEAN_VARIABLE = "MUSTER_BENCH_POINT_S"
 #: Time limit of a sweep, in seconds: a fixed part, and a part for each point.
 _LIMIT_S, _LIMIT_PER_POINT_S = 120.0, 15.0
-#: Seconds between two polls of a worker. Muster's stack sets this value for its worker.
+#: Seconds between two polls of Muster's worker. `muster up` sets the same value.
 _MUSTER_POLL_S = "10"
 #: Seconds between two polls of Prefect's worker. Prefect's default is 10.
 _PLAIN_POLL_S = 1
@@ -63,7 +63,7 @@ class _Stage:
 
     pool: GangPool
     cluster: RayCluster
-    #: Folder for the traces and the project of the pipeline.
+    #: Folder for the output files of the points, and for the project of Muster's pipeline.
     directory: Path
     #: The points of the sweep, each as NUMBER:SECONDS: the number of the point, and the duration of
     #: its work.
@@ -77,8 +77,8 @@ class _Stage:
         return _LIMIT_S + (_LIMIT_PER_POINT_S + self.mean_s) * len(self.points)
 
 
-#: Function that runs all points of the sweep. The second argument is the file to which the programs
-#: of the points write when they begin and end.
+#: Function that runs all points of the sweep. The second argument is the path of the file in which
+#: each point records its start and its end.
 _Way = Callable[[_Stage, Path], None]
 
 
@@ -214,7 +214,7 @@ def _run_muster(stage: _Stage, trace: Path) -> None:
         "pull_steps": [],
     }
     send_request("POST", f"{host_env.api}/deployments/", deployment)
-    # Start Muster's agents on the Ray node, as the upkeep process of a stack does.
+    # Start Muster's agents on the Ray node. In production, the upkeep process starts the agents.
     host_env.run_module(
         "tasks.command", "cleanup", "--address", stage.cluster.address, "--run-id", "none"
     )

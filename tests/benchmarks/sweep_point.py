@@ -12,7 +12,7 @@ import time
 
 
 def note(trace: str, event: str, number: str) -> None:
-    """Append a line to the trace. One call of `os.write` writes the line, so lines never mix."""
+    """Append a line to the trace with one `os.write`, so that lines of two points never mix."""
     gpu = os.environ["CUDA_VISIBLE_DEVICES"]
     line = f"{event} {number} {gpu} {time.monotonic_ns()}\n"
     descriptor = os.open(trace, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

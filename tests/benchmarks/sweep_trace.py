@@ -23,7 +23,7 @@ class Work:
 
 
 def count_ends(path: Path) -> int:
-    """Return the number of points that have ended. 0 if the trace does not exist yet."""
+    """Return how many points of the sweep have ended, or 0 if the trace file does not exist yet."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
