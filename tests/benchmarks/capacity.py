@@ -24,8 +24,8 @@ from typing import Any
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
-#: Number of measured readings of the free resources. The first reading is not counted: it is
-#: slower, because it imports modules.
+#: Number of measured readings of a cluster's free resources. The first reading is not counted: it
+#: is slower, because it imports modules.
 _ANSWERS, _QUICK_ANSWERS = 200, 5
 #: Sizes of the measured Ray clusters, in nodes.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)

@@ -35,7 +35,7 @@ class Line:
 
     #: Value of the fitted line at load 0, in `unit`. The load is a count, for example of runs.
     base: float
-    #: Increase of the value for each further item of the load, in `unit`.
+    #: Increase of the value when the load grows by 1, in `unit`.
     each: float
     #: Unit of the measured values, for example "ms".
     unit: str
@@ -68,8 +68,7 @@ class Limit:
     runs.
     """
 
-    #: Kind of load whose largest number the table shows, for example "waiting runs of a
-    #: scheduler".
+    #: Kind of load, for example "waiting runs, scheduler, SQLite".
     what: str
     #: Name of the series of values in the results of the benchmark `limits`.
     group: str
@@ -97,8 +96,8 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: All limits in docs/limits.md. The limits are valid for the measured machine. A faster machine
-#: reaches a limit on time only at a higher load.
+#: All limits in docs/limits.md. The limits are valid for the measured machine. On a faster machine,
+#: a limit on a duration is reached only at a higher load.
 LIMITS = (
     *_on_each_database(
         "waiting runs, scheduler",
@@ -239,9 +238,9 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 def carried(limit: Limit, line: Line) -> str:
     """Return, as text, the load at which a fitted line reaches the bound of a limit.
 
-    The load, for example a number of runs, is rounded down to two significant digits. At most ten
-    times the largest measured load is shown. If the line does not reach the bound up to this load,
-    the text is "over" and this load.
+    The load, for example a number of runs, is rounded down to two significant digits. If the line
+    does not reach the bound up to ten times the largest measured load, the text is "over" and ten
+    times the largest measured load.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:

@@ -83,8 +83,8 @@ def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
 def _queues(count: int) -> list[Queue]:
     """Return queues whose scheduling passes are slow.
 
-    In one queue, no run may start before the first run. In the other queues, a pass must check each
-    run separately.
+    In one queue, the first run blocks all others. In the other queues, a pass must check each run
+    separately.
 
     Args:
         count: Number of waiting runs in each queue.
@@ -129,7 +129,7 @@ def _queues(count: int) -> list[Queue]:
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
     """Return waiting runs: the first needs the whole cluster, the others have different sizes.
 
-    Most runs request different numbers of nodes or GPUs. So a scheduling pass must compute most
+    Most runs request different numbers of nodes or GPUs. So a scheduling pass must check most
     runs separately, and can rarely reuse the result of a run with an equal request.
 
     Args:

@@ -17,8 +17,8 @@ from tests.benchmarks.report import How, Machine, Missing, Result, machine_as_js
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("results")
-#: Files that the benchmarks write. Changes of these files do not count as changes of Muster: only
-#: changes of other files add ", changed" to the recorded version of Muster.
+#: Files that the benchmarks write. If any other file differs from the git commit, the recorded
+#: version of Muster ends with ", changed".
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
 #: Largest number of samples that are recorded for a row of a result. If a row has more samples,
 #: none of its samples is recorded.
@@ -161,7 +161,7 @@ def write(record: Record, folder: Path = FOLDER) -> None:
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, Record]:
-    """Return a mapping from the name of a benchmark to its record, with all records."""
+    """Return a mapping from the name of each recorded benchmark to its record."""
     records = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
