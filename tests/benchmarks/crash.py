@@ -126,7 +126,7 @@ def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
 
 
 def _pause() -> None:
-    """Wait a random time, so that the kill comes at a random moment of a polling period of 1 s."""
+    """Wait a random time, because some supervisors check their components only once a second."""
     time.sleep(random.uniform(0.2, 1.2))
 
 

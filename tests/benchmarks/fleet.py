@@ -46,7 +46,7 @@ _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how soon a gateway avoids a failed server, and the duration of a health sweep."""
+    """Measure how soon a failed server gets no more requests, and how long a health check takes."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(
@@ -211,8 +211,7 @@ async def dummy_running() -> AsyncIterator[str]:
 class SingleServerProber(HttpProber):
     """Prober for a large fake fleet. All probes go to one real server.
 
-    Each probe opens a connection of its own, as it would with one server per probe. So the
-    measured time is the same.
+    Each probe opens a new connection. So the probes take as long as probes of different servers.
     """
 
     def __init__(self, url: str) -> None:

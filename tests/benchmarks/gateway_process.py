@@ -16,7 +16,7 @@ from tasks.spec.rollout import Rollout
 
 
 class FixedFleet:
-    """Replacement for a fleet: its servers never change and are always ready."""
+    """Fake fleet whose servers never change and are always ready."""
 
     def __init__(self, urls: list[str]) -> None:
         self.router = Router()

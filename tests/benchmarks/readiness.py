@@ -29,8 +29,8 @@ from tests.benchmarks.report import Result, Row, interleaved
 #: Seconds that each component needs to become ready, and the sum of this time for all components.
 _NEED_S = 0.5
 _OWN_S = _NEED_S * len(NAMES)
-#: Kinds of readiness. A component of the kind `warming` listens at once, and answers 503 until the
-#: component is ready, as inference servers do.
+#: Ways in which a component shows that it is ready. With `warming`, the component listens at once,
+#: and answers HTTP 503 until it is ready, as inference servers do.
 _KINDS = ("http", "tcp", "log", "notify", "warming")
 _TITLES = {"warming": "http probe, 503 until ready"}
 #: Seconds that Hermes' RL training tool sleeps after the start of each component, in the order of
@@ -44,14 +44,15 @@ Started = subprocess.Popen[bytes]
 def measure(*, quick: bool) -> Result:
     """Measure the readiness lag of Muster for each kind of readiness probe.
 
-    Also measure small models of other launchers, for example of a launcher that only sleeps.
+    Also measure imitations of other launchers, for example of a launcher that only sleeps.
 
     The readiness lag is the duration of the start minus the time that the components themselves
     need to become ready.
     """
     rounds = 1 if quick else 8
-    # Durations of the phases of each start, in ms: `parts[kind][phase]`. `kind` is the kind of
-    # readiness. The phases "first line" and "seen" are sums over the three components.
+    # Durations in ms, for each element of `_KINDS`: "making" is the creation of the supervisor,
+    # "first line" is the start of the three programs, and "seen" is the time until the supervisor
+    # notices that the programs are ready.
     parts: dict[str, dict[str, list[float]]] = {
         kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
     }

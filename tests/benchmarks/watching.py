@@ -21,9 +21,8 @@ from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_m
 from tests.benchmarks.harness import await_sleepers, folder, sleepers
 from tests.benchmarks.report import Missing, Result, Row, say
 
-#: Names of the methods to watch processes that `watched.py` implements: Muster's method, and
-#: imitations of two other supervisors. `_MODELS` is a mapping from the name of an imitation to its
-#: title in the printed table.
+#: Methods of watching processes, as arguments of the program `watched.py`: Muster's method, and two
+#: polling loops. `_MODELS` maps the name of a polling loop to its title in the printed table.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
 #: Seconds from the start of the last component to the first time window of the CPU measurement.
