@@ -33,7 +33,7 @@ _UNITS = {"_s": "seconds", "hours": "hours"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A mapping of the spec, which has its own section in the reference."""
+    """A mapping of the spec, which has its own section in the documentation."""
 
     #: Path of the mapping in the spec, for example `components.NAME.ready`. The top-level mapping
     #: has an empty path.
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """An example value that the reference shows for a key."""
+    """An example value of a key in the documentation of a spec."""
 
     #: Path of the mapping that contains the key.
     part: str
@@ -55,12 +55,12 @@ class Example:
 
 
 def build_reference(model: type[BaseModel]) -> str:
-    """Return the reference of a spec as Markdown. `model` is the pydantic model of the spec."""
+    """Return Markdown about all keys of a spec. `model` is the pydantic model of the spec."""
     return "\n\n".join(_Section(model, part).text() for part in parts(model))
 
 
 def examples(model: type[BaseModel]) -> Iterator[Example]:
-    """Yield every example value that the reference of a spec shows."""
+    """Yield every example value in the documentation of a spec."""
     for part in parts(model):
         for key, schema in list_key_schemas(part.schema).items():
             for value in schema.get("examples", ())[:1]:
@@ -71,7 +71,7 @@ def examples(model: type[BaseModel]) -> Iterator[Example]:
 def parts(model: type[BaseModel]) -> tuple[Part, ...]:
     """Return the mappings of a spec. A mapping comes before the mappings that it contains.
 
-    If several mappings have the same pydantic model, only one item is returned, with all paths.
+    Mappings with the same pydantic model are one item, which lists the paths of these mappings.
     """
     root = model.model_json_schema()
     #: Mapping from the name of a pydantic model to the paths of the spec that this model validates.
@@ -105,8 +105,8 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
         root: JSON schema of the spec.
 
     Yields:
-        Pairs: a suffix, and the name of a model. The path of the model is the path of the key with
-        this suffix.
+        Pairs: a suffix, and the name of a model. The model validates the value at the path of the
+        key plus the suffix.
     """
     if (name := _model_of(schema, root)) is not None:
         yield "", name
@@ -143,7 +143,7 @@ def _model_of(schema: Schema, root: Schema) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """The section of the reference about one mapping of the spec."""
+    """The section of the documentation about one mapping of the spec."""
 
     model: type[BaseModel]
     part: Part
@@ -217,7 +217,7 @@ class _Section:
         return next((part.path for part in all_parts if part.schema.get("title") == title), None)
 
     def _describe_mapping(self, key: str, schema: Schema) -> str:
-        """Return a description of a mapping with free keys, such as names of components."""
+        """Return a description of a mapping with keys that the user chooses, such as names."""
         if key in _NAME_PLACEHOLDERS:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{make_anchor(path)})"
