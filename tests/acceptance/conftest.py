@@ -171,7 +171,7 @@ def python(code: str) -> list[str]:
 
 @pytest.fixture
 def build_gang_spec() -> Callable[..., dict[str, Any]]:
-    """Return a function that makes a spec of an api, a trainer and an environment.
+    """Return a function that makes a spec with the components api, trainer and environment.
 
     The trainer runs the given Python code. The other components run until Muster stops them.
     """

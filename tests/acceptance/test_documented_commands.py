@@ -22,8 +22,8 @@ import pytest
 from tasks.processes.ports import PortsReserved
 from tests.support.documents import ROOT, Block, Document, list_documents
 
-#: Mapping from a document and the beginning of a command to the reason why the test does not run
-#: the command.
+#: Commands that the test does not run. A key is the path of a document and the beginning of the
+#: command. The value is the reason.
 NOT_TYPED: dict[tuple[str, str], str] = {
     (
         "docs/ray.md",
@@ -105,7 +105,10 @@ class Reader:
         )
 
     def _adapt(self, command: str) -> str:
-        """Replace the ports in a command by those of this stack, and RUN by the newest run."""
+        """Return a documented command with changed ports and names.
+
+        The new ports are the ports of this stack. The name of the newest run replaces the word RUN.
+        """
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
         command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)
@@ -143,16 +146,16 @@ _PREFIXES_TO_REMOVE = ("PREFECT_", "RAY_AUTH", "MAKE", "MFLAGS", "ARGS")
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Yield a `Reader` whose commands use a running stack with logical GPUs.
+    """Yield a simulated reader, who types commands into a shell.
 
-    The quickstart has run once on the stack.
+    The commands use a running stack with simulated GPUs. The quickstart has run once on this stack.
     """
     home = tmp_path_factory.mktemp("reader")
     ports = PortsReserved(["server.api"])
     port = ports.numbers["server.api"]
     ports.close()
-    # The reader's environment must not have the Prefect settings of the test session, nor the
-    # options of a `make` that started the tests.
+    # The typed commands must not get the Prefect settings of the test session, or the options of a
+    # `make` that started the tests.
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(_PREFIXES_TO_REMOVE)
     }

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 WITHIN_STEPS = 15
 #: Number of training steps between two checkpoints.
 EVERY = 5
-#: Number of checkpoints that the trainer keeps, the newest ones.
+#: Number of newest checkpoints that the trainer keeps.
 KEPT = 3
 #: A program that runs the trainer, and also logs the trainer's metrics to W&B.
 TRACKED = """

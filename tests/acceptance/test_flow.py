@@ -57,7 +57,7 @@ def list_open_files() -> dict[str, str]:
     """Return the targets of this process's file descriptors, by descriptor number."""
     targets = {}
     for number in os.listdir("/proc/self/fd"):
-        # `listdir` also lists the descriptor that it uses itself. This descriptor is closed now.
+        # One of the listed descriptors was opened by `listdir`, and is closed now.
         with suppress(FileNotFoundError):
             targets[number] = os.readlink(f"/proc/self/fd/{number}")
     return targets

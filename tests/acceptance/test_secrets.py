@@ -15,8 +15,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = pytest.mark.slow
 
-#: Three secrets in the spec: two in environment variables with names such as HF_TOKEN, which show
-#: that the value is secret, and one in a command-line option.
+#: Three secrets in the spec: two in environment variables with the name HF_TOKEN, and one in a
+#: command-line option.
 OF_API = "hf-1st-of-the-api"
 OF_TRAINER = "hf-2nd-of-the-trainer"
 OF_OPTION = "sk-3rd-option"
@@ -43,7 +43,10 @@ def block(api: str) -> str:
 
 
 def build_spec(block: str) -> dict[str, Any]:
-    """Return a spec whose components get the secrets. The trainer prints its secrets and fails."""
+    """Return a spec with secrets for its components. The trainer prints its secrets and fails.
+
+    `block` is the name of the Secret block that contains a further secret.
+    """
     return {
         "name": "quiet",
         "workload": "grpo",
