@@ -32,7 +32,7 @@ WITH_DAEMON = sh("setsid sleep 600 & echo $! > child; exec sleep 600")
 
 
 class Home:
-    """A process registry in the test's directory, and the `Guards` object that writes to it."""
+    """A process registry in the test's directory, and a `Guards` object that starts processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -61,7 +61,7 @@ class Home:
 
 @pytest_asyncio.fixture
 async def home(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Home]:
-    """Yield a `Home`: a process registry with its processes. No process may outlive the test."""
+    """Yield a `Home`, which starts and registers processes. No process may outlive the test."""
     tree.become_subreaper()
     home = Home(tmp_path)
     yield home

@@ -143,7 +143,7 @@ def test_component_that_cannot_be_started_names_the_limit(
 
 
 #: Program that runs one component with the user id of the program itself. The program then prints
-#: the final state of the attempt and the messages of the verdict.
+#: the final state, the message and the failure of the attempt.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path

@@ -92,17 +92,17 @@ def end_while_hanging(
     how: Callable[[ComponentHarness, Supervisor], None],
     places: list[str],
 ) -> Verdict:
-    """Run an attempt with some of its files in a folder, let the folder hang, and end the attempt.
+    """Run an attempt with some files in a folder, block calls to the folder, and end the attempt.
 
     Args:
         harness: Creates the components and the supervisor.
-        data: The folder that hangs.
+        data: Folder on a file system whose calls the function can block.
         how: Function that ends the attempt, one of ENDS.
         places: Files in the folder: "metrics", "log" or "checkpoints".
 
     Returns:
         The verdict: the final state of the attempt, with the failure if there is one. The
-        supervisor must reach the verdict while the folder still hangs.
+        supervisor must reach the verdict while calls to the folder still block.
     """
     checkpoints = data.path / "checkpoints"
     (checkpoints / "global_step_1.tmp").mkdir(parents=True)

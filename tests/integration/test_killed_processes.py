@@ -224,7 +224,8 @@ def test_error_of_a_program_that_kills_its_own_worker_is_the_cause(
     assert verdict.failure.message.endswith(" s: ValueError: bad batch")
 
 
-#: Program of a rank. Rank 1 ends after 2 s. Rank 0 ends 1 s later, because it loses rank 1.
+#: Program of a rank. Rank 1 ends after 2 s. Rank 0 fails 1 s later with the error of a
+#: lost connection to rank 1.
 RANK = """
 import os, sys, time
 def train(rank):

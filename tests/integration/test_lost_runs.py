@@ -20,8 +20,8 @@ from tests.support.supervised_components import RUN_ID, is_alive
 #: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
-#: A program that marks itself and starts a daemon, which inherits the mark. Muster finds the
-#: descendants of a process by their mark, a number in a resource limit.
+#: A program that marks itself and starts a daemon. The mark is a number in a resource limit. Child
+#: processes inherit the number, so Muster can find all descendants of a marked process.
 #:
 #: The daemon clears its environment.
 MARKED = """
@@ -31,8 +31,9 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
-#: A mark, and the pids of two processes with this mark: a process and its daemon. Muster finds the
-#: descendants of a process by their mark, a number in a resource limit.
+#: A mark, and the pids of two processes with this mark: a process and its daemon. The mark is a
+#: number in a resource limit. Child processes inherit the number, so Muster can find all
+#: descendants of a marked process.
 Marked = tuple[int, tuple[int, int]]
 
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Program that adopts a process of the user root, and prints the pid of this process. The program
 #: then tries once to kill all its own descendants.
 #:
-#: The program replaces `tree.last_pid`, so that root's process seems to be the newest process of
-#: the machine.
+#: The kill also examines the newest processes of the machine. The program replaces
+#: `tree.last_pid`, so that root's process seems to be the newest process.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree
@@ -42,9 +42,9 @@ tree.last_pid = lambda: pid
 tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
-#: Program that starts a child process with a mark, see `tree.mark_own`. The child becomes root. The
-#: program then prints the pid of the child, ends all processes with this mark, and prints the pids
-#: that `ending.end_marked` returned.
+#: Program that starts a child process with a mark: a number in a resource limit of the process. The
+#: child becomes root. The program then prints the pid of the child, ends all processes with this
+#: mark, and prints the pids that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree

@@ -162,7 +162,7 @@ def test_many_attempts_leak_neither_descriptors_nor_threads(harness: ComponentHa
     assert len(os.listdir("/proc/self/task")) < threads + rounds
 
 
-#: Mapping from a description to the code of a program that harms the process which supervises it.
+#: Mapping from a description to the code of a program that could disturb its supervisor.
 HOSTILE = {
     "kills its guardian": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
     "stops its guardian, then leaves": (

@@ -67,10 +67,10 @@ def test_leftovers_of_a_drained_component_are_ended_at_once(harness: ComponentHa
     ("lines", "state"),
     [
         ('{"step": 60}\n', RunState.COMPLETED),
-        # The last line lacks its newline, but its object is complete.
+        # The last line has no newline, but contains a complete JSON object.
         ('{"step": 59}\n{"step": 60}', RunState.COMPLETED),
         ('{"step": 61, "loss": NaN}\n', RunState.COMPLETED),
-        # An incomplete line does not count.
+        # An incomplete last line is ignored.
         ('{"step": 59}\n{"step": 6', RunState.FAILED),
         ('{"step": "60"}\n', RunState.FAILED),
         ("", RunState.FAILED),

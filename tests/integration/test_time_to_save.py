@@ -32,7 +32,7 @@ UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
 def trainer_of(harness: ComponentHarness, code: str = TRAINER) -> ComponentPlan:
-    """Return the plan of a trainer that is warned with SIGUSR1, and then has 30 s to save."""
+    """Return the plan of a trainer that has 30 s to save a checkpoint after SIGUSR1."""
     checkpoint = harness.directory / "checkpoint"
     component = harness.component("trainer", python(code), ready=UP)
     return replace(
