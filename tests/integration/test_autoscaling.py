@@ -64,7 +64,7 @@ def test_nodes_are_added_for_a_queued_gang_and_removed_after_its_end(
 
 
 async def _run_passes_until_nodes_are_gone(server: ScriptedPrefect, run: Any) -> None:
-    """Run scheduling passes of the queue until the run has completed and no GPU node remains."""
+    """Run scheduling passes until the run has completed and the cluster has no GPU node left."""
     client: Any = server
     capacity = Capacity(within_s=30.0)
     scheduler = Scheduler(client, capacity=capacity)

@@ -95,8 +95,8 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restarted server has lost the run's lease of the concurrency limit. Prefect's own engine
-    # would find this 225 s after the start of the run, and end the run. So the run of this test
+    # The restarted server has lost the run's lease of the concurrency limit. After 225 s,
+    # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
     # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
@@ -123,8 +123,8 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restarted server has lost the run's lease of the concurrency limit. Prefect's own engine
-    # would find this 225 s after the start of the run, and end the run. So the run of this test
+    # The restarted server has lost the run's lease of the concurrency limit. After 225 s,
+    # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
     # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=900.0))
     wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)

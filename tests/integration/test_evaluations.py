@@ -53,7 +53,7 @@ pathlib.Path(os.environ["MUSTER_RESULT"]).write_text(json.dumps({"accuracy": int
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
-    """Yield a pool with a worker, and with the deployment of the evaluations."""
+    """Yield a pool with a worker, and with the deployment that creates runs of evaluations."""
     with gang_pool(tmp_path_factory.mktemp("pool"), nodes={"n1": 2}) as pool:
         create_step_deployment(pool)
         pool.start_worker()

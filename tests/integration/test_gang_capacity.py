@@ -138,7 +138,7 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_other_users(
 
 @contextlib.contextmanager
 def suspend_program(cluster: RayCluster, program: str) -> Iterator[None]:
-    """Suspend the processes of the head node whose command line contains `program`."""
+    """Suspend all processes of the head node that have `program` in their command line."""
     pids = [
         pid
         for pid in keeper.list_descendants(cluster.head)

@@ -23,8 +23,8 @@ from tests.support.schedulers import Nursery, Schedulers, overlaps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Time limits of the lease, in seconds, that are longer than any test. With these limits, a test
-#: fails if the next process gets the lease only after a time limit.
+#: Time limits of the lease, in seconds. The limits are longer than any test, so the lease never
+#: expires during a test.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
 #: Short time limits, for tests in which an abandoned lease must pass to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}

@@ -178,8 +178,8 @@ def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run
     run = pool.submit(pool.spec(gpus=16))
 
     wait_for_message(run, "a guess: at least one of these runs has no `gang.hours`")
-    # At first, the scheduler assumes the default duration of 24 hours. The steps of the training
-    # show a duration of about 6 hours. The scheduler reads this estimate only once a minute.
+    # At first, the scheduler assumes that the active run takes 24 hours. Once a minute, the
+    # scheduler estimates the duration from the steps of the active run: about 6 hours.
     wait_for(
         lambda: "assumed" not in wait_for_message(run, " to end, expected "),
         "the expected start follows from the steps",
@@ -506,8 +506,10 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
 
 
 #: Code of a fake of NVIDIA's library `libnvidia-ml.so.1`, in C. The fake library reads the number
-#: of GPUs from a file. A fake of `pynvml` would have no effect, because Muster's own processes
-#: ignore PYTHONPATH.
+#: of GPUs from a file.
+#:
+#: A fake of the Python module `pynvml` would not suffice. Muster's own processes ignore PYTHONPATH,
+#: so these processes would import the real module.
 DRIVER = """
 #include <stdio.h>
 int nvmlInitWithFlags(unsigned flags) { return 0; }

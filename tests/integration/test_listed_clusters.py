@@ -58,7 +58,7 @@ def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
 def pool(
     listed: GuardedDashboard, certificate: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[GangPool]:
-    """Yield a pool that lists one cluster, with the address of the proxy `listed`.
+    """Yield a pool that uses one Ray cluster, at the address of the proxy `listed`.
 
     The environment of the host has Ray's token and the key that the proxy requires.
     """

@@ -164,7 +164,7 @@ class Pipelines:
         return stage_run
 
     def read_given(self, run: Mapping[str, Any]) -> str:
-        """Return the content of the checkpoint that the stage has read, or "none"."""
+        """Return the content of the checkpoint that a run has read; "none" without a checkpoint."""
         return (self.host_env.home / "runs" / run["name"] / "given.txt").read_text()
 
     def hand_over(self) -> None:
@@ -172,7 +172,7 @@ class Pipelines:
         self.go.touch()
 
     def start_worker(self) -> Popen[bytes]:
-        """Start a worker of the pool `pipelines`; return its process when it accepts flow runs."""
+        """Start a worker of the pool `pipelines`, and return the process of the ready worker."""
         starts_before = self.host_env.log("pipelines").count("started!")
         options = ("--pool", "pipelines", "--name", host_name(), "--install-policy", "never")
         worker = self.host_env.start("-m", "deployments.worker", *options, log="pipelines")
