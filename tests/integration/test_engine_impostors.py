@@ -140,7 +140,7 @@ def test_another_user_on_the_port_of_a_dead_engine_gets_no_request(fleet: FleetP
 @pytest.mark.thorough
 @only_as_root
 def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -> None:
-    """The fleet process may open only a few files, so a few connections exhaust this limit."""
+    """Another user opens 1,500 connections; the fleet process may have only 1,024 open files."""
     port = free_port()
     plan = fleet.plan(fleet={"engines": 1}, ports={"server.0": port})
     fleet.start(plan)

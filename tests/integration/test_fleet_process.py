@@ -304,7 +304,8 @@ def test_weights_that_a_trainer_loads_directly_serve_after_the_commit(
     fleet.push(2)
     commits.append(fleet.commit_loaded_versions())
 
-    # The restarted server has weight version 0, so this server must not have answered any request.
+    # The restarted server has weight version 0, but version 1 is committed. So the restarted server
+    # must not have answered any request.
     assert set(answers) == {1}
     assert [(commit["version"], commit["serving"]) for commit in commits] == [
         (1, [0, 1]),

@@ -96,7 +96,7 @@ class RealFleet:
         return pid
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> int:
-        """Send a signal to the process of a server, and return its process id."""
+        """Send a signal to the process of a server, and return the pid of the process."""
         pid = self.pid(rank)
         os.kill(pid, signum)
         return pid

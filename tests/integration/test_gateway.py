@@ -528,7 +528,7 @@ async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"messages": [{"role": "user", "content": "hi"}]}',  # A role is not a session.
+        b'{"messages": [{"role": "user", "content": "hi"}]}',
         b'{"nested": {"user": "s"}}',
         b'{"session_id": null}',
         b'{"session_id": ""}',

@@ -53,7 +53,7 @@ STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.05; done"
 
 
 class Hosts:
-    """Makes `LocalHost` objects, which run servers, and collects the reports of servers that died.
+    """Makes `LocalHost` objects, which run servers, and collects the reports about dead servers.
 
     The hosts write their logs to the test's directory.
     """
@@ -71,8 +71,9 @@ class Hosts:
 
         Args:
             grace_s: Grace period of the servers, in seconds.
-            register_at: Directory of the run in the registry, or None for unregistered servers.
-            **fleet: Further keys of the fleet in the run spec.
+            register_at: Directory of the run in the process registry. None for a host that does not
+                register its servers.
+            **fleet: Further settings of the inference servers in the run spec.
         """
         plan = make_fleet_plan(
             self.directory, run_id=RUN_ID, grace_s=grace_s, fleet=fleet, register_at=register_at

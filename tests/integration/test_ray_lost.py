@@ -126,8 +126,8 @@ def until_next_process(run: Run, old_pid: int) -> None:
 def until_finished(run: Run) -> None:
     """Run `reconcile` repeatedly until the run is no longer in the registry.
 
-    Other processes that a worker started for the run may end later. So a single call of `reconcile`
-    may not suffice.
+    A single call may not suffice, because other processes that a worker started for the run may
+    still be running.
     """
 
     def is_gone() -> bool:

@@ -161,7 +161,7 @@ async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
 
     assert [(end.exit_code, end.signal) for end in ends] == [(0, None), (None, 9), (None, None)]
     assert "supervisor" in ends[2].note
-    # The wrapper of the driver has already ended all processes of the job. So `end`, which searches
+    # The wrapper process of each job ends all other processes of the job. So `end`, which searches
     # for leftover processes, finds none.
     await wait_until(lambda: not jobs.list_processes(), 10)
     assert [await job.end() for job in (ended, killed, orphan)] == [(), (), ()]
@@ -217,7 +217,7 @@ while True:
 async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> None:
     plan, job = await jobs.launch("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
     log = plan.command.log
-    # Ray repeats the command in the log, so compare whole lines.
+    # Ray also writes the command, which contains "up", to the log. So wait for the line "up".
     await wait_until(lambda: log.exists() and "up" in log.read_text().splitlines())
 
     warned = await job.warn(signal.SIGUSR1)
