@@ -19,8 +19,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: Error message of the RL framework verl for a cluster with too few GPUs. As long
-#: as a file does not exist, each trainer prints this message and fails.
+#: Error message of the RL framework verl for a cluster with too few GPUs. Each trainer prints this
+#: message and fails, until the test creates a file.
 TEXT = "Total available GPUs 0 is less than total desired GPUs 16"
 TRAINER = f"""
 import os, sys

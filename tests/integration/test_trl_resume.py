@@ -138,9 +138,9 @@ def test_no_more_than_one_save_interval_is_trained_again(
 
 
 def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
-    """Check that W&B has one run per attempt, and that this run has each step of the attempt once.
+    """Check that each W&B run belongs to one attempt, and has each step of this attempt once.
 
-    All these W&B runs must be in the same group.
+    All W&B runs must be in the same group. The last steps of a killed attempt may be missing.
     """
     assert len({run.id for run in tracked}) == len(tracked)
     assert {run.group for run in tracked} == {RUN_ID}

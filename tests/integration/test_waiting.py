@@ -59,7 +59,7 @@ def make_failed_run(
     """Yield a function that makes a run whose first attempt has failed for lack of GPUs.
 
     The fixture replaces `find_worker_flow_run`, so that a worker seems to have started the run. The
-    function returns the session of the run's flow process, and the run.
+    function returns the `RunSession` that executes the run, and the run.
     """
     sessions = []
 
@@ -179,9 +179,9 @@ def test_run_keeps_its_process_while_the_server_is_unreachable(
 def test_handover_succeeds_if_the_response_of_the_server_is_lost(
     make_failed_run: MakeFailedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has accepted the handover, but the process gets an error.
+    """The server hands the run over to its next process, but the old process gets an error.
 
-    If the process counted the handover as failed, two processes would continue the run.
+    If the old process then continued the run, two processes would execute the run.
     """
     session, run = make_failed_run()
     original = flow_process.clear_process
@@ -249,7 +249,8 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
     [
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
-        ({"type": "PENDING"}, "pending_resources"),  # The run's next process has started.
+        # The run has not ended, because the process of the next attempt has started.
+        ({"type": "PENDING"}, "pending_resources"),
         # A person has set the state by hand. No attempt has completed the run, so the run counts as
         # cancelled.
         ({"type": "COMPLETED"}, "cancelled"),

@@ -36,7 +36,7 @@ FLOW_RUN = "7712f819-7b19-4723-bcbf-b5067028ec50"
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[GangPool]:
-    """Yield a pool with its own Prefect server and home."""
+    """Yield a pool with its own Prefect server and its own MUSTER_HOME."""
     with gang_pool(tmp_path) as pool:
         yield pool
 
