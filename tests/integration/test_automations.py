@@ -93,7 +93,7 @@ class AutomationSetup:
         return list(answer["events"])
 
     def until_fired(self, automation: str, resource: str) -> dict[str, Any]:
-        """Wait until an automation fires for a resource, and return Prefect's event about this."""
+        """Wait for Prefect's event that a resource triggered an automation; return the event."""
 
         def find_event() -> Any:
             for event in self.events("prefect.automation.triggered"):
@@ -122,9 +122,10 @@ def client_of() -> Callable[[str], SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with changed automations, which report a run that has waited LONG_S seconds.
+    """Return a copy of the folder with Muster's automations, changed for a short waiting time.
 
-    The original automations report a run that has waited an hour.
+    The copied automations report a run that has waited LONG_S seconds. The original automations
+    report a run that has waited an hour.
     """
     folder = tmp_path_factory.mktemp("automations")
     for path in FOLDER.glob("*.yaml"):

@@ -43,7 +43,7 @@ from tests.support.host_environment import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "muster:the-password-of-the-stack"
 #: Environment variables that make a Prefect process load Muster's plugin. The plugin checks which
-#: user owns the process that listens on the server's port.
+#: user owns the process that listens on the port of the Prefect server.
 GUARDED = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 
 

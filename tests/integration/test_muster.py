@@ -182,7 +182,7 @@ def test_plan_lists_the_engines_of_a_fleet(shell: Shell) -> None:
 
 
 def test_output_respects_the_terminal_width_and_no_color(shell: Shell) -> None:
-    # Only the lines of a run with several logs begin with the name of a component.
+    # Add a second log, so that `muster logs` begins each line with the name of a component.
     (attempt,) = shell.home.glob("runs/mine-sft-*/attempt-01")
     (attempt / "api.log").write_text("ready\n")
 

@@ -29,7 +29,7 @@ DEADLINE_S = 90.0
 
 
 class Stack:
-    """The processes of one attempt; the log of each process is in `folder`."""
+    """The processes of one training; the log of each process is in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +124,7 @@ def read_steps(out: Path) -> list[int]:
 
 @pytest.fixture
 def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
-    """Yield a function that makes stacks, and end all processes of the stacks after the test."""
+    """Yield a function that makes `Stack` objects, and end their processes after the test."""
     stacks: list[Stack] = []
 
     def start() -> Stack:
@@ -140,7 +140,7 @@ def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
 
 @pytest.fixture
 def stack(start_stack: Callable[[], Stack]) -> Stack:
-    """Return a `Stack`: the processes of one attempt, which are not started yet."""
+    """Return a `Stack`: the processes of one training, which are not started yet."""
     return start_stack()
 
 

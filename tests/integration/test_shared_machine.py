@@ -65,8 +65,8 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             stderr=subprocess.STDOUT,
         )
     try:
-        # Prefect's runner tries to create a folder before the process reports its start or an
-        # error. So the checks of this folder come after this wait.
+        # The process reports its start or an error only after Prefect's runner has tried to create
+        # a folder. So wait for the report, and then check the folder.
         wait_for(
             lambda: re.search(
                 f"{start_pattern}|Error|Muster could not serve the flows", log.read_text()

@@ -139,7 +139,7 @@ class Home:
         return self.command(str(self.program), *arguments)
 
     def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Prefect's command with the password that `muster up` names."""
+        """Run the command `prefect` with the password of the stack's Prefect server."""
         return self.command(PREFECT, *arguments, PREFECT_API_AUTH_STRING=self.password)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
@@ -201,9 +201,9 @@ class Home:
 def find_processes(stack: Stack) -> set[int]:
     """Return the pids of all processes of the stack.
 
-    These are all descendants of the stack's supervisor, and all processes whose environment names
-    the stack. Both searches are necessary: Ray processes that have renamed themselves show no
-    environment.
+    These are all descendants of the stack's supervisor, and all processes whose environment
+    contains the id of the stack. The second search alone would miss Ray processes that have renamed
+    themselves, because the new name has overwritten the environment.
     """
     descendants = psutil.Process(stack.supervisor.pid).children(recursive=True)
     return {process.pid for process in descendants} | set(processes_of(stack.stack_id))
@@ -238,7 +238,7 @@ def list_ray_nodes(stack: Stack) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def home(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """Yield the home of a running stack with two nodes."""
+    """Yield a `Home`: a MUSTER_HOME whose stack is running and has two Ray nodes."""
     with closing(PortsReserved(["server"])) as ports:
         port = ports.numbers["server"]
     project = tmp_path_factory.mktemp("project")
@@ -677,8 +677,8 @@ def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
     deployment = home.api("GET", "/deployments/name/train/quickstart")
     schedules = f"/deployments/{deployment['id']}/schedules"
     schedule = {
-        # Prefect's scheduler looks for new schedules only every few seconds, and creates no runs
-        # for past times. So the interval must be longer than these few seconds.
+        # Prefect's scheduler looks for new schedules every few seconds, and skips times that have
+        # passed since then. So the interval must be longer than these few seconds.
         "schedule": {"interval": 20},
         "active": True,
         "parameters": {"spec": json.loads(spec)},

@@ -30,7 +30,7 @@ DEVICES = "0-1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UiStack:
-    """A running stack, as `muster up` starts it."""
+    """A running stack: the Prefect server and the other processes that `muster up` starts."""
 
     #: MUSTER_HOME of the stack.
     home: Path
@@ -125,7 +125,7 @@ class UiStack:
         return _run_muster(self.home, *arguments, cwd=cwd)
 
     def set_nodes(self) -> None:
-        """Set made-up nodes in the pool, so that runs can wait even on a host without GPUs."""
+        """Set made-up nodes in the pool, so that runs can request GPUs on a host without GPUs."""
         pool = self.ask("GET", "/work_pools/gang")
         settings = PoolSettings(nodes=NODES)
         template = with_settings(pool["base_job_template"], settings)
