@@ -25,17 +25,17 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the data classes that hold the content of a spec, from its parsing to the start of the
-#: program. A module is on the path from the spec to the start (`ModulePaths.to_exec`) if one of its
-#: functions is called with an argument of such a class.
+#: Names of the data classes that hold the content of a spec until the program of the spec starts.
+#: If a function gets an argument of one of these classes, the module of the function is on the path
+#: from the spec to the start of the program (`ModulePaths.to_exec`).
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the data classes that hold the result of a program, from its end to the final state of
-#: the flow run. A module is on the path from the end to the final state (`ModulePaths.to_state`) if
-#: one of its functions is called with an argument of such a class.
+#: Names of the data classes that hold the result of a program until the flow run has its final
+#: state. If a function gets an argument of one of these classes, the module of the function is on
+#: the path from the end of the program to the final state (`ModulePaths.to_state`).
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the data classes that describe a waiting flow run, from its submission until its process
-#: gets GPUs. A module is on the path from the queue to the GPUs (`ModulePaths.to_gpus`) if one of
-#: its functions is called with an argument of such a class.
+#: Names of the data classes that describe a flow run until its process gets GPUs. If a function
+#: gets an argument of one of these classes, the module of the function is on the path from the
+#: queue to the GPUs (`ModulePaths.to_gpus`).
 WAIT = frozenset(
     {
         "FlowRun",
@@ -55,7 +55,7 @@ WAIT = frozenset(
     }
 )
 
-#: Beginnings of the file names of modules in `tasks/` that are not recorded.
+#: Beginnings of file names in `tasks/`. Calls of functions in these files are not recorded.
 _EXCLUDED = ("show/", "spec/secrets.py")
 
 #: Spec of the run that is traced. Its program fails.
@@ -78,13 +78,14 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        #: Modules that handle a spec until its program starts, each with its first called function.
+        #: Modules on the path from a spec to the start of a program: mapping from the file of each
+        #: module to the function that was called first.
         self.to_exec: dict[str, str] = {}
-        #: Modules that handle the result of a program until the flow run has its final state, each
-        #: with its first called function.
+        #: Modules on the path from the end of a program to the final state of the flow run: mapping
+        #: from the file of each module to the function that was called first.
         self.to_state: dict[str, str] = {}
-        #: Modules that handle a waiting flow run until its process gets GPUs, each with its first
-        #: called function.
+        #: Modules on the path from a waiting flow run to the GPUs of its process: mapping from the
+        #: file of each module to the function that was called first.
         self.to_gpus: dict[str, str] = {}
         #: True after the program of the traced run has started.
         self._has_started = False
@@ -123,8 +124,8 @@ class ModulePaths:
                     break
 
         if path.endswith("guarded.py") and code.co_name == "launch":
-            # `launch` lets the guardian process start the program. The guardian is another process,
-            # which is not traced. So its module is added here.
+            # `launch` lets the guardian process start the program. The guardian process is not
+            # traced, so the module of the guardian is added here.
             self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
@@ -136,7 +137,7 @@ class ModulePaths:
 def trace_run() -> ModulePaths:
     """Trace a failing run in a new MUSTER_HOME, and return the modules that were called.
 
-    The result has two of the three paths: `to_exec` and `to_state`.
+    The modules are in the attributes `to_exec` and `to_state` of the result.
     """
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
@@ -213,7 +214,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print three lists of modules: for the start of a program, its end, and the wait for GPUs."""
+    """Print lists of modules for the start of a program, the end of a program, and the queue."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (
