@@ -35,8 +35,8 @@ class NetworkLink:
     def move_into_namespace(self, pid: int) -> None:
         """Move the device `far` into the network namespace of a process, and configure the device.
 
-        In the namespace, the device `far` gets the host's address, and the loopback device `lo` is
-        switched on.
+        In the namespace, the device `far` gets the address of the simulated host, and the loopback
+        device `lo` is switched on.
         """
         _run_command("ip", "link", "set", self.far, "netns", str(pid))
         for command in (

@@ -301,7 +301,12 @@ class GangPool:
             self.asked.clear()
 
     def record_run(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
-        """Record a run that another program submitted to the queue `default`, with its GPUs."""
+        """Record the GPUs that a run requests, after another program has submitted the run.
+
+        Args:
+            flow_run_id: Id of the flow run, in the queue `default`.
+            spec: Spec of the run.
+        """
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:

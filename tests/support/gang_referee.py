@@ -85,7 +85,7 @@ class History:
 
     @property
     def submitted_at(self) -> float:
-        """Time of the first state, in UTC epoch seconds; infinity if there is no state."""
+        """Time of the run's first state, in UTC epoch seconds; infinity if the run has no state."""
         return self.states[0].at if self.states else math.inf
 
 
@@ -108,7 +108,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Broken rules and statistics of the runs of a gang queue."""
+    """Result of the check of a queue: the broken rules, and statistics of the runs."""
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
@@ -121,7 +121,7 @@ class Judgement:
     #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
     #: Number of late runs. A run is late if another run, behind it in the queue, was admitted
-    #: earlier, although the GPUs sufficed for both. A short delay is no fault.
+    #: earlier, although enough GPUs were free for both runs.
     late: int = 0
     #: Longest delay of a late run, in seconds. 0 if no run was late. The delay begins when the run
     #: behind the late run is admitted, and ends when the late run is admitted.
@@ -200,8 +200,9 @@ def judge(
 def list_holds(run: History) -> Iterator[Hold]:
     """Yield the periods in which a run held its GPUs, the earliest first.
 
-    A period starts when the flow run becomes Pending, or when its waiting process gets GPUs. The
-    period ends when the run waits again, or has its final state.
+    A period starts when the state of the flow run becomes Pending. If the run waits in its own
+    process, the period starts when this process gets GPUs. The period ends when the run waits
+    again, or has its final state.
     """
     periods: list[tuple[float, float]] = []
     since: float | None = None
@@ -297,9 +298,8 @@ class _Usage:
     since: float
     #: End of the period in which the run used the resources, in UTC epoch seconds.
     until: float
-    #: Mapping from the name of a resource to its used amount. The resources are the GPUs of each
-    #: node (key: name of the node), the GPUs of all nodes ("GPUs"), and the number of runs
-    #: ("runs").
+    #: Used amount of each resource, for example GPUs of a node (key: name of the node), GPUs of all
+    #: nodes (key: `GPUs`), or runs with GPUs (key: `runs`).
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -456,10 +456,10 @@ def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, fl
 
     Args:
         run: History of the run.
-        holds: Periods in which the run held its GPUs. The beginning of such a period ends a wait.
+        holds: Periods in which the run held its GPUs. The start of a period with GPUs ends a wait.
 
     Yields:
-        Start of the period, end of the period, and earliest start of the run, in UTC epoch seconds.
+        Start of the wait, end of the wait, and earliest start of the run, in UTC epoch seconds.
     """
     since: float | None = None
     due = 0.0

@@ -22,8 +22,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time of the first state of all flow runs: an hour ago. With a recent time, the scheduler and the
-#: tests would have to wait for a while.
+#: Earliest time of states and scheduled starts: an hour ago. So the scheduled starts of all flow
+#: runs are in the past.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -51,10 +51,10 @@ class ScriptedPrefect:
         self._state_count = 0
         #: Flow run id and text of each log message that the scheduler has written.
         self.logs: list[tuple[UUID | None, str]] = []
-        #: The deployments with the fields that concern their concurrency limit, as JSON objects.
+        #: One JSON object for each deployment, with the fields about the concurrency limit.
         self.deployments: list[dict[str, Any]] = []
         #: Ids of the concurrency leases of runs whose deployment no longer has a concurrency limit.
-        #: The server refuses each new state of such a run until its lease is released.
+        #: The server refuses new states of these runs until the leases are released.
         self.leases_without_limit: set[UUID] = set()
         #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []
