@@ -22,7 +22,7 @@ class FreeNode:
     #: Position of the node in the list of nodes.
     index: int
     gpus: int
-    #: Number of free CPUs. None if unknown; any gang then has enough CPUs on the node.
+    #: Number of free CPUs. None if unknown; then only the GPUs of the node are checked.
     cpus: float | None
 
     def suffices(self, demand: Demand) -> bool:
@@ -45,8 +45,7 @@ FreeNodes = dict[str, FreeNode]
 class Forecast:
     """The expected situation at the start of the first waiting gang of the queue."""
 
-    #: Time in seconds at which the first waiting gang should start. None if the gang can never
-    #: start.
+    #: Expected start of the first waiting gang, in seconds. None if the gang can never start.
     at: float | None
     #: Free GPUs and CPUs of each node at the expected start of the first waiting gang.
     free: FreeNodes
@@ -84,8 +83,8 @@ def slow_plan(
             reasons[run.id] = Reason(why=Why.LIMIT, tag=tag)
             continue
 
-        # The first gang that cannot start is the head of the queue. Later gangs must not delay its
-        # start.
+        # The first gang that cannot start is the head of the queue. Later gangs must not delay the
+        # start of the head.
         if head is None and (run.not_before > now or not chosen):
             forecast = forecast_start(run, running, free, now)
             starts_at = None if forecast.at is None else max(forecast.at, now)
@@ -206,8 +205,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     if not choose(free_then, head):
         return Forecast(at=None, free=free_then, running=running_then)
 
-    # Find the nodes that have too few free GPUs or CPUs now, but will have enough at the expected
-    # start. The first waiting gang waits for the running gangs that hold GPUs of these nodes.
+    # Find the nodes that have too few free GPUs or CPUs now, but will have enough when the first
+    # waiting gang starts. This gang waits for the running gangs that hold GPUs of these nodes.
     sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
         sufficient_then &= head.among
