@@ -140,7 +140,8 @@ class DummyServer:
         self._up_at = 0.0
         #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
-        #: Number of pieces (see `step`) that the server can send now, during the fault `step`.
+        #: Permits during the fault `step`. The server uses up one permit for each token of a
+        #: streamed answer, and for each answer that is not streamed.
         self._steps = asyncio.Semaphore(0)
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -288,7 +289,7 @@ class DummyServer:
             connection.send_json(200, piece)
 
     def _piece(self, path: str, request: Request, text: str, *, is_stream: bool) -> dict[str, Any]:
-        """Return a generated text in the JSON format of the path."""
+        """Return a generated text as JSON content of an answer to a request with this URL path."""
         about = {"id": request.header("x-request-id"), "rank": self.rank, "version": self.version}
         if path == "/generate":
             return {"text": text, "meta_info": about}

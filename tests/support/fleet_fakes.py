@@ -40,7 +40,7 @@ PORT_IN_USE = "OSError: [Errno 98] Address already in use"
 def make_topology(
     engines: int, servers: int = 1, *, token: Ask | None = TOKEN, are_experts: bool = False
 ) -> TopologyPlan:
-    """Return the plan of a fleet.
+    """Return the plan of a fleet of fake inference servers.
 
     Args:
         engines: Number of engines.
@@ -110,7 +110,7 @@ class FakeServer:
     """
 
     rank: int
-    #: Epoch of the server, which each start increases. 0 if the server was never started.
+    #: Number of the server's last start. 0 if the server was never started.
     epoch: int = 0
     is_alive: bool = False
     #: Answer to probes over the network: `yes` (success), `slow` (success after 4 s), `hang` (no
@@ -135,7 +135,8 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Epochs of the server that are being probed now. Each start of the server is a new epoch.
+    #: One number for each probe that still runs: the number of the server's last start before the
+    #: probe.
     asked: set[int] = field(default_factory=set)
 
 
@@ -202,7 +203,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server. Do nothing if the server was restarted after `epoch`."""
+        """End the process of a server, if `epoch` is the number of the server's last start."""
         if self[rank].epoch == epoch:
             self.die(rank)
 

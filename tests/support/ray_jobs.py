@@ -220,9 +220,9 @@ class BreakableProxy:
         self._open: set[asyncio.StreamWriter] = set()
         #: Port of the proxy. 0 before its first start.
         self._port = 0
-        #: First bytes of the requests whose answers the proxy drops. The proxy passes such a
-        #: request to the dashboard, and then breaks the client's connection. Empty if the proxy
-        #: drops no answers.
+        #: First bytes of the requests whose answers the proxy drops. The proxy passes these
+        #: requests to the dashboard, and then breaks the connection of the client. Empty if the
+        #: proxy drops no answers.
         self.swallows = b""
         #: Mapping from method and path to the number of requests that reached the dashboard.
         self.passed: dict[bytes, int] = {}

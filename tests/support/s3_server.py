@@ -30,7 +30,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 class S3Server:
-    """moto's S3 server in a thread of this process. Its objects survive `stop` and `start`."""
+    """moto's S3 server in a thread of this process. Stored objects survive `stop` and `start`."""
 
     def __init__(self) -> None:
         self._application = DomainDispatcherApplication(create_backend_app)

@@ -91,8 +91,8 @@ class Engine:
         #: The current fake weights: a single number. Each log-probability is multiplied by this
         #: number.
         self._scale = _load_weights(model)
-        #: Prefix cache: mapping from a prompt to the weights of its first answer. Later answers to
-        #: the prompt use the same weights.
+        #: Prefix cache: mapping from a prompt to the weights that produced the first answer to the
+        #: prompt. Later answers to the prompt use the same weights.
         self._cache: dict[str, float] = {}
         #: Condition (a lock) that protects all attributes, and that is notified after each change.
         self._changed = threading.Condition()
@@ -192,7 +192,7 @@ class Engine:
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Wait until the function returns False and the engine core does not hang.
+        """Wait until `is_held` returns False and the engine core does not hang.
 
         The caller must hold the lock `_changed`.
 
