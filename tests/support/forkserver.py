@@ -26,8 +26,8 @@ from typing import NoReturn
 _ROOT = Path(__file__).parents[2]
 #: Time limit in which the fork server must end, in seconds.
 _END_WITHIN_S = 60.0
-#: Modules that the fork server imports once, so that no forked program has to import them. Prefect
-#: imports some of them only while a flow runs.
+#: Modules that the fork server imports once, so that no forked program has to import them. The list
+#: includes modules that Prefect imports only while a flow runs.
 _PRELOADED_MODULES = (
     "tests.support.supervising",
     "tests.support.reconciling",
@@ -42,8 +42,8 @@ _PRELOADED_MODULES = (
 class ForkedProcess:
     """A process that the fork server has started.
 
-    The fork server is the parent of the process. If the process has ended, the fork server reaps
-    the process before the next start.
+    The fork server is the parent of the process. Before each start of another process, the fork
+    server reaps the processes that have ended.
     """
 
     def __init__(self, stdin: int, stdout: int) -> None:

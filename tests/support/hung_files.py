@@ -58,8 +58,8 @@ def hanging_folder(path: Path) -> Iterator[HangingFolder]:
             assert server.stderr is not None
             raise OSError(server.stderr.read())
         # Close a file once while the FUSE server answers. The kernel then learns that the server
-        # does not implement FLUSH, and sends no FLUSH later. Otherwise a process that waits for
-        # FLUSH at a stopped server would survive SIGKILL.
+        # does not implement FLUSH, and sends no FLUSH later. Otherwise a killed process could not
+        # end: the kernel would wait until the stopped server answers FLUSH.
         first = path / "first"
         first.touch()
         first.unlink()

@@ -248,7 +248,7 @@ class ObservedFlow:
         return RunJson.read(RunPlace.of(self.run_id, self.home).record)
 
     def processes_of_run(self) -> list[int]:
-        """Return the process ids whose MUSTER_RUN_ID is the id of this run."""
+        """Return the ids of the processes whose variable MUSTER_RUN_ID is the id of this run."""
         return processes_with("MUSTER_RUN_ID", self.run_id)
 
     def clear(self) -> None:

@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 
-#: Seconds from the end of a program's last process until the program must have removed its cgroups.
+#: Time limit for the removal of a cgroup after its last process has ended, in seconds.
 TIDY_WITHIN_S = 2.0
 
 

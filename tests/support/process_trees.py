@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tests.support.supervised_components import python, sh
 
-#: Python program that forks forever. Each process starts a new session, forks a child that
-#: continues in the same way, and exits after `%s` seconds. A program that reads /proc therefore
-#: often finds only processes that have already ended.
+#: Python program that forks forever. Each process starts a new session, waits `%s` seconds, forks a
+#: child that continues in the same way, and exits. So the process ids that a program reads in /proc
+#: often belong to processes that have already ended.
 _FLICKER = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

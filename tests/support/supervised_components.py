@@ -131,9 +131,8 @@ class ComponentHarness:
         self.events: list[Event] = []
         self._event_added = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Process ids of children of this process that belong to no component. A test adds these
-        #: ids here. For example, a process that another test started becomes a child of this
-        #: process when its first parent ends.
+        #: Process ids of children of this process that belong to no component, for example of a
+        #: server that the test has started. The test adds these ids.
         self.others: set[int] = set()
         self._start_ticks = _ticks()
 
@@ -186,7 +185,7 @@ class ComponentHarness:
     ) -> Supervisor:
         """Return the supervisor of a new attempt. The supervisor has not started the components.
 
-        The method `clear` of the harness ends the supervisor after the test. The keyword arguments
+        The method `clear` of this object ends the supervisor after the test. The keyword arguments
         are fields of `AttemptPlan` (`progress`, `success_step` and so on), and arguments of
         `Supervisor` (`ports`, `register`, `replan`).
         """

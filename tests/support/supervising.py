@@ -50,7 +50,7 @@ from tasks.train.tasks import conclude
 from tests.support import oracle
 
 #: Exit code of the flow process if Muster has wrongly ended a child that is no component. Only the
-#: test condition `own-child` starts such a child.
+#: test condition `own-child` starts a child that is no component.
 EXIT_CHILD_ENDED = 99
 
 
@@ -62,9 +62,9 @@ class FlowInstructions:
     plan: Mapping[str, Any]
     #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
-    #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. The
-    #: docstring of each condition's function describes the possible values. Usually the value is
-    #: the name of a component, and the condition begins when that component starts.
+    #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. Usually
+    #: the value is the name of a component, and the condition begins when that component starts.
+    #: The docstring of the condition's function describes other possible values.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
     #: (namespaces). Empty for the level that a run normally gets.
@@ -287,8 +287,9 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # Number of descriptors that are added to the result of `listdir`. `listdir` also counts
-            # its own descriptor, which is closed afterwards. So -1 leaves no free descriptor.
+            # The result of `listdir` includes a descriptor that `listdir` itself opened and has
+            # closed again. If the limit is one less than the length of the result, the process
+            # cannot open another file.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -324,10 +325,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             return fork(self, name, *arguments)
 
         # Suspend the template process, which forks the guardians. `fork` sends the template process
-        # a request, and then calls `self._channel.recv` to wait for the answer. The function `recv`
-        # below replaces `self._channel.recv`. This function lets the template process run until the
-        # fork. Depending on `at`, `recv` then kills the template process or lets the template
-        # process continue.
+        # a request, and waits for the answer with the function `recv` below, in place of
+        # `self._channel.recv`. The function `recv` below lets the template process run until the
+        # fork, and then kills or continues the template process, as `at` says.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
