@@ -365,8 +365,8 @@ class Run:
     def name(self) -> str:
         """Name of the flow run.
 
-        The name no longer changes when the run has a directory. From then on, this object stores
-        the name, so that a test can read the name even while the Prefect server is stopped.
+        The name may change until the run has a directory. From then on, this object stores the
+        name, so that a test can read the name even while the Prefect server is stopped.
         """
         if not self._name:
             name = str(self.flow_run()["name"])

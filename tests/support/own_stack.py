@@ -76,7 +76,7 @@ class OwnStack:
 
     @property
     def project(self) -> Path:
-        """Directory of the user's project, with the training."""
+        """Directory of the user's project, with the training program `training.py`."""
         return self.place / "project"
 
     @property
@@ -218,7 +218,7 @@ class OwnStack:
         return [state["timestamp"] for state in states if state["name"] == "Pending"]
 
     def kill(self, name: str, *, guardian: bool = False) -> bool:
-        """Send SIGKILL to a process of the stack, or to the guardian of the process.
+        """Send SIGKILL to a process that `muster up` started, or to the guardian of this process.
 
         Returns:
             False if no process with this name runs now.
@@ -234,7 +234,7 @@ class OwnStack:
         return True
 
     def wait_until_back(self, name: str, deaths: int) -> None:
-        """Wait until a process of the stack has died `deaths` times and is ready again."""
+        """Wait until a process of `muster up` has died `deaths` times and is ready again."""
 
         def is_back() -> bool:
             part = self.part(name)
@@ -243,7 +243,7 @@ class OwnStack:
         wait_for(is_back, f"{name} is back after {deaths} deaths", within_s=200)
 
     def leftovers(self, stack_id: str) -> list[int]:
-        """Return the ids of the living processes that belong to the stack with this id."""
+        """Return the ids of the living processes of a stack: the processes of one `muster up`."""
         return processes_of(stack_id)
 
 

@@ -39,7 +39,7 @@ class Nursery:
         """
         Args:
             api: URL of the Prefect server's API.
-            log: File for stderr of the nursery process and of the scheduler processes.
+            log: File for stderr of the scheduler processes, and of the process that forks them.
         """
         self.log = log
         with log.open("ab") as output:

@@ -69,13 +69,13 @@ def attack(
 
 @contextmanager
 def attacking(act: Callable[[], object]) -> Iterator[int]:
-    """Call a function in a new process of the attacker, and kill this process after the context.
+    """Call a function in a new process of the user ATTACKER; kill the process after the context.
 
     Args:
         act: The function.
 
     Yields:
-        The process id of the attacker's process.
+        The id of the new process.
     """
     pid = os.fork()
     if pid == 0:
