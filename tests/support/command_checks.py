@@ -30,7 +30,7 @@ _PROJECT_PACKAGES = ("flows", "tasks", "deployments", "tests")
 _PROJECT_FOLDERS = tuple(f"{name}/" for name in (*_PROJECT_PACKAGES, "docs"))
 #: Endings of file names in the project.
 _FILE_ENDINGS = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
-#: Files that the reader of the documentation creates by a command in the reader's own project.
+#: Files that a command in the documentation creates in the reader's own project.
 _FILES_OF_READER = ("muster.yaml",)
 #: Matches a placeholder that the reader must replace by a value, for example HEAD, RUN or
 #: SPEC.yaml.
@@ -42,7 +42,7 @@ _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
 #: Matches a command in a recipe of the Makefile that runs a Python module or a program of the
 #: virtual environment. The two groups are the name of the module or program, and the arguments.
 _PROGRAM_IN_RECIPE = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
-#: Commands that run another command. The other command follows as their arguments.
+#: Commands whose arguments are another command, for example `sudo COMMAND`.
 _PREFIX_COMMANDS = ("sudo", "exec", "time", "nohup")
 #: Programs of other projects. Their arguments are not checked.
 _FOREIGN_PROGRAMS = frozenset(

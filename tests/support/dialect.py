@@ -50,7 +50,7 @@ class Passage:
     path: str
     #: Line of the file in which the passage begins.
     line: int
-    #: The words, without line breaks; code in backquotes is replaced by `CODE`.
+    #: Text of the passage in one line; code in backquotes is replaced by `CODE`.
     text: str
     #: True for a heading of a document and for a cell in the first row of a table.
     is_heading: bool = False

@@ -26,7 +26,7 @@ def find_code_words(cell: str) -> tuple[str, ...]:
     return tuple(re.findall(r"`(\w+)`", cell))
 
 
-#: Mapping from the name of an event to the names of the fields in its lines of events.jsonl.
+#: Mapping from the name of an event to the names of the event's fields in events.jsonl.
 CATALOGUE: Mapping[str, tuple[str, ...]] = {
     event.strip("`"): find_code_words(fields)
     for event, fields in read_table("| event of an attempt | fields |")

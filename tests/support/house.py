@@ -43,8 +43,7 @@ PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 #: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: Programs that run under `python -I -S`, which ignores installed packages. These programs may
-#: import only the standard library and each other. They import each other by module names without a
-#: package.
+#: import only the standard library and each other, without a package name: `import tree`.
 ALONE = (
     "tasks/processes/guardian.py",
     "tasks/processes/cgroup.py",

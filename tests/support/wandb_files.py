@@ -47,7 +47,7 @@ class WandbRun:
 def read_offline_runs(folder: Path) -> list[WandbRun]:
     """Return the runs below a folder, in the order of their start.
 
-    A process that is killed soon after its start leaves an empty file. Such a run is left out.
+    Empty files are left out: a process that is killed soon after its start leaves an empty file.
     """
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     return [run for file in files if (run := _read_run(file)) is not None]
