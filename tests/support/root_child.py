@@ -29,8 +29,8 @@ AS_NOBODY = (
     *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
 )
-#: C program that becomes root and waits. For this, the executable must belong to root and have the
-#: set-user-ID bit.
+#: C program that becomes root and waits. The program can become root only if the executable belongs
+#: to root and has the set-user-ID bit.
 _HELPER = r"""
 #define _GNU_SOURCE
 #include <stdio.h>

@@ -47,7 +47,7 @@ def shared_folder(mode: int = 0o1777) -> Iterator[Path]:
 def attack(
     *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as the attacker until it ends, and return its result.
+    """Run a program as the user ATTACKER until the program ends, and return the result.
 
     Raises:
         CalledProcessError: The program failed.
@@ -94,13 +94,13 @@ def attacking(act: Callable[[], object]) -> Iterator[int]:
 
 @contextmanager
 def attackers_socket(path: Path) -> Iterator[Callable[[], bytes]]:
-    """Run a process of the attacker that listens on a Unix socket while the context is open.
+    """Run a process of user ATTACKER that listens on a Unix socket while the context is open.
 
     Args:
         path: Path of the socket.
 
     Yields:
-        A function that returns the bytes that the attacker has received since its last call.
+        A function that returns the bytes that the process has received since the last call.
     """
     received, writer = os.pipe()
     os.set_blocking(received, False)
