@@ -29,15 +29,15 @@ WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class JobEvents:
-    """Records the events of a Ray job, and its requests to search nodes for leftover processes.
+    """Records the events of a Ray job, and requests to search nodes for leftover processes.
 
     No node is searched.
     """
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: One entry for each request to search a cluster's nodes for leftover processes: the address of
-    #: the cluster's control store (GCS).
+    #: Address of the control store (GCS) of a cluster, for each request to search the nodes of the
+    #: cluster for leftover processes.
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:

@@ -59,7 +59,7 @@ def merge_history(runs: Iterable[WandbRun], step: str = "_step") -> list[dict[st
     If several attempts have logged the same step, the values of the last attempt are used.
 
     Args:
-        runs: The runs, in the order of their start.
+        runs: The W&B runs, in the order of their start.
         step: Name of the metric that contains the number of the step.
     """
     rows = {row[step]: row for run in runs for row in run.history}

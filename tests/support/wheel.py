@@ -85,9 +85,9 @@ def install_in_venv(wheel: Path, venv: Path) -> Path:
         "import sysconfig; print(sysconfig.get_path('purelib'))",
         cwd=venv.parent,
     ).strip()
-    # This .pth file adds the packages of the tests' environment, except Muster. This environment
-    # has an editable install of Muster, which is another .pth file. Python ignores .pth files in a
-    # folder that a .pth file has added. So Muster comes only from the wheel.
+    # This .pth file adds the packages of the tests' environment, except Muster. Muster is installed
+    # in the tests' environment as another .pth file (an editable install). Python ignores .pth
+    # files in a folder that a .pth file has added. So Muster comes only from the wheel.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         sys.executable,
