@@ -407,7 +407,8 @@ class FleetHarness:
 
         Args:
             version: Weight version to commit. If None, the current version + 1.
-            engines: Numbers of the engines to commit. If None, all engines that took the weights.
+            engines: Numbers of the engines that shall use the new weights. Engines that failed to
+                load the weights are left out. If None, all engines.
         """
         transaction = await self.fleet.begin_sync(100.0, InFlight.WAIT)
         sync_id = transaction["sync"]

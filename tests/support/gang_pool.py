@@ -251,8 +251,7 @@ class GangPool:
         """
         name = f"holder-{'-'.join(nodes)}"
         gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
-        # The spec must have the name of the flow run, because Muster's messages use the name in the
-        # spec.
+        # Muster's messages contain the name in the spec, so the spec gets the name of the flow run.
         spec = {"name": name, "gang": gang}
         flow = self.host_env.post("/flows/", name="train")["id"]
         flow_run = self.host_env.post(

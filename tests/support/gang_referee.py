@@ -208,8 +208,8 @@ def list_holds(run: History) -> Iterator[Hold]:
     since: float | None = None
     for state in run.states:
         if state.is_wait or state.type in FINAL:
-            # A flow process may start, find that its GPUs are not free, and end. The state is then
-            # RUNNING although no component has started, so the run held no GPUs in this period.
+            # A flow process may start, find that its GPUs are not free, and end. The flow run was
+            # then RUNNING, but the run held no GPUs, because no component had started.
             has_only_asked = state.type == "RUNNING" and not any(
                 since is not None and since <= part.began <= state.at for part in run.parts
             )

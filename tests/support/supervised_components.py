@@ -104,7 +104,7 @@ def is_alive(pid: int) -> bool:
 
 
 #: Ports that `free_port` has returned. `free_port` does not return these ports again: the kernel
-#: may offer a port twice, and a fleet needs several different ports.
+#: may offer a port twice, and a test needs several different ports.
 _returned_ports: set[int] = set()
 
 
