@@ -6,6 +6,7 @@ The command `muster init` uses this module.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -377,9 +378,14 @@ class _SpecWriter:
 
         A variable passes a path to a script that has no command-line option for this path. The path
         is that of the metrics file, the folder of checkpoints, or the checkpoint from which the
-        script resumes.
+        script resumes. The variable PYTHONPATH has the folders of `_find_import_folders`.
         """
         lines = ["env:"]
+        if import_folders := self._find_import_folders():
+            lines.append(
+                "  # Folders in which Python finds the project's modules that the script imports"
+            )
+            lines.append(f"  PYTHONPATH: {_quote(os.pathsep.join(import_folders))}")
         if Purpose.METRICS not in self._used_options:
             lines.append('  METRICS: "${attempt.dir}/metrics.jsonl"')
         if Purpose.CHECKPOINTS not in self._used_options:
@@ -460,6 +466,33 @@ class _SpecWriter:
         )
         return base if imports.level or imports_package else None
 
+    def _find_import_folders(self) -> list[str]:
+        """Return the folders of the project in which Python must also search for modules.
+
+        A script in the folder `scripts` may import a package from the folder `src`, or from the
+        root of the project. Python does not search these folders by itself.
+
+        Returns:
+            Paths relative to the working directory of the run. Empty if Python finds all modules of
+            the project without them.
+        """
+        if self._script.file.suffix != ".py":
+            return []
+        cwd = self._find_package_base() or self._directory
+        is_module = self._find_package_base() is not None
+        searched = cwd if is_module else (self._directory / self._script.file).parent
+        names = {
+            name
+            for name in read_imports(self._script.content).names
+            if not _has_module(searched, name)
+        }
+        folders = dict.fromkeys((cwd, cwd / "src", self._root, self._root / "src"))
+        return [
+            os.path.relpath(folder, cwd)
+            for folder in folders
+            if any(_has_module(folder, name) for name in names)
+        ]
+
     def _write_cwd(self) -> str:
         """Return the working directory of the run for the run spec.
 
@@ -499,6 +532,11 @@ class _SpecWriter:
             "TOTAL": str(total),
             "LAST": str(last_step),
         }
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    """Return True if a folder contains a Python module or package with a certain name."""
+    return bool(name) and ((folder / f"{name}.py").is_file() or any((folder / name).glob("*.py")))
 
 
 def _quote(text: str) -> str:

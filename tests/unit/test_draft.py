@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -710,3 +712,36 @@ def test_script_in_a_package_that_imports_only_its_neighbours_is_started_by_its_
 
     assert spec.processes["trainer"].command == ("python", "train.py")
     assert spec.cwd == "my-run"
+
+
+@pytest.mark.parametrize(
+    ("script", "module", "expected"),
+    [
+        ("src/textgen/train.py", "src/textgen/data.py", "src"),
+        ("scripts/train.py", "src/textgen/data.py", "src"),
+        ("scripts/train.py", "src/textgen.py", "src"),
+        ("scripts/train.py", "textgen/data.py", "."),
+        # Python finds the module without PYTHONPATH
+        ("scripts/train.py", "scripts/textgen.py", None),
+        ("train.py", "textgen/data.py", None),
+        # a folder without Python files is no package
+        ("scripts/train.py", "src/textgen/data.txt", None),
+    ],
+)
+def test_script_finds_the_modules_of_its_project(
+    tmp_path: Path, script: str, module: str, expected: str | None
+) -> None:
+    folder = project(tmp_path, {module: "", script: "import textgen\nprint('trained')\n"})
+
+    draft = draft_spec(folder, file=Path(script))
+
+    env = yaml.safe_load(draft.text)["env"]
+    assert env.get("PYTHONPATH") == expected
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env={"PYTHONPATH": expected or ""},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout == "trained\n") is (not module.endswith(".txt")), done.stderr
