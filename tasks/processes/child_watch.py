@@ -97,8 +97,8 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
         # so the real exit status is unknown.
         return None
     except OSError:
-        # This user may examine the process. The link `exe` cannot be read because the process is a
-        # zombie, which has no program.
+        # The link `exe` cannot be read because the process is a zombie, which has no program. The
+        # kernel allows this user to examine the process, so its exit status is real.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None

@@ -122,7 +122,7 @@ _WAITS_FOR_OTHERS = re.compile(
 
 
 class HungProcess(TypedDict):
-    """State of one process of a component that hangs."""
+    """State of one process of a hung component."""
 
     pid: int
     #: Name of the process, as the kernel shows it.

@@ -34,7 +34,7 @@ _COMMAND = "tasks.command"
 def make_own_command(module: str) -> tuple[str, ...]:
     """Return the beginning of a command that runs a module of Muster in a new process.
 
-    The command has the effect of `python -m MODULE`. Append the arguments of the module.
+    The command has the effect of `python -m MODULE`. The caller adds the arguments of the module.
 
     Args:
         module: Name of the module, for example `deployments.upkeep`.

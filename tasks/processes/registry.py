@@ -75,8 +75,8 @@ _WRITTEN_WITHIN_S = 5.0
 #: Time limit in seconds for freeing the disk space that is reserved for `run.json`. The limit also
 #: applies to writing the short form of the run's final record into its reserved file.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
-#: Seconds to wait again for the last files of a run, after reserved disk space was freed for them.
-#: The space is freed if the files were not on the disk within `_WRITTEN_WITHIN_S`.
+#: Seconds to wait for the last files of a run after reserved disk space was freed for them. This is
+#: a second wait: the space is freed if the first wait, `_WRITTEN_WITHIN_S`, was not enough.
 _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 #: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0
@@ -459,8 +459,8 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Subset of `unreadable_jobs`. The names of these Ray jobs are unknown, because a
-        #: submission file of the run cannot be read, either. The Ray jobs may still be running.
+        #: Those files of `unreadable_jobs` for which the submission files of the run cannot be
+        #: read, either. So the names of these Ray jobs are unknown. The jobs may still be running.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run from its reserved disk space. A run writes its record there only
         #: if the disk is full. None if there is no record in the reserved space.

@@ -52,8 +52,8 @@ class FileFacts:
     size_bytes: int
     #: Time of the last change of the file's content (mtime), in nanoseconds since the epoch.
     changed_ns: int
-    #: Time of the last change of the file's inode (ctime), in nanoseconds since the epoch. Programs
-    #: can set `changed_ns` to any value, but not this time.
+    #: Time of the last change of the file's inode (ctime), in nanoseconds since the epoch. A
+    #: program can set `changed_ns` to any value, but cannot set `inode_changed_ns`.
     inode_changed_ns: int
     inode: int
 

@@ -66,8 +66,8 @@ class Incident:
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers of the restarts that were already subtracted from the allowed restarts. Each server
-    #: group numbers its restarts from 0. So the first restarts of all groups together count as one
-    #: restart.
+    #: group numbers its restarts from 0, and each number is subtracted only once. So the first
+    #: restarts of several groups together use up one allowed restart.
     paid: set[int] = field(default_factory=set)
 
 

@@ -134,7 +134,8 @@ STATE = "state"
 RESULTS = "results"
 #: Part of `${stage.NAME.best.KEY}`: the value KEY of the best run or step of an earlier matrix.
 BEST = "best"
-#: Part of `${stage.NAME.best.point.KEY}`: the value of the matrix key KEY in the best run or step.
+#: The word `point` in `${stage.NAME.best.point.KEY}`. The placeholder stands for the value of the
+#: matrix key KEY in the best run or step.
 POINT = "point"
 
 

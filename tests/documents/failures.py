@@ -108,7 +108,7 @@ def list_rules() -> str:
 
 
 def _describe_retries(kind: FailureKind) -> tuple[str, str]:
-    """Return two descriptions of the retries after a failure of a kind.
+    """Return two descriptions of the retries after a failure of this kind.
 
     The first description is for specs that do not list the kind under `retry`. The second
     description is for specs that list the kind.

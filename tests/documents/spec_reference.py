@@ -40,7 +40,7 @@ class Part:
     path: str
     #: Paths of other mappings of the spec that have the same keys.
     also: tuple[str, ...]
-    #: JSON schema of the mapping.
+    #: JSON schema of this part of the spec.
     schema: Schema
 
 

@@ -146,10 +146,10 @@ def _prepare_segment_leak(fault_run: FaultRun) -> None:
 
 
 def _leak_segment_of_other_process(fault_run: FaultRun) -> None:
-    """Leak a shared-memory segment in another program; wait until the run's segment is registered.
+    """Leak a shared-memory segment in a program that does not belong to the run.
 
-    The other program does not belong to the run, and ends before the run does. Muster must have
-    registered only the segment that the run itself leaked.
+    The run leaks another segment. Wait until Muster has registered the segment of the run. Muster
+    must not register the segment of the other program.
     """
     own_segment, foreign_segment = _segment_paths(fault_run)
     with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=fault_run.directory):

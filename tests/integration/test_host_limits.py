@@ -142,8 +142,8 @@ def test_component_that_cannot_be_started_names_the_limit(
     assert not (harness.directory / "started").exists()
 
 
-#: Program that runs one component with the user id of the program itself. The program then prints
-#: the final state, the message and the failure of the attempt.
+#: Program that runs one component as the same user. It then prints the final state, the message
+#: and the failure of the attempt.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path

@@ -189,8 +189,8 @@ class RayCluster:
         """
         keys_of_2 = {"launch_multiple": True, "head_node_id": _FAKE_HEAD} if version == 2 else {}
         provider = {
-            # Ray's type `fake_multinode` has the same provider. This type is not used, because Ray
-            # would then read a file that Ray's wheel does not contain.
+            # Do not use Ray's type `fake_multinode`, which has the same node provider. With that
+            # type, Ray reads a file that its wheel does not contain.
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": self.gcs_address,

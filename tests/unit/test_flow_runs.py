@@ -183,8 +183,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # flow run, and the state becomes Crashed
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
-        # the host of the flow run is lost: even a new state is changed, because the host has been
-        # silent for a long time
+        # the host of the flow run is lost, so the flow run gets a final state or returns to the
+        # queue. This also holds for a flow run whose state is only 1 s old
         (flow_run(CANCELLING, 1), host(is_lost=True), "Cancelled"),
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),

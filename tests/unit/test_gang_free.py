@@ -180,7 +180,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
-        # the granted node still has the granted name, so the run holds only the GPUs of this node
+        # two nodes have the same address now, but the grant contains the node id of the first node
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )
