@@ -116,11 +116,12 @@ def find_reason_to_stop(
         return ""
     all_figures = [*figures, best]
     own = f"the best {rule.by} until step {point.last_step:g} is {best:.6g}"
-    points = f"{len(all_figures)} points at step {step:g}"
+    points = f"{len(all_figures)} points of the matrix at step {step:g}"
     if rule.rule == "median":
         side = "below" if rule.mode == "max" else "above"
-        return f"{own}, {side} the median of {points} ({statistics.median(all_figures):.6g})"
-    return f"{own}, not in the better half of {points}"
+        median = statistics.median(all_figures)
+        return f"{own}, which is {side} {median:.6g}, the median of {points}"
+    return f"{own}, which is not in the better half of {points}"
 
 
 def _find_rung(after_step: int, step: float) -> int:

@@ -56,9 +56,9 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
     path = locate_result(place)
     if path is None:
         raise InvalidResult(
-            f"this host has no result of the step: {place.directory} contains no attempt of the "
-            "step. Make sure that this host and the host of the step use the same folder "
-            "MUSTER_HOME"
+            f"the result of the step is not on this host: {place.directory} contains no folder "
+            "attempt-NUMBER. Make sure that this host and the host that ran the step use the same "
+            "folder MUSTER_HOME"
         )
     try:
         result = read_result_file(path)

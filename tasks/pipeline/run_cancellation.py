@@ -79,6 +79,6 @@ def _describe_end(run: StageRun, away: ServerAway | None) -> str:
     if away is None:
         return f"still {run.state}"
     return (
-        "the state of the run is unknown, because the Prefect server does not answer. The run may "
-        f"still be running: {away}"
+        f"the Prefect server does not answer ({away}), so the state of the run is unknown. The run "
+        "may still be running"
     )

@@ -161,8 +161,8 @@ class StageValues:
             )
         except OSError as error:
             raise CannotBegin(
-                f"the value {stage}.{key} is too large for a run spec, and the file for it cannot "
-                f"be written: {error}"
+                f"Muster must store the value {stage}.{key} in a file, because the value is too "
+                f"large for a run spec. Muster could not write this file: {error}"
             ) from error
 
     def _stage_value(self, stage: str, key: str) -> object:
@@ -195,8 +195,8 @@ class StageValues:
         unit = self.find_best(stage)
         if unit is None:
             raise CannotBegin(
-                f"the best point of stage {stage} is unknown, because no completed point has a "
-                f"value for {choice.by!r}"
+                f"the best point of stage {stage} is unknown, because no completed point of the "
+                f"matrix has a value of the metric {choice.by!r}"
             )
         if rest.startswith(f"{POINT}."):
             point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]

@@ -61,7 +61,8 @@ def test_reason_names_figure_median_step_and_number_of_points() -> None:
 
     assert (
         reason
-        == "the best reward until step 23 is 0.12, below the median of 6 points at step 20 (0.35)"
+        == "the best reward until step 23 is 0.12, which is below 0.35, the median of 6 points of "
+        "the matrix at step 20"
     )
 
 
@@ -113,7 +114,7 @@ def test_point_is_compared_at_the_last_common_step() -> None:
     slow = find_reason_to_stop(rule(), constant(0.11, 40), others)
     good = find_reason_to_stop(rule(), constant(0.13, 40), others)
 
-    assert "the median of 4 points at step 12 (0.12)" in slow
+    assert "0.12, the median of 4 points of the matrix at step 12" in slow
     assert good == ""
 
 
@@ -132,7 +133,8 @@ def test_diverged_point_is_compared_though_it_has_no_new_figure() -> None:
 
     assert (
         reason
-        == "the best loss until step 20 is 4.8, above the median of 4 points at step 20 (3.1)"
+        == "the best loss until step 20 is 4.8, which is above 3.1, the median of 4 points of the "
+        "matrix at step 20"
     )
 
 
@@ -144,7 +146,7 @@ def test_figure_that_is_reported_rarely_counts_until_the_next_figure() -> None:
     reason = find_reason_to_stop(rule(), constant(0.2, 12), rare)
 
     assert reason == ""
-    assert "the median of 4 points at step 18 (0.35)" in find_reason_to_stop(
+    assert "0.35, the median of 4 points of the matrix at step 18" in find_reason_to_stop(
         rule(), constant(0.2, 18), rare
     )
 
@@ -221,7 +223,8 @@ def test_reason_of_halving_names_the_number_of_points() -> None:
     reason = find_reason_to_stop(rule(rule="halving"), constant(0.12, 25), FIVE)
 
     assert reason == (
-        "the best reward until step 25 is 0.12, not in the better half of 6 points at step 20"
+        "the best reward until step 25 is 0.12, which is not in the better half of 6 points of the "
+        "matrix at step 20"
     )
 
 

@@ -467,7 +467,8 @@ def test_point_below_the_median_is_stopped_early_and_shown(server: FakeRuns) -> 
     stopped = server.runs[0]
     assert (stopped.state, stopped.message) == (
         "stopped early",
-        "the best reward until step 3 is 0.1, below the median of 5 points at step 3 (0.3)",
+        "the best reward until step 3 is 0.1, which is below 0.3, the median of 5 points of the "
+        "matrix at step 3",
     )
     shown = server.artifacts["points-grid"]
     assert shown.headline == "grid: 2 of 5 points of the matrix have ended, 2 stopped early"
