@@ -196,10 +196,15 @@ class Caller:
         require_own_peer(connection)
         first_byte, files, *_ = socket.recv_fds(connection, 1, 3)
         order = json.loads(first_byte + connection.makefile("rb").readline())
-        if order["made_of"] != _describe_code() or len(files) != 3:
+        if order["made_of"] != _describe_code():
             raise ValueError(
-                "the command and this process run different code, or the command sent too few open "
-                "files"
+                "the `muster` command and the fork server have loaded different versions of the "
+                "code"
+            )
+        if len(files) != 3:
+            raise ValueError(
+                f"the `muster` command sent {len(files)} open files to the fork server, but must "
+                "send 3"
             )
         return cls(connection=connection, order=order, files=tuple(files))
 
@@ -259,10 +264,10 @@ class Caller:
         pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
             raise ValueError(
-                "the command has another user or other namespaces than the forked process"
+                "the `muster` command and the forked process have different users or namespaces"
             )
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            raise ValueError("the command is in another cgroup than the forked process")
+            raise ValueError("the `muster` command and the forked process are in different cgroups")
 
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT")]
         for limit in limits:

@@ -69,8 +69,8 @@ _LOCK_TIMEOUT_S = 2.0
 _READ_INTERVAL_S = (0.1, 0.25)
 #: Text in the Prefect variable, for people who see the variable in the Prefect UI.
 _NOTE = (
-    "Muster wrote this variable, and removes it automatically. It is a lock: its holder is the "
-    "scheduler that currently decides which runs start."
+    "Muster wrote this variable, and removes the variable automatically. The variable is a lock. "
+    "The scheduler that holds the lock decides which runs start."
 )
 
 T = TypeVar("T")
@@ -217,14 +217,15 @@ class HeldLease:
         """
         if self.is_over:
             raise LeaseLost(
-                "this process has released the scheduler lock, so it must not change the queue any "
-                "more"
+                "this scheduler no longer holds the scheduler lock. Without the lock, a scheduler "
+                "must not change the queue"
             )
         if self.remaining_s <= 0:
             age_s = self.clock() - self.requested_at
             raise LeaseLost(
-                f"this process got the scheduler lock {age_s:.1f} s ago, and may change the queue "
-                f"for only {self.hold_s:g} s. Another scheduler may now hold the lock"
+                f"this scheduler took the scheduler lock {age_s:.1f} s ago. The lock allows "
+                f"changes of the queue for only {self.hold_s:g} s, so another scheduler possibly "
+                "holds the lock now"
             )
 
 
@@ -297,8 +298,9 @@ class SchedulingLease:
             except TimeoutError as error:
                 if limit.expired():
                     raise LeaseLost(
-                        f"this process had {self.hold_s:g} s to change the queue, and did not "
-                        "finish. Another scheduler may now hold the scheduler lock"
+                        "this scheduler did not finish the changes of the queue within "
+                        f"{self.hold_s:g} s, the time limit of the scheduler lock. Another "
+                        "scheduler possibly holds the lock now"
                     ) from error
                 raise
             finally:
@@ -546,9 +548,10 @@ class SchedulingLease:
             self._undeleted_holders.add(held_lease.lease.holder)
             reason = str(error) or type(error).__name__
             _log.warning(
-                "this process could not release the scheduler lock. The lock expires in %g s: %s",
-                self.expire_s,
+                "this scheduler could not release the scheduler lock (%s). The lock expires in %g "
+                "s",
                 reason,
+                self.expire_s,
             )
 
     async def _with_timeout(self, request: Awaitable[T]) -> T:
