@@ -355,7 +355,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
             cause = "the work pool has no other node for new runs"
             if len(faulty) >= _MAX_FAULTY:
                 cause = (
-                    f"{len(faulty)} faulty nodes are already drained, the largest allowed number"
+                    f"{len(faulty)} faulty nodes are already drained, and Muster drains at most "
+                    f"{_MAX_FAULTY} faulty nodes at the same time"
                 )
             _log.warning(
                 "the node %s seems faulty, but Muster does not drain it, because %s", node, cause
@@ -365,7 +366,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         kind = failure.kind.value
         reason = (
             f"the runs {other_runs[0].name} and {run_id} failed on this node within a day "
-            f"(failure kind of {run_id}: {kind})"
+            f"({run_id} failed as {kind})"
         )
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})

@@ -115,7 +115,8 @@ async def _read_view(client: PrefectClient, pool: str) -> QueueView:
             raise
         problems = (
             f"the work pool {pool} was deleted, so its waiting runs cannot start. To create the "
-            "pool again, run `muster up`, or wait a minute if a worker of the pool is running",
+            "pool again, run `muster up`. If a worker of the pool is running, wait a minute "
+            "instead: the worker creates the pool again",
         )
     view = await read_queue_view(client, pool)
     return replace(view, troubles=(*problems, *view.troubles))

@@ -122,8 +122,8 @@ def parse_request(flow_run: FlowRun) -> Request:
             name=name,
             tags=tags,
             fault=find_spec_fault(flow_run)
-            or "Muster can't read the key `gang` of the run's spec, which requests the GPUs of "
-            "the run",
+            or "Muster can't read the key `gang` in the spec of the run. This key requests the "
+            "GPUs of the run",
         )
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
     max_s = (gang.max_hours or math.inf) * _HOUR_S

@@ -103,8 +103,8 @@ _DEVICES_LIFETIME_S = 60.0
 #: Message if a run without a Ray cluster waits, but no work pool lists nodes.
 NO_TABLE = (
     "the work pool lists no nodes, and the spec of the run names no Ray cluster (ray.address). To "
-    "add the machine of this worker, write its number of GPUs for GPUS: `muster queue set "
-    f"node.{host_name()}=GPUS`"
+    "add the machine of this worker, replace GPUS in this command by the number of GPUs of the "
+    f"machine: `muster queue set node.{host_name()}=GPUS`"
 )
 
 
@@ -272,7 +272,7 @@ class Capacity:
             raise NoCapacity(str(error)) from error
         except Exception as error:  # Users choose the address, so the reply can be anything.
             raise NoCapacity(
-                f"the answer from {address} is not that of a Ray cluster. Check the address: "
+                f"the answer from {address} does not come from a Ray cluster. Check the address: "
                 f"{error!r}"
             ) from error
 

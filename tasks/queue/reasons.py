@@ -182,16 +182,21 @@ def _explain_missing_gpus(
             if reason.is_start_assumed:
                 # The parts of the message are separated by semicolons, so this part must not
                 # contain a semicolon.
-                expected += " (a guess: at least one of these runs has no `gang.hours`)"
+                expected += " (a guess, because at least one of these runs has no `gang.hours`)"
         parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 
     if _has_enough_gpus(demand, free):
         cpus = f"{demand.cpus_per_node:g}"
-        parts.append(f"too few of the nodes with free GPUs also have {cpus} free CPUs")
+        parts.append(
+            f"enough nodes have free GPUs, but too few of these nodes have {cpus} free CPUs"
+        )
     elif _has_enough_gpus(demand, {**free, **unserved_free}):
         nodes = _join_names(sorted(name for name, gpus in unserved_free.items() if gpus))
         command = f"prefect worker start --pool {pool}"
-        parts.append(f"would fit on nodes without a worker: {nodes} (run there: {command})")
+        parts.append(
+            f"the run would fit on nodes without a worker: {nodes} (start a worker there: "
+            f"{command})"
+        )
         waits_for_no_end = True
     elif _has_enough_gpus(demand, {**free, **drained}):
         command = "muster queue undrain NODE"

@@ -490,7 +490,9 @@ class Scheduler:
             await self._client.create_logs(logs)
         except httpx.HTTPError as error:
             _log.warning(
-                "Muster could not write into the logs of the flow runs why they wait: %r", error
+                "Muster could not write into the logs of the waiting flow runs why these runs "
+                "wait: %r",
+                error,
             )
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> bool:

@@ -65,8 +65,8 @@ class PoolSettings(BaseModel):
         "fifo",
         title="Policy",
         description=(
-            "fifo: runs start strictly in the order of the queue. backfill: a later run may start "
-            "first, if it probably does not delay the first run of the queue."
+            "fifo: runs start strictly in the order of the queue. backfill: a later run starts "
+            "before the first run of the queue if the first run probably loses no time."
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
@@ -82,8 +82,8 @@ class PoolSettings(BaseModel):
     limits: dict[str, int] = Field(
         default_factory=dict,
         title="GPUs per tag",
-        description="Largest number of GPUs that all runs with the same tag may use at the "
-        "same time, for each tag. A tag can stand for a team, for example.",
+        description="Limit of GPUs for each tag. All runs with the tag together use at most "
+        "this number of GPUs. A tag can stand for a team, for example.",
     )
     drained: tuple[str, ...] = Field(
         (),
@@ -94,7 +94,7 @@ class PoolSettings(BaseModel):
     faulty: tuple[FaultyNode, ...] = Field(
         (),
         title="Faulty nodes",
-        description="Nodes on which two runs failed within a day, perhaps because of the node. "
+        description="Nodes that seem faulty, because two runs failed on the node within a day. "
         "Muster drains each of these nodes for one day.",
     )
 

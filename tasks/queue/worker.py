@@ -221,7 +221,9 @@ class Waker:
             except Exception as error:
                 # Log the error only at level DEBUG, because it may be temporary. A persistent error
                 # also occurs in the regular poll of Prefect's worker, which logs the error.
-                _log.debug("Muster's check of the queue after an event has failed: %r", error)
+                _log.debug(
+                    "An extra check of the queue, between two regular checks, has failed: %r", error
+                )
             # If the queue is long, calls of `wake` are slow. To leave the worker time for its other
             # tasks, pause for the duration of the last call, but at most 2 seconds.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))

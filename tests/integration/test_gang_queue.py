@@ -177,7 +177,7 @@ def test_expected_start_of_a_queued_run_follows_from_the_steps_of_the_active_run
     wait_for_grant(active)
     run = pool.submit(pool.spec(gpus=16))
 
-    wait_for_message(run, "a guess: at least one of these runs has no `gang.hours`")
+    wait_for_message(run, "a guess, because at least one of these runs has no `gang.hours`")
     # At first, the scheduler assumes that the active run takes 24 hours. Once a minute, the
     # scheduler estimates the duration from the steps of the active run: about 6 hours.
     wait_for(

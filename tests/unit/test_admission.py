@@ -220,7 +220,8 @@ def test_pool_without_exactly_one_cluster_is_explained(
                 nodes=(GPU_1, GPU_2, GPU_3, GPU_4),
                 faulty=(make_faulty_node("gpu-2"), make_faulty_node("gpu-3")),
             ),
-            "2 faulty nodes are already drained, the largest allowed number",
+            "2 faulty nodes are already drained, and Muster drains at most 2 faulty nodes at "
+            "the same time",
         ),
     ],
 )

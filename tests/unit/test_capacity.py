@@ -136,7 +136,7 @@ async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
         (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
         (Denied("401; Ray's token is read from ..."), "token"),
         # the program at the address is not the dashboard of a Ray cluster
-        (KeyError("summary"), "http://ray:8265 is not that of a Ray cluster"),
+        (KeyError("summary"), "http://ray:8265 does not come from a Ray cluster"),
     ],
 )
 async def test_unreadable_cluster_raises_with_the_reason(

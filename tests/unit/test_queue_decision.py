@@ -308,8 +308,8 @@ def test_runs_without_ray_start_only_on_hosts_with_a_worker() -> None:
     assert [dict(gpus) for _entry, gpus in scheduling_pass.admitted] == [{"n2": 5}]
     text = scheduling_pass.messages[waiting[1].id].text
     assert (
-        "would fit on nodes without a worker: n1 (run there: prefect worker start --pool gang)"
-        in text
+        "the run would fit on nodes without a worker: n1 (start a worker there: prefect worker "
+        "start --pool gang)" in text
     )
 
 

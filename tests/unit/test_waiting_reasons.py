@@ -69,7 +69,7 @@ def test_start_after_a_run_without_hours_is_marked_as_assumed() -> None:
 
     message = explain_wait(WIDE, reason, NAMES, free=THREE, now=NOW)
 
-    assert "UTC (a guess: at least one of these runs has no `gang.hours`)" in message.text
+    assert "UTC (a guess, because at least one of these runs has no `gang.hours`)" in message.text
     assert message.is_start_assumed
 
 
@@ -115,7 +115,8 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
         # the run would fit on a node without a worker, so the text says how to start a worker
         (
             first(unserved_free={"n3": 8}, pool="gang"),
-            "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
+            "the run would fit on nodes without a worker: n3 (start a worker there: prefect worker "
+            "start --pool gang)",
         ),
         # the run would not fit even if the drained nodes could be used
         (
@@ -127,7 +128,8 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
         # enough GPUs are free, but too few CPUs: the text names the CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
-            "too few of the nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
+            "enough nodes have free GPUs, but too few of these nodes have 24 free CPUs; "
+            "free now: 8 on 2 nodes",
         ),
         # the run waits for a run whose name is unknown, or for several runs; the text has at most
         # four names
