@@ -420,7 +420,10 @@ class NodeClient:
         if not line:
             self._errors.seek(0)
             error_text = self._errors.read().decode(errors="replace").strip()[-1000:]
-            raise NoAnswer(f"Muster's Ray driver process has ended: {error_text}")
+            raise NoAnswer(
+                "the process of Muster that sends requests to the Ray cluster has ended: "
+                f"{error_text}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

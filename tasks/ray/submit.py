@@ -369,9 +369,9 @@ class Submitter:
             raise self._give_up(
                 FailureKind.NETWORK,
                 "submit-unanswered",
-                f"Muster sent {_MAX_SUBMITS} requests to submit job {self._plan.submission_id}, "
-                f"but the Ray dashboard at {self._plan.address} did not answer, and does not list "
-                f"the job: {problem}",
+                f"Muster sent {_MAX_SUBMITS} requests to submit job {self._plan.submission_id} to "
+                f"the Ray dashboard at {self._plan.address}. The dashboard did not answer these "
+                f"requests, and its list of jobs does not contain the job: {problem}",
             )
         self._note_submitted()
         plan = self._plan

@@ -141,8 +141,8 @@ def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
             note = UncheckedNodesNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
             _log.warning(
-                "Muster cannot read the file %s, which lists nodes that must be checked for "
-                "leftover processes, and skips the file: %s",
+                "The file %s lists nodes that must be checked for leftover processes. Muster skips "
+                "the file, because the file cannot be read: %s",
                 path,
                 error,
             )

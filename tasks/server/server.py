@@ -320,7 +320,10 @@ def _save_template(database: Path, template: Path) -> None:
         draft.replace(template)
     except (OSError, sqlite3.Error) as error:
         _log.warning(
-            "Muster could not save a template of Prefect's database in %s: %s", template, error
+            "Muster could not save a copy of the new Prefect database in %s, so later Prefect "
+            "servers start more slowly: %s",
+            template,
+            error,
         )
         draft.unlink(missing_ok=True)
 
