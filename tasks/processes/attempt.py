@@ -148,8 +148,8 @@ _SIGKILL_BY_OTHERS = (
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (
     "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data of "
-    "the last steps. To let Muster resume from a checkpoint before the alarm, list ALARM under "
-    "`retry` in the spec."
+    "the last steps. To let Muster resume from a checkpoint before this metric value, list ALARM "
+    "(the kind of this failure) under `retry` in the spec."
 )
 #: Advice for a run that Muster stopped before the first step, because no progress was visible.
 _FIRST_STEP_HINT = (
@@ -1199,8 +1199,8 @@ class SupervisedAttempt:
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
             if problem is None:
                 warning += (
-                    f". If such a run should count as failed, write `success: {{step: {last:g}}}` "
-                    "into the spec"
+                    f". If a run that ends before step {last:g} should count as failed, write "
+                    f"`success: {{step: {last:g}}}` into the spec"
                 )
         elif last is None and problem is not None:
             warning = f"{component.name} ended, but no step of its training is known"
@@ -1299,7 +1299,7 @@ class SupervisedAttempt:
             )
         if early:
             hint += (
-                f" If {component.name} is allowed to end before the run, write "
+                f" If {component.name} is allowed to end before the run ends, write "
                 f"`on_exit_zero: drain` into `components.{component.name}` of the spec."
             )
         self._fail(component, message, "exit", exit=exit, hint=hint)
@@ -1482,7 +1482,8 @@ class SupervisedAttempt:
                 await time_to_save.warn_now(decision.reason)
             except Exception:
                 _log.exception(
-                    "the signal of `stop.warn` could not be sent before the components are stopped"
+                    "Muster could not send the warning signal (`stop.warn` in the spec) before the "
+                    "stop of the components"
                 )
         # Wait for the checkpoints before any component is stopped. A trainer may need the other
         # components until it has finished its step and its checkpoint.

@@ -61,8 +61,8 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
     note = (
-        "the exit status is lost: the parent process has already read it, and this kernel does not "
-        "keep it"
+        "the exit status is unknown, because the parent process has already read the status, and "
+        "this kernel keeps no copy"
     )
     return Exit.from_return_code(None, at_monotonic_s, note)
 

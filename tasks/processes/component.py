@@ -495,8 +495,8 @@ class RunningComponent(ABC):
         await asyncio.wait([self.exited], timeout=limit_s)
         if not self.exited.done():
             message = (
-                f"the component has not ended after {self.seconds_alive():.0f} s, its time limit "
-                "(`ready.within_s` in the spec)"
+                "the component must end within the time limit `ready.within_s` of the spec, but "
+                f"is still running after {self.seconds_alive():.0f} s"
             )
             kind = FailureKind.NOT_READY
             raise ComponentFailed(GiveUpReason(kind=kind, rule="not-ready", message=message))

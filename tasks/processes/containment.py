@@ -59,9 +59,9 @@ class Level(Enum):
 _PROMISES = {
     Level.L1: "process groups only: a process that starts its own session (setsid) may outlive "
     "the run",
-    Level.L2: "guardian processes: even if SIGKILL ends one process of Muster, no process of the "
-    "run remains",
-    Level.L3: "guardian processes and cgroups: even if SIGKILL ends two processes of Muster, "
+    Level.L2: "guardian processes: all processes of the run end, even if one of Muster's own "
+    "processes is killed",
+    Level.L3: "guardian processes and cgroups: even if two of Muster's own processes are killed, "
     "`muster reconcile` ends the remaining processes of the run",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }

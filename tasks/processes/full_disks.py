@@ -141,7 +141,8 @@ def name_full_disk(failure: Failure, file_systems: Iterable[FileSystem]) -> Fail
         if not file_system.is_full or not is_cause:
             continue
         remedy = (
-            "Give the container or host more shared memory, or remove unused files from it"
+            "Give the container or host more shared memory, or remove unused files from "
+            f"{file_system.path}"
             if is_memory
             else "Remove files there, or use a larger disk"
         )

@@ -124,7 +124,10 @@ def _find_gpu_problem(nvml: Any, handle: Any) -> str:
     with suppress(nvml.NVMLError):
         [field] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
         if field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal:
-            return "the driver requests a recovery action after an error: see `nvidia-smi -q`"
+            return (
+                "after an error, the GPU needs a reset or another recovery action: `nvidia-smi -q` "
+                "shows the action"
+            )
     return ""
 
 

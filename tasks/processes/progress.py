@@ -284,7 +284,7 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
                 f"step. {source} {has_steps}."
             )
         return MissingStep(
-            problem=f"`{key}` in {source} is no training step, because its value {value:g} is no "
+            problem=f"the value of `{key}` in {source} is {value:g}, but a training step must be a "
             f"whole number; {source} {has_steps}",
             remedy=remedy,
         )
@@ -333,7 +333,7 @@ def _describe_file(path: Path, key: str) -> MissingStep:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
         return MissingStep(
-            problem=f"{path} does not exist, and neither does its folder",
+            problem=f"{path} and its folder do not exist",
             remedy=f"{advice} {other}",
             is_before_first_line=True,
         )

@@ -515,11 +515,12 @@ class LostRun:
         for file in self.unreadable_entries if self.is_of_this_boot else ():
             if pids := find_carriers(_variables_of(self.owner.run_id, file)):
                 _log.warning(
-                    "the run %s still counts as running on this machine, because the processes %s "
-                    "of a component are still running: %s",
+                    "Muster cannot read the file %s, which describes a component of run %s. The "
+                    "processes %s of the component are still running. So the run still counts as "
+                    "running on this machine",
+                    file,
                     self.owner.run_id,
                     ", ".join(map(str, pids)),
-                    file,
                 )
                 return
         _remove_run(self._directory)

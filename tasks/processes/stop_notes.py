@@ -41,8 +41,8 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     except OSError as error:
         # Do not raise the error, because the caller must still stop the runs.
         _log.warning(
-            "Muster could not write the reason for the stop into the records of the runs. The "
-            "records will name only the signal: %s",
+            "Muster could not record why the runs are stopped. The records of the runs will name "
+            "only the signal: %s",
             error,
         )
         return []

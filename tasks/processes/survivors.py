@@ -51,8 +51,11 @@ def describe_survivor(pid: int) -> str:
         )
     if tree.is_zombie(pid):
         tracer = _read_tracer(pid)
-        why = f", because process {tracer} traces it (end process {tracer})" if tracer else ""
-        return f"{process} has ended, but its parent process has not read its exit status{why}"
+        why = f", because process {tracer} traces {pid} (end process {tracer})" if tracer else ""
+        return (
+            f"{process} has ended, but remains as a zombie: the parent process has not read the "
+            f"exit status{why}"
+        )
     fields = tree.stat_fields(pid)
     if fields and fields[0] == b"D":
         place = _read_place_in_kernel(pid)

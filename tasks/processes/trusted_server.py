@@ -99,7 +99,7 @@ class ListenerCheck:
             raise UntrustedListener(_format_unknown_user(where, str(error))) from None
         _require_trusted_users(where, now)
         if not before & {listener.inode for listener in now}:
-            why = "another process began to listen there while Muster connected"
+            why = "another process opened the port of the server while Muster connected"
             raise UntrustedListener(_format_unknown_user(where, why))
 
 

@@ -108,8 +108,8 @@ def test_text_of_a_containment_level_explains_the_level_and_why_no_higher_level_
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
     assert text == (
-        "L2 (guardian processes: even if SIGKILL ends one process of Muster, no process of the run "
-        "remains; no L3: read-only)"
+        "L2 (guardian processes: all processes of the run end, even if one of Muster's own "
+        "processes is killed; no L3: read-only)"
     )
 
 

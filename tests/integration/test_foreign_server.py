@@ -187,7 +187,7 @@ def test_listener_that_was_replaced_is_not_trusted() -> None:
     with (
         socket.create_server(address),
         socket.create_connection(address) as client,
-        pytest.raises(UntrustedListener, match="another process began to listen"),
+        pytest.raises(UntrustedListener, match="another process opened the port"),
     ):
         check.require_trusted(client.getsockname(), client.getpeername())
 

@@ -253,7 +253,7 @@ def test_preparation_step_that_does_not_end_in_time_fails(harness: ComponentHarn
 
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.NOT_READY
-    assert "has not ended after" in verdict.failure.message
+    assert "but is still running after" in verdict.failure.message
     assert not (harness.directory / "started").exists()
 
 

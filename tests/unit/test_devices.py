@@ -91,7 +91,7 @@ def test_only_gpus_that_an_outer_scheduler_makes_visible_may_be_granted(
         (Gpu(has_failed_rows=True), "rows of its memory"),
         (Gpu(is_lost=True), "GPU is lost"),
         # The driver cannot recover from the last error (Xid) by itself, so the GPU is not granted.
-        (Gpu(recovery_action=1), "requests a recovery"),
+        (Gpu(recovery_action=1), "another recovery action"),
     ],
 )
 def test_only_the_gpu_with_a_problem_is_not_granted(nvml: FakeNvml, gpu: Gpu, problem: str) -> None:

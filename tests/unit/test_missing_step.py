@@ -64,12 +64,12 @@ def write_lines(path: Path, *lines: Any) -> None:
         ({"name": "a"}, "FILE has no `global_step`, and no other number"),
         (
             {"iter": 3, "global_step": 4.185, "perf": {"tokens": 20, "time": 0.3}},
-            "`global_step` in FILE is no training step, because its value 4.185 is no whole "
+            "the value of `global_step` in FILE is 4.185, but a training step must be a whole "
             "number; FILE has whole numbers in iter and perf.tokens",
         ),
         (
             {"global_step": 4.185},
-            "`global_step` in FILE is no training step, because its value 4.185 is no whole "
+            "the value of `global_step` in FILE is 4.185, but a training step must be a whole "
             "number; FILE has no whole number",
         ),
         (
@@ -101,7 +101,7 @@ def test_explanation_of_a_missing_file_lists_similar_files(tmp_path: Path) -> No
         f"{tmp_path}/metrics.jsonl does not exist, but its folder has eval.jsonl and train.jsonl"
     )
     assert explain(tmp_path / "no" / "metrics.jsonl") == (
-        f"{tmp_path}/no/metrics.jsonl does not exist, and neither does its folder"
+        f"{tmp_path}/no/metrics.jsonl and its folder do not exist"
     )
 
 

@@ -185,8 +185,8 @@ def test_exit_zero_before_the_last_step_is_a_warning(run_case: RunCase) -> None:
 
     assert record.state is RunState.COMPLETED
     warning = (
-        "trainer ended with exit code 0 at step 12 of 30. If such a run should count as failed, "
-        "write `success: {step: 30}` into the spec"
+        "trainer ended with exit code 0 at step 12 of 30. If a run that ends before step 30 should "
+        "count as failed, write `success: {step: 30}` into the spec"
     )
     assert record.message == f"warning: {warning}"
     assert record.attempts[0].warnings == (warning,)
