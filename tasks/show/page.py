@@ -249,7 +249,7 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
     if not_finite := figures.describe_not_finite():
         caption += f", {not_finite}"
     source = inline_code(figures.path)
-    data = f"{escape_markdown(caption)}. Read from {source}, as of {format_datetime(view.at)}."
+    data = f"{escape_markdown(caption)}. Source: {source}, as of {format_datetime(view.at)}."
     picture = draw_curve(points, x=step, y=name, title=title)
     return Shown(headline=escape_markdown(caption), picture=picture, data=data)
 

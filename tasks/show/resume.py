@@ -26,8 +26,8 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
         yield f"starts from {resume.passed}: {resume.rule}"
     elif resume.expected is not None:
         yield (
-            "Muster passes no checkpoint to the trainer. The trainer probably finds "
-            f"{resume.expected} by itself ({resume.rule})"
+            "Muster passes no checkpoint to the trainer. The trainer itself probably loads "
+            f"{resume.expected} ({resume.rule})"
         )
     elif resume.refused:
         yield f"starts from the beginning, although checkpoints exist: {resume.rule}"

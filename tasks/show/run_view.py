@@ -380,7 +380,7 @@ class ObservedRun:
         components = f"running: {', '.join(self.names)}"
         if not self.groups or self.serving == self.engines:
             return components
-        return f"{components}; {FLEET} {self.serving} of {self.engines} engines serve requests"
+        return f"{components}; {self.serving} of {self.engines} inference engines serve requests"
 
     @property
     def servers(self) -> tuple[ServerSeen, ...]:

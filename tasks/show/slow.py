@@ -195,11 +195,14 @@ class Slow:
             name = max(growth, key=growth.__getitem__, default="")
             ratio = step.now / step.before
             earlier = format_duration(step.before)
-            yield f"Earlier steps took {earlier}, so a step now takes {ratio:.1f} times as long."
+            yield (
+                f"A step now takes {ratio:.1f} times as long as the earlier steps, which took "
+                f"{earlier} each."
+            )
             if name:
                 yield (
-                    f"The part of a step that slowed down most is {name}: it takes "
-                    f"{format_duration(growth[name])} longer than before."
+                    f"The largest increase is {format_duration(growth[name])}, in the part "
+                    f'"{name}" of the step.'
                 )
 
     def _gpu_sentence(self) -> str:

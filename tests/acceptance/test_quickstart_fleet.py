@@ -133,7 +133,7 @@ def test_flow_run_shows_the_number_of_active_engines_and_each_recovery(
 
     RunFleet(run).kill(server)
     wait_for(
-        lambda: "rollout 2 of 3 engines serve" in read_message(run),
+        lambda: "2 of 3 inference engines serve" in read_message(run),
         "the flow run names the number of active engines",
     )
     running_recoveries = wait_for(

@@ -136,9 +136,9 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
         ({}, ""),
         ({0: "active", 1: "suspect", 2: "active"}, ""),
         # Engine 2 has not reported yet, so this engine does not count as serving.
-        ({0: "active", 1: "active"}, "rollout 2 of 3 engines serve requests"),
-        ({0: "active", 1: "stale", 2: "recovering"}, "rollout 1 of 3 engines serve requests"),
-        ({0: "retired", 1: "inactive", 2: "starting"}, "rollout 0 of 3 engines serve requests"),
+        ({0: "active", 1: "active"}, "2 of 3 inference engines serve requests"),
+        ({0: "active", 1: "stale", 2: "recovering"}, "1 of 3 inference engines serve requests"),
+        ({0: "retired", 1: "inactive", 2: "starting"}, "0 of 3 inference engines serve requests"),
     ],
 )
 def test_run_status_says_how_many_engines_serve(states: dict[int, str], note: str) -> None:

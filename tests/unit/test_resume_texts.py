@@ -40,8 +40,8 @@ def test_checkpoint_that_is_not_passed_is_not_claimed() -> None:
     [sentence] = describe_resume(record_of(None, expected="/c/step_10"), attempt=2)
 
     assert sentence == (
-        "Muster passes no checkpoint to the trainer. The trainer probably finds /c/step_10 by "
-        "itself (the rule)"
+        "Muster passes no checkpoint to the trainer. The trainer itself probably loads /c/step_10 "
+        "(the rule)"
     )
 
 

@@ -95,9 +95,9 @@ def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
     assert analysis.step is not None
     assert (analysis.step.now, analysis.step.before) == (25.0, 10.0)
     assert text_of(analysis) == (
-        "A training step takes 25 s: waiting 72%, training 28%. Earlier steps took 10 s, so a step "
-        "now takes 2.5 times as long. The part of a step that slowed down most is waiting: it "
-        "takes 14 s longer than before."
+        "A training step takes 25 s: waiting 72%, training 28%. A step now takes 2.5 times as long "
+        "as the earlier steps, which took 10 s each. The largest increase is 14 s, in the part "
+        '"waiting" of the step.'
     )
 
 
