@@ -87,8 +87,8 @@ def find_foreign_launcher(
         return None
     return Fault(
         path="",
-        problem=f"the chosen Python is {chosen}, but the environment of this Python has no "
-        f"{command[0]}. The command would start {launcher}, which uses another Python, {python}",
+        problem=f"{command[0]} would start {launcher}, which runs the training with {python}. But "
+        f"the chosen Python is {chosen}, whose environment has no {command[0]}",
         remedy=f"install {command[0]} in {chosen.environment}. If the training uses {python}, "
         f"write {launcher} in place of {command[0]}",
     )

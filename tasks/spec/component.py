@@ -222,8 +222,8 @@ class Component(Model):
         shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
         if stop.get("save_grace_s") is not None and not shows_saves:
             problem = (
-                "this key needs `checkpoints`, the folder in which Muster sees that a checkpoint "
-                "grows"
+                "this key needs `checkpoints`, because Muster watches this folder to see whether "
+                "the component writes a checkpoint"
             )
             remedy = "write `checkpoints: FOLDER`, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)

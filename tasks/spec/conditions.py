@@ -196,7 +196,7 @@ def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:
             pairs = zip(operations, operands[:-1], operands[1:], strict=True)
             return all(_compare(operation, first, second) for operation, first, second in pairs)
     raise AssertionError(
-        f"Muster evaluated a condition without checking it first: {ast.dump(node)}"
+        f"fault of Muster: the condition was evaluated, but never checked: {ast.dump(node)}"
     )
 
 

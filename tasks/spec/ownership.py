@@ -324,5 +324,6 @@ def require_own_peer(connection: socket.socket) -> None:
     if uid != os.geteuid():
         who = _format_user(uid)
         raise PermissionError(
-            errno.EACCES, f"the process at the other end of the socket belongs to {who}"
+            errno.EACCES,
+            f"the process at the other end of the connection belongs to another user, {who}",
         )

@@ -39,7 +39,7 @@ def check_ray_use(
     if components.get(FLEET, {}).get("placement") == "ray":
         uses_of_ray.append("rollout is placed on Ray")
     if uses_of_ray and written.get("ray") is None:
-        problem = f"missing: {uses_of_ray[0]}, so the run needs a Ray cluster"
+        problem = f"missing: the run needs a Ray cluster, because {uses_of_ray[0]}"
         yield ("ray",), make_refusal(problem, 'write `ray: {address: "http://127.0.0.1:8265"}`')
 
     yield from _check_entrypoint_gpus(written, jobs)
@@ -55,9 +55,9 @@ def check_ray_use(
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
         problem = (
-            f"adopt needs a Ray job for every component, but the component {other} is a process on "
-            "this machine. If the process of Muster that controls the run dies, such a component "
-            "ends, too"
+            "`adopt` is only possible if every component is a Ray job, but the component "
+            f"{other} is a process on this machine. This process would end together with the "
+            "process of Muster that controls the run"
         )
         remedy = "write `on_lost_flow: stop`, or `launcher: ray_job` for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)

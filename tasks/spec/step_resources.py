@@ -84,6 +84,8 @@ def check_ray_secrets(env: Mapping[Any, Any]) -> Iterator[Refusal]:
     for name, value in env.items():
         is_block = isinstance(value, Mapping | SecretBlock)
         if is_block or (value and looks_secret(str(name))):
-            problem = "Ray shows the variables of a step to every user of its dashboard"
+            problem = (
+                "Ray shows the environment variables of a step to every user of the Ray dashboard"
+            )
             remedy = "write `on: host`, or store the secret in a file on the nodes"
             yield ("env", str(name)), make_refusal(problem, remedy)

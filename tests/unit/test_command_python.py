@@ -65,10 +65,10 @@ def test_launcher_of_another_environment_is_a_fault(
 
     assert fault.path == "components.trainer.command.0"
     assert str(fault) == (
-        f"components.trainer.command.0: the chosen Python is {project}/.venv/bin/python (of the "
-        f"project's .venv), but the environment of this Python has no {launcher}. The "
-        f"command would start {other}/bin/{launcher}, which uses another Python, "
-        f"{other}/bin/python (install {launcher} in {project}/.venv. If the training uses "
+        f"components.trainer.command.0: {launcher} would start {other}/bin/{launcher}, which runs "
+        f"the training with {other}/bin/python. But the chosen Python is "
+        f"{project}/.venv/bin/python (of the project's .venv), whose environment has no "
+        f"{launcher} (install {launcher} in {project}/.venv. If the training uses "
         f"{other}/bin/python, write {other}/bin/{launcher} in place of {launcher})"
     )
 

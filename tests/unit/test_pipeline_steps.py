@@ -96,9 +96,12 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         ),
         (
             call(on="ray", env={"HF_TOKEN": "x1234"}),
-            "stages.0.env.HF_TOKEN: Ray shows the variables",
+            "stages.0.env.HF_TOKEN: Ray shows the environment variables",
         ),
-        (call(on="ray", env={"A": {"secret": "b"}}), "stages.0.env.A: Ray shows the variables"),
+        (
+            call(on="ray", env={"A": {"secret": "b"}}),
+            "stages.0.env.A: Ray shows the environment variables",
+        ),
         (call(timeout_s=-1), "stages.0.timeout_s: must be more than 0"),
         (call(cache="always"), "stages.0.cache: must be inputs or inputs_and_code"),
         (call(when="score > 1"), "stages.0.when: the name 'score' is not allowed"),

@@ -121,7 +121,7 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
     ("changes", "path", "problem"),
     [
         # a component is a Ray job, but the spec has no Ray cluster
-        ({"ray": None}, "ray", "missing: trainer is a Ray job"),
+        ({"ray": None}, "ray", "because trainer is a Ray job"),
         # a Ray job runs on another machine, so Muster cannot check its processes
         (
             {"components": {"trainer": {**JOB, "live": {"processes": "x"}}}},
@@ -171,7 +171,7 @@ def test_fleet_on_ray_needs_the_key_ray() -> None:
     [fault] = faults_of(data)
 
     assert fault.path == "ray"
-    assert fault.problem == "missing: rollout is placed on Ray, so the run needs a Ray cluster"
+    assert fault.problem == "missing: the run needs a Ray cluster, because rollout is placed on Ray"
 
 
 def test_all_faults_are_reported_together() -> None:
