@@ -208,8 +208,8 @@ UMASK = Setting(
 )
 HOME_OWNER = Setting(
     name="MUSTER_HOME_OWNER",
-    meaning="another user whose `MUSTER_HOME` your commands may use, such as the user `muster` on "
-    "a shared server",
+    meaning="owner of the folder `MUSTER_HOME`, if the folder belongs to another user, such as the "
+    "user `muster` on a shared server",
     default_text="none",
     default="",
     parse=str,
@@ -321,16 +321,21 @@ INTERNAL_VARIABLES: Mapping[str, str] = {
     "MUSTER_ROLE": (
         "type of a Muster process, such as `guardian`, the parent process of a component"
     ),
-    "MUSTER_ROLLOUT_PLAN": "plan of a fleet of inference servers, for the process of the fleet",
+    "MUSTER_ROLLOUT_PLAN": (
+        "JSON description of the inference servers of a run, for the process that starts these "
+        "servers"
+    ),
     "MUSTER_ROOM": (
         "filler text in the environment of a process that Muster starts in advance; the "
         "environment variables of a run later replace this text"
     ),
     "MUSTER_STACK": "id of the stack, started by `muster up`, to which a process belongs",
-    "MUSTER_STACK_RAY": "address of the stack's Ray dashboard, for the setup of the stack",
+    "MUSTER_STACK_RAY": (
+        "URL of the Ray dashboard that `muster up` started, for `python -m deployments.stack.setup`"
+    ),
     "MUSTER_CHECK_ID": (
-        "id of a test of a Ray node by `python -m deployments.cluster_check`, set in each process "
-        "that the test starts"
+        "id of the test that started a process; `python -m deployments.cluster_check` makes these "
+        "tests on Ray nodes"
     ),
     "MUSTER_CALLERS_UMASK": "umask of the user's shell or service, for the programs of a run",
     "MUSTER_STEP_ARGS": "arguments of a step's function as JSON, for the process of the step",
