@@ -115,9 +115,9 @@ class StopEarly(Best):
     )
     rule: Literal["median", "halving"] = Field(
         "median",
-        description="median: a point stops if its best value is worse than the median of all "
-        "points at the same step. halving: the worse half of the points stops at `after_step`, "
-        "again at twice this step, at four times this step, and so on.",
+        description="median: a run of the matrix stops if its best value of the metric is worse "
+        "than the median of all runs at the same step. halving: the worse half of the runs stops "
+        "at `after_step`, again at twice this step, at four times this step, and so on.",
     )
     after_step: Count = Field(
         description="First training step at which Muster compares the points of the matrix.",
@@ -148,8 +148,8 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     ranges = [key for key, values in matrix.items() if isinstance(values, Mapping | Range)]
     if ranges and sample is None:
         problem = (
-            f"missing: {ranges[0]} has a range of values, so the stage must say how many points "
-            "to draw from the range"
+            "missing: Muster needs the number of random points to draw, because "
+            f"{ranges[0]} has a range of values"
         )
         yield ("sample",), make_refusal(problem, "write for example sample: 16")
     lists = [values for values in matrix.values() if isinstance(values, list | tuple)]

@@ -143,9 +143,9 @@ class Stage(Model):
     )
     spec: Mapping[str, Any] | None = Field(
         None,
-        description="Run spec of this stage. In a pipeline file, it may also be the path of a "
-        "run spec file. Its placeholders may also be ${stage.NAME.checkpoint}, "
-        "${stage.NAME.run_dir}, ${stage.NAME.run_id} and ${stage.NAME.result} of earlier stages.",
+        description="Run spec of this stage. A pipeline file may contain the path of a run spec "
+        "file instead. The run spec may use values of earlier stages: ${stage.NAME.checkpoint}, "
+        "${stage.NAME.run_dir}, ${stage.NAME.run_id} and ${stage.NAME.result}.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
@@ -228,10 +228,10 @@ class Stage(Model):
     matrix: Matrix | None = Field(
         None,
         description="Parameter sweep: the stage starts one run or step, called a point, for each "
-        "combination of values. A key is a dotted path in the run spec, the name of an argument "
-        "in `args`, or env.NAME for a command. The value of a key is a list. With `sample`, the "
-        "value may also be a range {min, max, scale}: Muster then draws random values from the "
-        "range.",
+        "combination of values. Each key names a parameter: a dotted path in the run spec, an "
+        "argument in `args`, or env.NAME for a command. Each parameter has a list of values. With "
+        "`sample`, a parameter may instead have a range {min, max, scale}, from which Muster draws "
+        "random values.",
         examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
     )
     sample: Count | None = Field(
@@ -848,7 +848,10 @@ def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fau
     kept = mapping_or_empty(spec.get("keep_best"))
     kept_rule = {"by": kept.get("by"), "mode": kept.get("mode") or "max"}
     if removes_checkpoints and kept_rule != rule and stage.get("checkpoint") is None:
-        problem = f"the key `keep` of the run spec may remove the checkpoint with the best {by}"
+        problem = (
+            f"Muster could delete the checkpoint with the best {by}, because the run spec has the "
+            "key `keep`"
+        )
         remedy = f"write `keep_best: {{by: {by}, mode: {rule['mode']}}}` in the run spec"
         faults.append(Fault(path=f"{path}.best", problem=problem, remedy=remedy))
 

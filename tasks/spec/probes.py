@@ -168,9 +168,9 @@ class Probe(Model):
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
         None,
         alias="json",
-        description="Conditions on the JSON answer of the URL in `http`. Each key is a key of "
-        "the answer, with dots between nested keys. Each value is the expected value, or {not: "
-        "VALUE} for any other value.",
+        description="Conditions that the JSON answer of the URL in `http` must meet: a mapping "
+        "from names in the answer to expected values. Join nested names by dots. {not: VALUE} "
+        "stands for any value except VALUE.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(
@@ -266,11 +266,11 @@ class ReadyProbe(Probe):
 _NOT_LIVENESS = {
     "log": (
         "this check cannot show that a component still works, because an old line stays in the log",
-        "use http, tcp, file or notify; to end a run without new output, use stall_after_s",
+        "use http, tcp, file or notify; to stop a run that writes no new output, use stall_after_s",
     ),
     "alive_s": (
-        "this check cannot show that a component still works, because alive_s is reached even if "
-        "the component hangs",
+        "this check cannot show that a component still works, because alive_s only measures the "
+        "time since the component's start",
         "leave it out: Muster always notices the end of a component. To notice a component that "
         "hangs, use http, tcp, file or notify",
     ),
@@ -293,9 +293,10 @@ class LiveProbe(Probe):
     )
     notify: Literal[True] | None = Field(
         None,
-        description="true: the probe succeeds if, since the last check, the component has sent "
-        "WATCHDOG=1 to the socket in its variable NOTIFY_SOCKET, as sd_notify does. Its variable "
-        "WATCHDOG_USEC contains `every_s` in microseconds.",
+        description="true: the component must send WATCHDOG=1, as sd_notify does, to the socket in "
+        "the variable NOTIFY_SOCKET. The probe succeeds if a message has arrived since the last "
+        "check. The variable WATCHDOG_USEC contains the time between two checks (`every_s`) in "
+        "microseconds.",
     )
     log: Pattern | None = Field(
         None,

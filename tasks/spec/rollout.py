@@ -400,7 +400,7 @@ def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iter
         return
     if mapping_or_empty(written.get("env")).get(SGLANG_TIMEOUT) is not None:
         problem = "Muster itself sets this variable to the value of health.timeout_s"
-        remedy = "leave it out, and write for example health: {timeout_s: 15}"
+        remedy = "leave out the variable, and write for example health: {timeout_s: 15}"
         yield ("env", SGLANG_TIMEOUT), make_refusal(problem, remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
         problem = (
@@ -465,9 +465,10 @@ class FleetHealth(Model):
     )
     misses: CountOrZero = Field(
         3,
-        description="Number of consecutive failed checks of one server after which the server's "
-        "engine counts as failed. 0: Muster makes no regular checks, but still notices dead "
-        "servers. If a program requests a check of all servers, a single failed check is enough.",
+        description="An engine counts as failed after this number of failed checks of the same "
+        "server in a row. 0: Muster makes no regular checks, but still notices dead servers. If a "
+        "program requests a check of all servers, an engine counts as failed after a single "
+        "failed check.",
     )
     first_after_s: Seconds | None = Field(
         None,
@@ -516,8 +517,8 @@ class FleetRecovery(Model):
     )
     backoff_s: Seconds = Field(
         1,
-        description="Seconds before the second restart of the same engine in a row. The first "
-        "restart has no delay, and each further restart has a longer delay.",
+        description="Delay in seconds before an engine's second restart in a row. The first "
+        "restart has no delay. The delay grows with each further restart.",
     )
     max_backoff_s: Seconds = Field(
         60,
@@ -590,8 +591,8 @@ class Rollout(Model):
     gpus_per_node: Count | None = Field(
         None,
         description="Number of GPUs that one engine takes on each of its nodes. If omitted, "
-        "Muster calculates it from the keys for parallelism, such as `tensor_parallel`. For the "
-        "backend `command`, it is then 0.",
+        "Muster calculates the number from the keys for parallelism, such as `tensor_parallel`. "
+        "For the backend `command`, the default is 0.",
         examples=[8],
     )
     tensor_parallel: Count = Field(

@@ -100,8 +100,8 @@ class Ray(Model):
     start_within_s: Seconds = Field(
         600,
         description="Longest time in seconds from the submission of a Ray job until the job has "
-        "all of its GPUs. Muster stops a slower job as START_TIMEOUT, and the run returns to the "
-        "queue.",
+        "all of its GPUs. After this time, Muster stops the job with the failure START_TIMEOUT, "
+        "and the run returns to the queue.",
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
@@ -196,13 +196,14 @@ class Retry(Model):
     attempts: Count | None = Field(
         None,
         description="Largest number of attempts, including the first. If an attempt reaches a "
-        "later step than all attempts before it, the count starts again at 1. `attempts` may be "
-        f"omitted only for kinds that have a default: {list_default_attempts()}.",
+        "later step than all attempts before it, the count starts again at 1. Only these kinds of "
+        f"failure have a default: {list_default_attempts()}. For every other kind, this key is "
+        "required.",
     )
     delay_s: Seconds = Field(
         60,
-        description="Seconds between a failure of this kind and the first retry. The delay "
-        "doubles with each further retry. The default is 60, apart from these kinds: "
+        description="Seconds between the failure and the first retry. The delay doubles with each "
+        "further retry. The default is 60, except for these kinds of failure: "
         f"{list_default_delays()}.",
     )
     max_delay_s: Seconds = Field(
@@ -355,10 +356,10 @@ class RunSpec(Document):
     )
     stall_after_s: Seconds | None = Field(
         None,
-        description="Longest time in seconds without a new training step. After this time, the "
-        "run fails as STALLED. Without `progress`, it is the longest time without new output; "
-        "repeated lines do not count as new. Muster does not count the time in which a checkpoint "
-        "grows. If omitted, there is no limit.",
+        description="Longest time in seconds without a new training step, or, in a run without "
+        "`progress`, without new output. After this time, the run fails as STALLED. Repeated lines "
+        "are no new output. Time in which a checkpoint grows does not count. If omitted, there is "
+        "no limit.",
         examples=[1800],
     )
     timeout_s: Seconds | None = Field(

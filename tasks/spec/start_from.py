@@ -68,9 +68,9 @@ class StartFrom(Model):
     )
     attempt: Count | None = Field(
         None,
-        description="Number of the only attempt that starts from this checkpoint. `muster retry "
-        "RUN --from-step N` sets this key. If omitted, all attempts start from this checkpoint, "
-        "until the run itself has written a checkpoint.",
+        description="Number of an attempt. Only this attempt starts from the checkpoint. `muster "
+        "retry RUN --from-step N` sets this key. If omitted, every attempt starts from the "
+        "checkpoint until the run has written its own checkpoint.",
     )
 
     @property

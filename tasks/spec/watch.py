@@ -52,10 +52,9 @@ class WatchRule(Model):
     )
     finite: Literal[True] | None = Field(
         None,
-        description="true: raise an alarm if the metric is NaN or infinite, or null in many "
-        "lines of the metrics file in a row. Some trainers write null in the lines between two "
-        "values. So the number of lines is at least 10, and at least twice the length of the "
-        "longest earlier row of nulls.",
+        description="true: raise an alarm if the metric is NaN or infinite, or is null in too many "
+        "consecutive lines of the metrics file. Some trainers write null between two values. So "
+        "too many means at least 10 lines, and at least twice the longest earlier series of nulls.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
@@ -70,17 +69,17 @@ class WatchRule(Model):
     )
     loses: Share | None = Field(
         None,
-        description="Number from 0 to 1. Raise an alarm if the mean of the metric over "
-        "`for_steps` steps is worse than the best mean by this share of the best mean. With 0.5 "
-        "and a best mean of 0.8, the alarm comes at a mean of 0.4. If the improvement from the "
-        "first mean to the best mean is larger than the best mean, the number is a share of this "
-        "improvement.",
+        description="Number from 0 to 1. Raise an alarm if the metric has lost this share of its "
+        "best value. With 0.5 and a best value of 0.8, the alarm comes at 0.4. Each value is a "
+        "mean over `for_steps` steps. If the improvement from the first to the best value is "
+        "larger than the best value, the number is a share of the improvement. With 0.5 and an "
+        "improvement from -3 to 1, the alarm comes at -1.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(
         "higher",
-        description="Direction in which the metric improves. Only the condition `loses` of "
-        "the rule uses it.",
+        description="Direction in which the metric improves. Only rules with the condition `loses` "
+        "use this key.",
     )
     spent: Share | None = Field(
         None,
