@@ -163,8 +163,8 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
         plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:
         remedy = (
-            "change the number of GPUs of an engine (for example tensor_parallel), or "
-            "gang.gpus_per_node"
+            "change gang.gpus_per_node, or the key that sets the number of GPUs of an engine, for "
+            "example tensor_parallel"
         )
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
     return [
@@ -197,8 +197,8 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     elif node_count > 1 and has_one_server:
         problem = (
             f"an engine needs {node_count} nodes, but has only one server. This server would "
-            "request the GPUs of the other nodes from Ray. But Ray has already reserved these GPUs "
-            "for Muster"
+            "request the GPUs of the other nodes from Ray. But these GPUs are not free: Ray has "
+            "already reserved all GPUs of the run for Muster"
         )
         remedy = (
             "write `nodes_per_engine: 1`. Or set expert_parallel, which starts one server for each "

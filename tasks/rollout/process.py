@@ -282,7 +282,7 @@ async def _serve(plan: FleetPlan) -> int:
             await host.close()
         except Exception:
             _log.exception(
-                "Muster could not close the connection to the host of the inference servers"
+                "An error occurred while Muster ended the inference servers and released their GPUs"
             )
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 

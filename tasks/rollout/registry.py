@@ -278,7 +278,7 @@ class Registry:
             reason = (
                 "their start has already begun"
                 if view.is_begun
-                else f"the state of the group is {view.state.value}"
+                else f"the state of the engine is {view.state.value}"
             )
             raise IllegalTransition(
                 f"the servers of {_describe(view)} cannot be started, because {reason}"
@@ -309,7 +309,7 @@ class Registry:
             return
         if view.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(
-                f"the start of {_describe(view)} has already ended: the state of the group is "
+                f"the start of {_describe(view)} has already ended: the state of the engine is "
                 f"{view.state.value}"
             )
         state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
@@ -382,7 +382,7 @@ class Registry:
         view = self.group(group)
         if view.state is not GroupState.RECOVERING:
             raise IllegalTransition(
-                f"no restart of {_describe(view)} is in progress: the state of the group is "
+                f"no restart of {_describe(view)} is in progress: the state of the engine is "
                 f"{view.state.value}"
             )
         self._move(view, GroupState.INACTIVE, cause=cause)
@@ -421,7 +421,8 @@ class Registry:
         if version < self._version and not force:
             raise IllegalTransition(
                 f"the weight version {version} is lower than the current version {self._version}. "
-                f"To go back to version {version}, set `force` to true in the commit"
+                f"To go back to version {version}, send the commit of the weight sync with "
+                "`force: true`"
             )
         self._version = version
         self._serves_as_loaded = False
@@ -516,4 +517,4 @@ class Registry:
 
 def _describe(group: GroupView) -> str:
     """Return the index and the ranks of a server group, for messages."""
-    return f"server group {group.index} (ranks {join_commas(group.ranks)})"
+    return f"engine {group.index} (ranks {join_commas(group.ranks)})"

@@ -172,8 +172,8 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
             yield (
-                f"{name}: none of its servers ({join_commas(engine.group)}) accepts "
-                "requests as an entrypoint"
+                f"{name}: none of the servers {join_commas(engine.group)} of this engine accepts "
+                "requests"
             )
 
         updated_ranks: set[int] = set()

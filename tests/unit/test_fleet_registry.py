@@ -92,7 +92,7 @@ def test_method_changes_a_group_only_in_its_legal_states(method: str, state: Gro
         call(registry, epoch)
         assert registry.view is before
     else:
-        with pytest.raises(IllegalTransition, match="group 0"):
+        with pytest.raises(IllegalTransition, match="engine 0"):
             call(registry, epoch)
         assert registry.view is before
 

@@ -447,7 +447,7 @@ def plan(*engines: Engine) -> TopologyPlan:
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
-            "engine 0: none of its servers (0, 1) accepts requests as an entrypoint",
+            "engine 0: none of the servers 0, 1 of this engine accepts requests",
         ),
         # `weight_ranks` are the ranks whose weights a server updates. Wrong ranks are rejected.
         (
