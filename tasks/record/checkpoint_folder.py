@@ -58,7 +58,7 @@ _POINTER_NAMES = frozenset(
 )
 #: End of the message for a checkpoint that may still be incomplete.
 _NOT_CONFIRMED = (
-    "so Muster will know whether this checkpoint is complete only when a newer checkpoint exists"
+    "so Muster cannot say whether this checkpoint is complete until a newer checkpoint exists"
 )
 #: Largest number of tries to list a folder. A try fails if a file is deleted while the folder is
 #: listed.

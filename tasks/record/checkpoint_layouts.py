@@ -277,7 +277,10 @@ def _distributed_gap(content: Content) -> str:
             if facts is None:
                 return f"{shard}, which .metadata names, is missing"
             if facts.size_bytes < least_bytes:
-                return f"{shard} has {facts.size_bytes} bytes, but .metadata requires {least_bytes}"
+                return (
+                    f"{shard} has {facts.size_bytes} bytes, but .metadata requires at least "
+                    f"{least_bytes} bytes"
+                )
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
                 # A trainer writes `.metadata` after all other files. A file that is newer than

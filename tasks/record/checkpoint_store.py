@@ -426,8 +426,8 @@ class FsspecStore:
         subject = f"cannot {verb} {self._url(key)}"
         if limit_s <= 0:
             raise StoreUnreachable(
-                f"{subject}: the time limit of {self._limits.total_s:g} s for all requests to the "
-                "object store is over"
+                f"{subject}: all requests to the object store together took longer than the limit "
+                f"of {self._limits.total_s:g} s"
             )
         try:
             return _call_within(limit_s, request)
@@ -560,8 +560,8 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
         }.get(protocol, "correct the credentials")
         return StoreRefused(
             f"{subject}: the store refused access ({reason})",
-            f"{remedy} in the environment of Muster's own process. The owner of these credentials "
-            "must have permission to list, read, write and delete files of the folder",
+            f"{remedy} in the environment of Muster's own process. The credentials "
+            "must allow Muster to list, read, write and delete files of the folder",
         )
     if isinstance(error, ValueError) or any(word in types for word in _CONFIGURATION_WORDS):
         return StoreRefused(f"{subject}: {reason}")

@@ -273,7 +273,7 @@ def _plan_start(
     path = parse_checkpoint_path(start.checkpoint)
     step = f" of step {start.step}" if start.step is not None else ""
     if not path_exists(path):
-        problem = f"the checkpoint{step} of {start.run}, from which the run must start, is missing"
+        problem = f"the run must start from the checkpoint{step} of {start.run}, which is missing"
         raise FileNotFoundError(errno.ENOENT, problem, str(path))
     rule = f"a person started the run from this checkpoint{step} of {start.run}"
     if start.is_step_back:

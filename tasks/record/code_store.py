@@ -168,8 +168,8 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
-            f"{name[:12]} is the name of a part of a project copy, not of a whole copy. Use the "
-            "value of the key `code` in the spec.yaml of a run."
+            f"{name[:12]} is only a part of a project copy, not a whole copy. Use the value of "
+            "the key `code` in the spec.yaml of a run."
         )
         raise NoCode(message) from None
 

@@ -222,7 +222,7 @@ class EventLog:
                     listener(event)
                 except Exception:
                     _log.exception(
-                        "A function that Muster calls for each event failed for the event %s of %s",
+                        "An error occurred in a function that processes the event %s of %s",
                         name,
                         self._path,
                     )

@@ -78,8 +78,8 @@ class FlowLoss:
             cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:
             cleanup = (
-                f"{cleanup}; leftover processes may still run on nodes that were not checked "
-                f"({self.unseen})"
+                f"{cleanup}; leftover processes may still be running on nodes that were not "
+                f"checked ({self.unseen})"
             )
         pid = f" (pid {self.pid})" if self.pid else ""
         return f"the flow process{pid} of this run was killed or lost; {cleanup}"

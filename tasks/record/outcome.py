@@ -199,8 +199,8 @@ class Verdict:
         """
         listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
         problem = (
-            f"Muster could not end these components because of an error of its own ({listed}). If "
-            "processes remain, `muster reconcile` ends them"
+            "Muster could not end these components, because an error occurred in Muster "
+            f"({listed}). To end remaining processes, run `muster reconcile`"
         )
         left = {
             **self.left,
@@ -234,7 +234,7 @@ class Verdict:
         if not unseen:
             return self
         note = (
-            "processes of the run may still run on nodes that were not checked "
+            "processes of the run may still be running on nodes that were not checked "
             f"({_by_name(unseen)})"
         )
         if self.failure is None:

@@ -175,8 +175,9 @@ class RankFailure:
         if not self.alive:
             return f"{subject} {end}"
         ranks = ", ".join(map(str, self.alive))
-        noun = "rank" if len(self.alive) == 1 else "ranks"
-        return f"{subject} {end}, after it had waited in vain for {noun} {ranks} (still alive)"
+        is_one = len(self.alive) == 1
+        others = f"rank {ranks}, which is" if is_one else f"ranks {ranks}, which are"
+        return f"{subject} {end}, after it had received no answer from {others} still alive"
 
 
 def find_first_rank(text: str) -> RankFailure | None:

@@ -85,8 +85,8 @@ def decide_retry(
         delay_s = _OLDER_CHECKPOINT_DELAY_S
         next_start = start or "from the beginning"
         text = (
-            f"retried: {kind.value} before the first step, next try in {delay_s:.0f} s, "
-            f"{next_start}"
+            f"retried: {kind.value} (the attempt failed before its first step), next try in "
+            f"{delay_s:.0f} s, {next_start}"
         )
         return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:
@@ -94,7 +94,7 @@ def decide_retry(
     if verdict.left:
         # Do not retry the run, because a leftover process still uses GPUs, ports and files.
         return RetryDecision(
-            text=f"final: {kind.value}, and no new attempt is started because processes of this "
+            text=f"final: {kind.value}. Muster starts no new attempt, because processes of this "
             "attempt are still running"
         )
 

@@ -151,7 +151,7 @@ def test_run_is_not_retried_while_processes_remain() -> None:
 
     assert sequel.delay_s is None
     assert sequel.text == (
-        "final: INSUFFICIENT_RESOURCES, and no new attempt is started because processes of this "
+        "final: INSUFFICIENT_RESOURCES. Muster starts no new attempt, because processes of this "
         "attempt are still running"
     )
 

@@ -81,7 +81,7 @@ def test_verdict_with_unchecked_nodes_keeps_its_state(state: RunState) -> None:
     assert (verdict.state, verdict.failure) == (state, None)
     assert (
         verdict.message
-        == "step 60; processes of the run may still run on nodes that were not checked "
+        == "step 60; processes of the run may still be running on nodes that were not checked "
         "(trainer: node 7 gone)"
     )
 
@@ -92,7 +92,8 @@ def test_failure_message_names_unchecked_nodes() -> None:
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.CUDA_OOM
     assert verdict.message == str(verdict.failure)
     assert verdict.message.endswith(
-        "processes of the run may still run on nodes that were not checked (trainer: node 7 gone)"
+        "processes of the run may still be running on nodes that were not checked "
+        "(trainer: node 7 gone)"
     )
     assert Verdict.failed(FAILURE, 1.0).with_unseen({}) == Verdict.failed(FAILURE, 1.0)
 

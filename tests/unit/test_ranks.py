@@ -23,7 +23,7 @@ LOST_PEER = """\
 [rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer \
 [127.0.0.1]:14722. This is typically caused by a remote worker crashing.
 """
-#: Traceback of a rank that waited in vain for the other rank.
+#: Traceback of a rank that got no answer from the other rank.
 TIMED_OUT = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "/t.py", line 14, in <module>
@@ -144,7 +144,8 @@ def fail(
         (
             STEPS + TIMED_OUT + table(entry(0, 1, 6), entry(1, -15, 7, "(SIGTERM)")),
             "COLLECTIVE_TIMEOUT",
-            "rank 0 (pid 6) ended first, with exit code 1, after it had waited in vain for rank 1",
+            "rank 0 (pid 6) ended first, with exit code 1, after it had received no answer from "
+            "rank 1, which is still alive",
         ),
         (
             "[2024-05-01 10:00:00,1] [ERROR] [launch.py:325:sigkill_handler] ['/bin/python', '-u', "
