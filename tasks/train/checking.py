@@ -139,8 +139,8 @@ def _print_result(
     print(f"  project {root}, python {interpreter}")
     for fault in missing:
         print(
-            "  this machine does not have a file that the run needs. The host of the run must have "
-            f"the file: {fault}",
+            "  this machine does not have a file that the run needs. Check that the host on which "
+            f"the run starts has the file: {fault}",
             file=sys.stderr,
         )
     if missing:

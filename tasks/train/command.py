@@ -222,4 +222,6 @@ def _describe_leftovers() -> str:
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]
     if not run_ids:
         return "all processes of the run have ended"
-    return f"processes of {join_commas(run_ids)} may still run: end them with `muster reconcile`"
+    return (
+        f"processes of {join_commas(run_ids)} may still be running. To end them: muster reconcile"
+    )

@@ -230,7 +230,7 @@ def _submit_matrix(
             content = {"flow_run_id": str(flow_run.id), "page": page, "points": count}
             print(dumps(content, indent=2), flush=True)
         else:
-            print(f"{pipeline.name} is queued with {count} points\n  page    {page}")
+            print(f"{pipeline.name} is queued: {count} runs of the matrix\n  page    {page}")
             print(f"  end     {format_prefect_command('flow-run', 'cancel', str(flow_run.id))}")
         if not watch:
             return EXIT_DONE

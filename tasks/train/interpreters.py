@@ -160,7 +160,7 @@ def print_project(spec: RunSpec, root: Path) -> None:
     # A missing program is no fault, because the run may start on another host that has the program.
     for fault in find_missing_files(spec, root):
         print(
-            "  this machine does not have a file that the run needs. The worker's host must have "
-            f"the file: {fault}",
+            "  this machine does not have a file that the run needs. Check that the host of the "
+            f"Prefect worker has the file: {fault}",
             file=sys.stderr,
         )

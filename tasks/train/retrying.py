@@ -267,8 +267,8 @@ def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
             return value
         if present_value is None:
             raise BadArgument(
-                f"{place.run_id} cannot be retried. Its record does not contain the secret value "
-                f"of {path.lstrip('.')}, and {file} no longer contains this key"
+                f"{place.run_id} cannot be retried, because Muster does not store the secret value "
+                f"of {path.lstrip('.')}, and {file} no longer contains the key {path.lstrip('.')}"
             )
         return present_value
 

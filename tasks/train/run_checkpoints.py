@@ -142,8 +142,8 @@ def _format_cells(row: RunCheckpoint, now: float) -> tuple[str, ...]:
 def _describe_retention(row: RunCheckpoint) -> str:
     if not row.kept:
         return (
-            "not kept, because newer checkpoints exist. If the run is running, Muster removes the "
-            "checkpoint within a minute"
+            "not kept, because newer checkpoints exist. If the run has not ended, Muster removes "
+            "this checkpoint within a minute"
         )
     return f"kept: {'; '.join(row.kept)}"
 

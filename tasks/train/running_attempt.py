@@ -144,8 +144,8 @@ def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
     interpreter = component_interpreter(env)
     choices = "the project's .venv, or else from the environment that is activated in your shell"
     hint = (
-        f"{failure.hint} The `python` of the run was {interpreter}. Muster takes `python` from "
-        f"{choices}"
+        f"{failure.hint} The run used the Python interpreter {interpreter}. Muster takes the "
+        f"interpreter from {choices}"
     )
     return replace(verdict, failure=failure.with_changes(hint=hint))
 

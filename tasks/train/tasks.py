@@ -362,7 +362,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     except RunHeld as error:
         # Another process already executes the run, for example because two workers started the same
         # flow run. That process sets the states of the flow run, so this process must not set any.
-        raise Abort(f"{error.strerror}. This process exits and changes nothing") from error
+        raise Abort(f"{error.strerror}. This second process ends, and changes nothing") from error
     except OSError as error:
         if is_storage_error(error):
             raise DiskFull(error) from error

@@ -112,8 +112,8 @@ def next_attempt(run: RunSession) -> bool:
             forget_waiting_run(run.run_id)
         except OSError as error:
             _log.warning(
-                "Muster could not return run %s to the queue, so the process of the run continues "
-                "until the next attempt: %s",
+                "Muster could not return run %s to the queue. The process of the run keeps running "
+                "during the wait for the next attempt: %s",
                 run.run_id,
                 error,
             )
@@ -316,8 +316,8 @@ def _set_waiting_state(
             # The server has accepted the waiting state. Only its response was lost.
             return not run.interrupt_reason
     _log.warning(
-        "the Prefect server did not accept the waiting state of run %s, so the process of the run "
-        "continues until the next attempt",
+        "the Prefect server did not accept a waiting state for run %s. The process of the run "
+        "keeps running during the wait for the next attempt",
         run.run_id,
     )
     return False

@@ -175,7 +175,7 @@ def test_submitted_matrix_names_the_project_code_and_python_of_its_points(
     kept = created["parameters"]["spec"]["stages"][0]["spec"]["code"]
     out, err = capsys.readouterr()
     assert exit_code == 0
-    assert "is queued with 3 points" in out
+    assert "is queued: 3 runs of the matrix" in out
     assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
     assert "host must have the file: components.trainer.command.1: there is no such" in err
 
