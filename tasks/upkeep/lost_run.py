@@ -458,8 +458,8 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
         if owner is not None and not owner.host:
             raise OSError(
                 errno.EBUSY,
-                f"an earlier attempt of the run {run_id} may still run on an unknown machine, "
-                f"because {owner.fault}",
+                f"an earlier attempt of the run {run_id} may still be running on an unknown "
+                f"machine, because {owner.fault}",
             )
         if owner is None or owner.host != host_name() or owner.process.is_alive():
             return

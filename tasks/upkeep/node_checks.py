@@ -125,8 +125,8 @@ def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
     note.forget()
     command = f"muster cleanup --address {note.job.address} --run-id {note.job.run_id}"
     result = (
-        f"for a day, Muster could not check any node of the cluster ({why}), so Muster no longer "
-        f"tries; to check by hand, run `{command}`"
+        f"for a day, Muster could not check any node of the cluster ({why}). Muster has stopped "
+        f"these checks. To search the nodes for remaining processes yourself, run `{command}`"
     )
     return _report(note, (result,), "")
 

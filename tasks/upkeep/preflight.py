@@ -62,13 +62,13 @@ class Limits(BaseModel):
     gpu_held_mib: int = Field(
         1024,
         ge=0,
-        description="Largest accepted amount of GPU memory, in MiB, that is used without a "
-        "process on the node",
+        description="Limit for GPU memory that is in use although no process on the node uses the "
+        "memory, in MiB. Above this limit, the node is unfit",
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",
-        description="Check of each node that has GPUs in Ray, but no GPU driver. real: the node is "
-        "unfit. any: the node is fit. auto: the node is unfit if another node has a driver",
+        description="Result for a node with GPUs in Ray, but without a GPU driver. real: the node "
+        "is unfit. any: the node is fit. auto: the node is unfit only if another node has a driver",
     )
     code: Literal["same", "any"] = Field(
         "same",
@@ -260,7 +260,8 @@ def _check_reach(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
 def _check_code(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     installed = node.facts["code"]
     remedy = (
-        "on the node, install the Muster release of this machine into the Python environment of Ray"
+        "on the node, install Muster into the Python environment of Ray, in the same version as on "
+        "this machine"
     )
     if limits.code != "same":
         return
@@ -295,7 +296,7 @@ def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
                 f"only {decimal(free_bytes)} are free in {place}, less than the limit of "
                 f"{min_gib:g} GiB"
             )
-            yield problem, "free disk space there, or lower the limit of free space"
+            yield problem, "delete files there, or lower the limit for free disk space"
 
 
 def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:

@@ -442,8 +442,8 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
         other_hosts = sorted(filter(None, known_hosts - {host_name()}))
         others = ", ".join(other_hosts) or "no other host"
         raise BadArgument(
-            f"the Prefect server has no worker and no run of a host {name!r}. The hosts with runs "
-            f"are: {others}"
+            f"the Prefect server has no worker and no run of a host with the name {name!r}. The "
+            f"hosts with runs are: {others}"
         )
 
 

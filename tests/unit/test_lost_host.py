@@ -114,7 +114,9 @@ def test_host_that_has_reported_recently_is_refused(
 def test_unknown_host_is_refused_with_the_known_names(server: Server) -> None:
     server.hosts_of_runs = ["b", "a", host_name()]
 
-    with pytest.raises(BadArgument, match=r"of a host 'their'\. The hosts with runs are: a, b$"):
+    with pytest.raises(
+        BadArgument, match=r"of a host with the name 'their'\. The hosts with runs are: a, b$"
+    ):
         give_up_host("their")
 
 
@@ -140,5 +142,5 @@ def test_command_reports_an_unknown_host_with_exit_code_2(
 
     output = capsys.readouterr().err
     assert code == 2
-    assert "the Prefect server has no worker and no run of a host 'their'" in output
+    assert "the Prefect server has no worker and no run of a host with the name 'their'" in output
     assert output.endswith("Nothing was done.\n")
