@@ -152,7 +152,7 @@ def _describe_ending(ending: ShapeEnding) -> str:
     """
     if ending.gone_after_s is None:
         return (
-            "keeps running (this check has ended the process: pid "
+            "did not end by itself, so this check ended the process (pid "
             f"{', '.join(map(str, ending.leaked))})"
         )
     return f"ended after {ending.gone_after_s:.2f} s"

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         required=True,
-        help="Folder of the model. A complete model is not changed",
+        help="Folder of the model. If the folder already has a complete model, nothing is changed",
     )
     add("--seed", type=int, default=0, help="Seed of the weights")
     options = parser.parse_args(argv)

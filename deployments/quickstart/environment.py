@@ -162,8 +162,8 @@ class CopyEnvironment(BaseEnv):
         elif now_s - self._inference_seen_at_s > self.config.gone_after_s:
             url = self.server.servers[0].config.base_url
             raise InferenceGone(
-                f"no inference server has passed a health check for {self.config.gone_after_s:g} s "
-                f"(first server: {url})"
+                "no inference server has passed a health check for "
+                f"{self.config.gone_after_s:g} s. The first of these servers has the URL {url}"
             )
 
     def _say_progress(self, mean_reward: float) -> None:

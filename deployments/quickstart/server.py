@@ -51,7 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, required=True, help="Port to listen on. 0: a free port")
     add(
-        "--seed", type=int, default=0, help="Seed of the initial weights, the same as the trainer's"
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the initial weights. Use the seed of the trainer",
     )
     return parser
 

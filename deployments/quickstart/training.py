@@ -135,7 +135,10 @@ class Training:
                 num_steps=plan.steps,
             )
         )
-        _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
+        _say(
+            f"the trainer is registered for steps {self._state.step + 1} to {plan.steps}, and "
+            "waits for batches"
+        )
         #: Mapping from the name of a metric to the duration of the step, or of a part of the step,
         #: in seconds. `broadcast_weights` is from the preceding step, because the metrics of a step
         #: are written before its weights are sent.
@@ -199,7 +202,7 @@ class Training:
         if step % SAY_EVERY == 0 or step in (1, self._plan.steps):
             _say(
                 f"step {step}/{self._plan.steps}: reward {stats.reward:.3f}, "
-                f"entropy {stats.entropy:.3f} nats, clipped {stats.clip_fraction:.1%}"
+                f"entropy {stats.entropy:.3f} nats, clipped {stats.clip_fraction:.1%} of the tokens"
             )
 
 

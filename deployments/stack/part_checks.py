@@ -205,8 +205,7 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
             raise _NoAnswer(
-                f"{_REFUSED}: set {AUTH} in this shell to the same value as at the start of "
-                "`muster up`"
+                f"{_REFUSED}: in this shell, set {AUTH} to the value that was used for `muster up`"
             ) from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 

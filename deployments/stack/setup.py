@@ -84,7 +84,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         if existing_pool.type != TYPE:
             raise WrongPool(
                 f"The work pool {POOL} is of the type {existing_pool.type}, whose workers ignore "
-                f"the queue. Delete it, then try again: prefect work-pool delete {POOL}"
+                f"the queue. Delete the work pool, then try again: prefect work-pool delete {POOL}"
             ) from None
         is_restored = is_empty(existing_pool)
         if is_restored:
@@ -132,7 +132,8 @@ def _read_local_node() -> TableNode | None:
         gpus = len(asyncio.run(read_local_devices()).indices)
     except NoCapacity as error:
         print(
-            f"Muster could not add the GPUs of this machine to the work pool {POOL}: {error}",
+            f"Muster did not add this machine to the nodes of the work pool {POOL}, because Muster "
+            f"could not count the GPUs of this machine: {error}",
             flush=True,
         )
         return None
