@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import ssl
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,15 +35,9 @@ from tasks.spec.probes import Url
 
 #: Deadline of one request to a dashboard, in seconds.
 ASK_WITHIN_S = 10.0
-#: TCP keep-alive options for connections to a dashboard. A connection that follows a job's log
-#: carries no data while the job prints nothing. Only keep-alive probes can then detect that the
-#: connection is lost.
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-]
+#: Statuses of HTTP responses after which a later request may succeed: request timeout, too early,
+#: and too many requests. Ray's dashboard answers at most 100 requests at a time.
+_TEMPORARY_STATUSES = frozenset({408, 425, 429})
 #: Beginnings of Ray's state message for a node that was removed on purpose.
 #: Source: ray 2.60, ray/dashboard/utils.py, compose_state_message.
 _PLANNED_REMOVALS = ("Expected termination", "Terminated due to idle")
@@ -345,7 +338,6 @@ class Dashboard:
         transport = httpx.AsyncHTTPTransport(
             verify=self._credentials.verify(),
             trust_env=False,
-            socket_options=_KEEPALIVE,
             limits=httpx.Limits(max_connections=20),
         )
         client = httpx.AsyncClient(
@@ -526,27 +518,22 @@ class Dashboard:
         )
 
     async def log(
-        self, submission_id: str, node_id: str, *, follow: bool
+        self, submission_id: str, node_id: str, *, last_lines: int | None = None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the log of a job's driver as raw bytes, from its beginning.
+        """Yield the log of a job's driver as raw bytes, until the present end of the log.
 
         Args:
             submission_id: Submission id of the job.
             node_id: Ray's id of the driver's node, in hex.
-            follow: If True, the generator waits for new bytes at the end of the log, without a time
-                limit. If False, the generator stops at the end of the log.
+            last_lines: Number of last lines to yield. None for the whole log.
         """
-        kind = "stream" if follow else "file"
-        query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
-        if follow:
-            query["interval"] = "0.5"
-        else:
-            # Let the dashboard wait up to 600 seconds until the node has sent the whole log.
-            query["timeout"] = "600"
-        timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
+        lines = -1 if last_lines is None else last_lines
+        # Let the dashboard wait up to 600 seconds until the node has sent the whole log.
+        query = {"submission_id": submission_id, "node_id": node_id, "timeout": "600"}
+        timeout = httpx.Timeout(ASK_WITHIN_S, read=60.0)
         try:
             async with self._client.stream(
-                "GET", f"/api/v0/logs/{kind}", params=query, timeout=timeout
+                "GET", "/api/v0/logs/file", params={**query, "lines": str(lines)}, timeout=timeout
             ) as response:
                 if response.is_error:
                     await response.aread()
@@ -620,8 +607,8 @@ def _check_status(response: httpx.Response) -> None:
     """Raise an exception if an HTTP response has an error status.
 
     Raises:
-        Denied: The status is 4xx, so a repeated request would fail in the same way.
-        NoAnswer: The status is an error status other than 4xx.
+        Denied: A repeated request would fail in the same way.
+        NoAnswer: A later request may succeed.
     """
     if response.is_error:
         text = f"{response.request.method} {response.url} answered {response.status_code}: "
@@ -632,6 +619,8 @@ def _check_status(response: httpx.Response) -> None:
                 "the token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in "
                 "~/.ray/auth_token."
             )
+        if response.status_code in _TEMPORARY_STATUSES:
+            raise NoAnswer(text)
         if 400 <= response.status_code < 500:
             raise Denied(text)
         raise NoAnswer(text)
@@ -641,8 +630,8 @@ def _parse_object(response: httpx.Response) -> dict[str, Any]:
     """Return the JSON object in the body of an HTTP response.
 
     Raises:
-        Denied: The status is 4xx, or the body is no JSON object.
-        NoAnswer: The status is an error status other than 4xx.
+        Denied: The cluster refuses the request, or the body is no JSON object.
+        NoAnswer: A later request may succeed.
     """
     with contextlib.suppress(ValueError):
         _check_status(response)

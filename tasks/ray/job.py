@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import math
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tasks.processes import hang_report
@@ -33,106 +30,13 @@ from tasks.ray.end import (
     list_actors_and_groups,
     read_last_job_lines,
 )
+from tasks.ray.log_copy import LogCopy
 from tasks.ray.nodes import examine, warn
 from tasks.ray.submission import JobPlan, SubmissionFile
-from tasks.ray.submit import STRAGGLERS_S, Submitter, finish_thread_work
+from tasks.ray.submit import STRAGGLERS_S, Submitter
 from tasks.record.events import Emit
 from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
-
-#: Pause after a failed copy of a job's log, in seconds.
-_COPY_RETRY_S = 0.5
-#: Largest number of requests for the rest of a job's log after the job has ended.
-_COPY_TRIES = 5
-
-
-@dataclass(slots=True)
-class LogCopy:
-    """Copies the log of a Ray job's driver to a local file.
-
-    Ray can send a log only from the log's beginning. This class skips the bytes that were copied
-    before. Copying can therefore continue after a lost connection, and after log rotation has
-    moved, truncated or removed the local file. A new process of the run continues after the bytes
-    that the local file already contains.
-    """
-
-    _dashboard: Dashboard
-    _submission_id: str
-    _path: Path
-    _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Number of bytes of the log that were copied. None before the local file was opened.
-    _copied_bytes: int | None = None
-
-    async def follow(self, node_id: str) -> None:
-        """Copy the log while it grows, until this call is cancelled.
-
-        Args:
-            node_id: Ray's id of the driver's node, in hex.
-        """
-        while True:
-            # Ignore errors and try again: the cluster may answer later, and a full disk may get
-            # free space. If the end of the log is never copied, `complete` reports that.
-            with contextlib.suppress(NoAnswer, Denied, OSError):
-                await self._copy(node_id, follow=True)
-            await asyncio.sleep(_COPY_RETRY_S)
-
-    async def complete(self, node_id: str) -> str:
-        """Copy the rest of the log after the driver has ended.
-
-        Args:
-            node_id: Ray's id of the driver's node, in hex.
-
-        Returns:
-            Reason why the end of the log may be missing, or an empty string for a complete log.
-        """
-        problem = ""
-        for _ in range(_COPY_TRIES):
-            try:
-                await self._copy(node_id, follow=False)
-                return ""
-            except (NoAnswer, Denied, OSError) as error:
-                problem = str(error)
-            await asyncio.sleep(_COPY_RETRY_S)
-        return f"the last lines of {self._path.name} may be missing: {problem}"
-
-    async def _copy(self, node_id: str, *, follow: bool) -> None:
-        """Append the new bytes of the log to the local file.
-
-        Args:
-            node_id: Ray's id of the driver's node, in hex.
-            follow: If True, wait for new bytes without a time limit. If False, stop at the end of
-                the log.
-
-        Raises:
-            NoAnswer, Denied: The cluster did not send the log.
-            OSError: The local file could not be written.
-        """
-        async with self._is_writing:
-            with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
-                if self._copied_bytes is None:
-                    self._copied_bytes = log.tell()
-                bytes_to_skip = self._copied_bytes
-                chunks = self._dashboard.log(self._submission_id, node_id, follow=follow)
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        if new_bytes := chunk[bytes_to_skip:]:
-                            await finish_thread_work(asyncio.to_thread(self._write, log, new_bytes))
-                        bytes_to_skip = max(0, bytes_to_skip - len(chunk))
-
-    def _write(self, log: io.FileIO, data: bytes) -> None:
-        """Write all bytes to an unbuffered file, with several `write` calls if necessary.
-
-        The number of written bytes is added to `_copied_bytes`, even if a later call fails.
-
-        Raises:
-            OSError: The file cannot be written, for example because the disk is full.
-        """
-        assert self._copied_bytes is not None
-        while data:
-            written_bytes = log.write(data)
-            self._copied_bytes += written_bytes
-            data = data[written_bytes:]
-
 
 _log = logging.getLogger(__name__)
 

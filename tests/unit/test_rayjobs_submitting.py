@@ -7,18 +7,14 @@ import json
 import shlex
 import signal
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, LiveNode, PlacementGroup
 from tasks.ray.end import describe_actors_and_groups
-from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import build_entrypoint, build_environment, choose_driver_node, list_excludes
 from tasks.record.disk import DiskThread
@@ -131,62 +127,6 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
     excludes = list_excludes(replace(plan, excludes=("*.ckpt",)))
 
     assert {".git", "/tests", "*.ckpt", "/var/muster"} <= set(excludes)
-
-
-@pytest.mark.parametrize(
-    ("known", "chunks", "log"),
-    [
-        (b"", [b"abc"], b"abc"),
-        (b"ab", [b"abc"], b"abc"),
-        (b"abc", [b"abc"], b"abc"),
-        # the local copy `known` already has the first chunk from the server and a part of the last
-        # chunk
-        (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
-    ],
-)
-@pytest.mark.asyncio
-async def test_only_missing_bytes_of_a_log_are_copied(
-    tmp_path: Path, known: bytes, chunks: list[bytes], log: bytes
-) -> None:
-    async def log_chunks(*_: object, **__: object) -> AsyncIterator[bytes]:
-        for chunk in chunks:
-            yield chunk
-
-    dashboard: Any = SimpleNamespace(log=log_chunks)
-    path = tmp_path / "trainer.log"
-    path.write_bytes(known)
-
-    problem = await LogCopy(dashboard, "r--a01", path).complete("node")
-
-    assert (path.read_bytes(), problem) == (log, "")
-
-
-@pytest.mark.parametrize("rotation", ["move", "truncate", "remove"])
-@pytest.mark.asyncio
-async def test_copy_continues_after_the_local_log_was_rotated(
-    tmp_path: Path, rotation: str
-) -> None:
-    remote_log = b"first\n"
-
-    async def read_log(*_: object, **__: object) -> AsyncIterator[bytes]:
-        yield remote_log
-
-    dashboard: Any = SimpleNamespace(log=read_log)
-    path = tmp_path / "trainer.log"
-    log_copy = LogCopy(dashboard, "r--a01", path)
-    await log_copy.complete("node")
-    match rotation:
-        case "move":
-            path.rename(tmp_path / "trainer.log.1")
-        case "truncate":
-            path.write_bytes(b"")
-        case "remove":
-            path.unlink()
-    remote_log += b"second\n"
-
-    problem = await log_copy.complete("node")
-
-    assert (path.read_bytes(), problem) == (b"second\n", "")
 
 
 def test_submission_file_of_an_earlier_process_is_continued(plan: JobPlan) -> None:
