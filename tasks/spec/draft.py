@@ -318,9 +318,14 @@ class _SpecWriter:
                 part = "no_gang"
             elif part == "success" and self._counts_from_zero:
                 part = "success_from_zero"
-            parts.append(
+            text = (
                 self._write_variables() if part == "variables" else self._templates["parts"][part]
             )
+            if part.startswith("success") and self.hook is not None:
+                # The script does not write its steps yet. With the key `success`, the run would
+                # fail, because its last step would be unknown.
+                text = self._templates["after_hook"] + text.replace("success:", "# success:")
+            parts.append(text)
         command = self._framework["commands"][self._script.file.suffix]
         options = self._write_options()
         command = command.replace(", OPTIONS", f", {options}" if options else "")

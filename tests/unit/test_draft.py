@@ -287,7 +287,7 @@ def test_options_of_the_script_are_used(tmp_path: Path) -> None:
         *("--max_steps", "${progress.total}"),
     )
     assert spec.progress is not None and spec.progress.total == 60
-    assert spec.success is not None and spec.success.step == 60
+    assert "# success: {step: 60}\n" in draft.text
     assert draft.missing_arguments == ("--data", "model")
 
 
@@ -307,13 +307,27 @@ def test_options_of_the_script_are_used(tmp_path: Path) -> None:
 def test_success_is_the_last_step_that_the_script_counts(
     tmp_path: Path, loop: str, last_step: int
 ) -> None:
-    source = f"parser.add_argument('--steps', type=int, default=40)\n{loop}\n    pass\n"
+    source = (
+        "parser.add_argument('--steps', type=int, default=40)\n"
+        f"parser.add_argument('--metrics')\n{loop}\n    pass\n"
+    )
     folder = project(tmp_path, {"train.py": source})
 
     spec = load_draft(folder)
 
     assert spec.progress is not None and spec.progress.total == 40
     assert spec.success is not None and spec.success.step == last_step
+
+
+def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path) -> None:
+    source = "parser.add_argument('--steps', type=int, default=40)\nfor step in range(40): pass\n"
+    folder = project(tmp_path, {"train.py": source})
+
+    text = draft_spec(folder).text
+
+    assert yaml.safe_load(text).get("success") is None
+    # With the metrics module, the user removes the # of this line.
+    assert yaml.safe_load(text.replace("# success:", "success:"))["success"] == {"step": 39}
 
 
 def test_script_with_an_unknown_number_of_steps_has_no_success(tmp_path: Path) -> None:
