@@ -1240,7 +1240,7 @@ class SupervisedAttempt:
             return ""
         step = self._progress.highest_step
         if step is None:
-            return f", but its training step is unknown (the last step is {last:g})"
+            return f", but the reached training step is unknown (the training has {last:g} steps)"
         return f" at step {step:g} of {last:g}"
 
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:

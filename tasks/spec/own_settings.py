@@ -304,8 +304,8 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_ATTEMPT": "number of the attempt, from 1",
     "MUSTER_COMPONENT": "name of the component",
     "MUSTER_DEADLINE": (
-        "time limit of the attempt (`gang.max_hours`) as a Unix time in seconds, if the spec has "
-        "this key"
+        "Unix time in seconds at which the attempt reaches its time limit; only if the spec has "
+        "the key `gang.max_hours`"
     ),
     "MUSTER_PROJECT": "folder of the original project, if the run uses a copy of the project's "
     "code",

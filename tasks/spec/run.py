@@ -371,10 +371,10 @@ class RunSpec(Document):
     )
     finish_within_s: Seconds = Field(
         300,
-        description="Longest time in seconds from the last training step (`progress.total`, or "
-        "else `success.step`) to the end of the trainer. After this time, Muster stops the "
-        "trainer, and the run is completed. The time in which the trainer writes a checkpoint "
-        "does not count.",
+        description="Longest time in seconds from the last training step to the end of the "
+        "trainer. The last step is `progress.total`, or `success.step` if the spec has no "
+        "`progress.total`. After this time, Muster stops the trainer, and the run is completed. "
+        "The time in which the trainer writes a checkpoint does not count.",
     )
     watch: Watch | None = Field(
         None,
