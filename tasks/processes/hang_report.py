@@ -109,13 +109,13 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
 #: Pattern of a stack frame in which a process waits for other ranks or for child processes. It
-#: matches the backward pass, waiting functions of `multiprocessing`, and functions of PyTorch and
-#: DeepSpeed for communication and for the start of a process group.
+#: matches the backward pass, waiting functions of `multiprocessing`, and PyTorch's and DeepSpeed's
+#: modules for distributed training. In these modules, a process hardly waits for anything else.
 _WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
     r"|batch_isend_irecv|recv|send|clip_grad_norm_|_sync_\w+) \("
-    r"|\([^()]*\btorch/distributed/(?:distributed_c10d|rendezvous|device_mesh|_functional_\w+)\.py:"
+    r"|\([^()]*\btorch/(?:distributed|nn/parallel)/"
     r"|\([^()]*\bdeepspeed/comm/"
     r"|\([^()]*\bmultiprocessing/(?:popen_\w+|process|context|connection|spawn)\.py:"
 )

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import find_project_root, parse_yaml
+from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
 from tasks.spec.script_structure import only_defines, read_imports, starts_own_ranks
 
@@ -137,7 +137,7 @@ def draft_spec(
             continue
         if script.starts_own_ranks:
             framework = framework | templates["own_ranks"]
-        writer = _SpecWriter(templates, framework, script, directory.absolute(), gpus, guide)
+        writer = _SpecWriter(templates, framework, script, make_absolute(directory), gpus, guide)
         return Draft(
             framework=writer.framework_name,
             file=script.file,

@@ -135,7 +135,20 @@ def locate_spec(path: Path) -> Path:
     For standard input, the result is the path of a missing file in the current directory. So
     relative paths in the spec start at the current directory.
     """
-    return Path.cwd() / "-" if path == STANDARD_INPUT else path.absolute()
+    return Path.cwd() / "-" if path == STANDARD_INPUT else make_absolute(path)
+
+
+def make_absolute(path: Path) -> Path:
+    """Return the absolute path of a file or folder, without the parts `..`.
+
+    A folder before `..` is not above the file, so it must not stay in the path. Symbolic links are
+    kept, apart from those before the last `..`.
+    """
+    parts = path.absolute().parts
+    if ".." not in parts:
+        return path.absolute()
+    end = len(parts) - parts[::-1].index("..")
+    return Path(*parts[:end]).resolve().joinpath(*parts[end:])
 
 
 def read_text(path: Path) -> str:

@@ -56,6 +56,7 @@ from tasks.spec.loading import (
     find_project_root,
     is_project_root,
     load_spec,
+    make_absolute,
     name_source,
 )
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
@@ -414,7 +415,7 @@ def deploy(
         # Mark no parameter as required, because the deployment already contains the spec. So *Quick
         # run* in the Prefect UI can start a run without asking for parameters.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
-        source = name_source(spec if spec == STANDARD_INPUT else spec.absolute())
+        source = name_source(spec if spec == STANDARD_INPUT else make_absolute(spec))
         description = f"Run spec: {source}. Project: {root}."
         job_variables = _make_job_variables(run_spec, root)
 
@@ -588,7 +589,7 @@ def _split_training_path(path: Path) -> tuple[Path, Path | None]:
     """
     if path.is_dir():
         return path, None
-    file = path.absolute()
+    file = make_absolute(path)
     if file.is_relative_to(Path.cwd()):
         return Path(), file.relative_to(Path.cwd())
     return path.parent, Path(path.name)

@@ -784,8 +784,9 @@ async def test_end_of_a_training_without_a_known_step_says_why_the_step_is_unkno
     verdict = await verdict_of(attempt)
 
     assert verdict.message == (
-        "warning: trainer ended with exit code 0, but its training step is unknown (the last step "
-        f"is 20): {tmp_path}/metrics.jsonl has no number `stpe`, but has step; did you mean `step`?"
+        "warning: trainer ended with exit code 0, but the reached training step is unknown (the "
+        f"training has 20 steps): {tmp_path}/metrics.jsonl has no number `stpe`, but has step; did "
+        "you mean `step`?"
     )
     assert [name for name, _ in events].count("run.warning") == 1
     assert attempt.earliest.decision is not None

@@ -232,6 +232,17 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
             "load (data.py:5), in wait (threading.py:327)",
         ),
         ("main (t.py:36), in synchronize (deepspeed/comm/torch.py:7)", "main (t.py:35)"),
+        # Rank 0 waits in the constructor of `DistributedDataParallel`.
+        (
+            "main (t.py:36), in _verify_param_shape_across_processes "
+            "(torch/distributed/utils.py:286)",
+            "main (t.py:28)",
+        ),
+        (
+            "main (t.py:36), in DistributedDataParallel._pre_forward "
+            "(torch/nn/parallel/distributed.py:9)",
+            "main (t.py:28)",
+        ),
         # Rank 0 waits for its child process, which is rank 1 and still imports modules.
         ("<module> (t.py:13), in Popen.poll (multiprocessing/popen_fork.py:27)", "main (t.py:1)"),
     ],

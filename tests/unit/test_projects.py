@@ -53,6 +53,25 @@ def test_root_is_the_nearest_folder_with_a_marker_or_the_folder_of_the_spec(
     assert roots == [tmp_path / root] * 2
 
 
+def test_folder_before_two_dots_is_not_above_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("first/.git", "first/deep", "second"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("first/deep")
+    monkeypatch.chdir(tmp_path / "first")
+    paths = [
+        Path("../second/spec.yaml"),
+        tmp_path / "first" / ".." / "second" / "spec.yaml",
+        # `..` leaves the folder to which a symbolic link leads
+        tmp_path / "link" / ".." / ".." / "second" / "spec.yaml",
+    ]
+
+    roots = [find_project_root(path) for path in paths]
+
+    assert roots == [tmp_path / "second"] * 3
+
+
 def test_relative_muster_home_is_kept_when_a_project_is_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

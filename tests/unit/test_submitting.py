@@ -133,7 +133,7 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
     # A program is missing on this machine. The run is still accepted, because the worker's host may
     # have the program.
-    assert "host must have the file: components.trainer.command.1: there is no such" in err
+    assert "has the file: components.trainer.command.1: there is no such" in err
 
 
 def test_run_that_fits_on_no_cluster_is_queued_with_a_warning(
@@ -177,7 +177,7 @@ def test_submitted_matrix_names_the_project_code_and_python_of_its_points(
     assert exit_code == 0
     assert "is queued: 3 runs of the matrix" in out
     assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
-    assert "host must have the file: components.trainer.command.1: there is no such" in err
+    assert "has the file: components.trainer.command.1: there is no such" in err
 
 
 @pytest.mark.parametrize(
