@@ -59,16 +59,16 @@ STOP_MARGIN_S = 30.0
 _PORTS_PREFIX = f"{FLEET}.ports."
 #: Name of the gateway's port among the ports of a run.
 _GATEWAY_PORT = f"{FLEET}.port"
-#: Seconds that the start of a fleet on this machine may take, in addition to the servers' start
-#: time in the spec.
+#: Seconds that the start of a fleet on this machine may take, in addition to the key
+#: `start_within_s` of the spec.
 _START_MARGIN_S = 60.0
-#: Seconds that the start of a fleet on Ray may take, in addition to the servers' start time in the
-#: spec. The fleet first waits up to 300 s for free GPUs (`ray_host._ROOM_WITHIN_S`).
+#: Seconds that the start of a fleet on Ray may take, in addition to the key `start_within_s` of
+#: the spec. The fleet first waits up to 300 s for free GPUs (`ray_host._ROOM_WITHIN_S`).
 _RAY_START_MARGIN_S = 360.0
 #: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
-#: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). The kernel
-#: is asked which local address it would use to reach such an address; nothing is sent.
+#: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). Muster
+#: asks the kernel which local address is used for packets to these addresses; nothing is sent.
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
 #: Port number to use with `_REMOTE_ADDRESSES`. The number is arbitrary, because no packet is sent.
 _ANY_PORT = 9
@@ -329,8 +329,8 @@ class FleetPlan(BaseModel):
     fleet: Rollout = Field(repr=False)
     #: Port of the gateway.
     port: int
-    #: Mapping from the names that `topology.ports_needed` returns to the reserved ports. Empty if
-    #: the servers run on Ray.
+    #: Mapping from the name of a port, such as `server.0`, to the number of the reserved port. Empty
+    #: if the servers run on Ray.
     ports: Mapping[str, int]
     #: Number of GPUs that the run requests on each node, or None if the run needs no GPUs.
     node_gpus: int | None = None
@@ -346,10 +346,10 @@ class FleetPlan(BaseModel):
     #: True if the servers accept requests as soon as they have started. False if they first wait
     #: for weights from the trainer.
     serves_as_loaded: bool = True
-    #: Token that the gateway requires in requests for generation. Empty if it requires no token.
+    #: Token that the gateway requires in requests for generation. Empty if no token is needed.
     token: str = Field("", repr=False)
     #: Token that the gateway requires in requests that change the fleet, such as a weight sync.
-    #: Empty if the gateway requires no such token.
+    #: Empty if no token is needed.
     order_token: str = Field("", repr=False)
     #: Secrets of the run, in addition to those in the other fields of this plan.
     secrets: frozenset[str] = Field(frozenset(), repr=False)

@@ -119,7 +119,7 @@ class Places:
         self._plan = plan
         self._host = host
         self._device_fields = device_fields
-        #: Mapping from the names that `ports_needed` returns to port numbers.
+        #: Mapping from the name of a port, such as `server.0`, to its number.
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:

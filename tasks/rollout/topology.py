@@ -245,7 +245,7 @@ class Addresses:
 
     #: `hosts[node]` is the address at which the gateway and the other nodes reach a node.
     hosts: tuple[str, ...]
-    #: Mapping from the names that `ports_needed` returns to port numbers.
+    #: Mapping from the name of a port, such as `server.0`, to its number. See `ports_needed`.
     ports: Mapping[str, int]
     #: The GPUs that a local fleet may use, one for each rank. If empty, the fleet uses the GPUs 0,
     #: 1, 2 and so on.
@@ -286,7 +286,7 @@ def ports_needed(
 
 
 def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
-    """Return the number of nodes that the engines of a fleet span together.
+    """Return the number of nodes that all engines of a fleet together need.
 
     Args:
         fleet: Spec of the fleet.
