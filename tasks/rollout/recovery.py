@@ -47,7 +47,8 @@ _PORTS_WITHIN_S = 200.0
 #: Default number of recoveries that are allowed for each engine. The limit stops endless restarts
 #: of an engine whose servers die at every start.
 _BUDGET_PER_ENGINE = 3
-#: Smallest default for the number of recoveries that are allowed for a whole fleet.
+#: Number of recoveries that are allowed for a small fleet by default. A larger fleet may make
+#: `_BUDGET_PER_ENGINE` recoveries for each engine.
 _MIN_DEFAULT_BUDGET = 10
 #: Seconds that `ServerHost.stop` may take in addition to the grace period of the servers.
 STOPPED_WITHIN_S = 20.0
@@ -65,9 +66,8 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the restarts that were already subtracted from the allowed restarts. Each server
-    #: group numbers its restarts from 0, and each number is subtracted only once. So the first
-    #: restarts of several groups together use up one allowed restart.
+    #: Numbers of the restarts that are already counted. Each server group numbers its restarts from
+    #: 0. The restarts of several groups with the same number count as one restart.
     paid: set[int] = field(default_factory=set)
 
 
@@ -209,7 +209,7 @@ class Recovery:
         self._released.clear()
 
     def release(self) -> None:
-        """Allow new restarts of engines again, after a call of `hold`."""
+        """Allow restarts of engines after a call of `hold` has prevented them."""
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
@@ -270,10 +270,9 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Subtract the next restart of a group from the number of allowed restarts.
+        """Count the next restart of a group, or retire the group if no more restarts are allowed.
 
-        If no further restart is allowed, retire the group: Muster does not restart the group any
-        more.
+        A retired group is not restarted any more.
         """
         if self._incidents.pay(case.incident, case.tries):
             return
@@ -517,7 +516,7 @@ class Recovery:
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
-        """Start the process of a server. Retry while this machine lacks resources for it.
+        """Start the process of a server. Retry while this machine lacks resources.
 
         Raises:
             StartFailed: The server cannot be started.
@@ -545,7 +544,7 @@ class Recovery:
             question: The request. If None, nothing is done.
 
         Raises:
-            StartFailed: A process that does not belong to the server listens at its address.
+            StartFailed: A foreign process listens at the server's address.
         """
         if slot.url is None or question is None:
             return
