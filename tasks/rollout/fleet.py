@@ -119,7 +119,8 @@ class Fleet:
         self.url = ""
         self._emit = emit
         self._phase = FleetPhase.STOPPED
-        #: Future that resolves when enough groups of servers work; None before the first start.
+        #: Future that resolves when enough groups of servers work; None before the first call of
+        #: `start`.
         self._up: asyncio.Future[None] | None = None
         #: Mapping from the index of a server group to the task that starts the group for the first
         #: time.
@@ -241,7 +242,7 @@ class Fleet:
         return "; ".join(filter(None, [remaining, *errors]))
 
     async def check(self) -> dict[str, Any]:
-        """Check each running server once. A single bad answer marks the server's engine as failed.
+        """Check each running server once. A single failed check marks the server's engine as failed.
 
         When this method returns, the processes of the failed engines have ended, and their restart
         has been scheduled.
@@ -491,7 +492,7 @@ class Fleet:
     def _on_death(self, death: Death) -> None:
         """Mark the group of a dead server as failed, and emit an event.
 
-        If a newer start has already replaced the server, nothing happens.
+        If the server's group has already failed or was started again, nothing happens.
         """
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
@@ -537,8 +538,8 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """End the wait in `start` if enough server groups work. Fail the run if too many have been
-        given up.
+        """End the wait in `start` if enough server groups work. Fail the run if too many groups have
+        been given up.
 
         Args:
             before: The group before the change.
@@ -548,8 +549,8 @@ class Fleet:
             return
         groups = self.registry.view.groups
         wanted = [group for group in groups if group.state is not GroupState.RETIRED]
-        # A stale server group counts as working: it has started, but waits until the trainer sends
-        # the newest weights again.
+        # A stale server group counts as working: it has started, and only waits for the
+        # trainer's current weights.
         working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
         needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
         if self._up is not None and not self._up.done() and len(working) >= needed:

@@ -60,8 +60,8 @@ class Evidence:
     def after_tokens(self) -> Evidence:
         """Return the new counts after the server generated a token for a request.
 
-        Missing answers are no longer counted, because the server has answered now. Bad answers to
-        probes still count.
+        All counts are reset, because the server works. But if a probe was answered with a status
+        other than 200, the counts stay unchanged.
         """
         return self if self.refusals else Evidence()
 
@@ -256,8 +256,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request has failed a moment ago. Do not clear the server's failures: the new
-            # token belongs to another request, and does not prove that the server works again.
+            # A request to this server failed a moment ago, and the token belongs to another request.
+            # Keep the server's failures: only a later token proves that the server works again.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -453,7 +453,9 @@ class Health:
             self._fleet.states.clear(watch.slot.rank, watch.epoch)
 
     def _note_miss(self, watch: _Watch, reason: str, tokens_before: int, is_decisive: bool) -> bool:
-        """Count a failed probe. Report the server as failed if its bad answers reach the threshold.
+        """Count a failed probe, and report a server whose failures reach the threshold as failed.
+
+        If the last probe got no answer, the server is not reported.
 
         Args:
             watch: State of the server's health checks.

@@ -40,8 +40,8 @@ _UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 class NoReply(str):
     """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    The cause may be the server or the network. The reason for a bad answer is not a `NoReply`,
-    because a bad answer shows that the network works.
+    The cause may be the server or the network. A server that answers with an error is reported
+    with a plain `str` instead, because the network works.
     """
 
     __slots__ = ()
@@ -103,12 +103,12 @@ class HttpProber:
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        """Send a request and check the status of the answer, for `ask`.
+        """Send a request, and return None if the answer has status 200, else the problem.
 
         Args:
             url: `http://host:port` of the server.
             question: The request.
-            timeout_s: Length of the timeout in seconds, for the message.
+            timeout_s: Length of the timeout in seconds, as the error message shows it.
             until_s: End of the timeout, in seconds of the event loop's clock.
         """
         reply = await self._send(url, question, timeout_s, until_s)
@@ -147,7 +147,7 @@ class HttpProber:
         Args:
             url: `http://host:port` of the server.
             ask: The request.
-            timeout_s: Length of the timeout in seconds, for the message.
+            timeout_s: Length of the timeout in seconds, as the error message shows it.
             until_s: End of the timeout, in seconds of the event loop's clock.
         """
         try:
