@@ -327,7 +327,7 @@ class Forwarder:
         self.fleet.note_failure(*entrypoint.key, reason)
 
     def abort(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Cancel all running requests to entrypoints.
+        """Cancel all running requests to some entrypoints.
 
         Args:
             keys: Rank and number of the start (epoch) of each entrypoint.
@@ -371,8 +371,8 @@ class _ForwardedRequest:
         #: True if the response is a stream of server-sent events. If the server is lost during the
         #: stream, the gateway appends an event with the error.
         self._is_event_stream = False
-        #: HTTP status of the server's response if 500 or more, else 0. Such a status counts as a
-        #: failure of the server.
+        #: HTTP status of the server's response if the status is 500 or more, and so counts as a
+        #: failure of the server. Otherwise 0.
         self._error_status = 0
 
     async def run(self) -> int:

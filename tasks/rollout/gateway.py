@@ -149,8 +149,8 @@ class Access:
         Args:
             headers: Headers of the request.
             token: The ordinary token, which allows all requests that do not change the fleet.
-            is_order: True if the request would change the fleet. Only the order token allows such
-                requests.
+            is_order: True if the request would change the fleet. Only the order token allows
+                requests that change the fleet.
         """
         scheme, _, credentials = headers.get("Authorization", "").partition(" ")
         sent_token = credentials.strip().encode(errors="surrogateescape")
@@ -267,14 +267,14 @@ async def _restart(fleet: Fleet, id: str, body: _Order) -> Mapping[str, Any]:
 
 
 def _parse_number(id: str, kind: str) -> int:
-    """Return the number of an engine or worker from its text in a path.
+    """Return the number of an engine or worker that a request's path contains.
 
     Args:
-        id: The text.
+        id: The part of the path that should be the number.
         kind: `engine` or `worker`, for the error message.
 
     Raises:
-        KeyError: The text is not a number.
+        KeyError: This part is not a number.
     """
     if not id.isdecimal():
         raise KeyError(f"there is no {kind} {id!r}: write the number of the {kind}, 0 or more")
@@ -418,7 +418,7 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, wait for the end of the running requests, and cancel late requests.
+        """Stop listening, wait for the running requests, and cancel them after the grace period.
 
         The call takes at most the grace period and a few seconds. It does nothing if the gateway
         does not run.

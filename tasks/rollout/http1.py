@@ -648,8 +648,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # If parsing has completed the last request of this connection, `_ignores_input` is True.
-        # Then ignore a fault in the bytes after that request.
+        # If `data` contains the end of the final request of this connection, `_parse` has set
+        # `_ignores_input`. The bytes after the final request are ignored, even if they are malformed.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True

@@ -533,7 +533,7 @@ class RayHost:
                 self._bound_log(target, self._log_bound)
 
     def _bound_log(self, target: Path, bound: LogBound) -> None:
-        """Limit the size of a log's copy. If the size cannot be limited, warn once."""
+        """Limit the size of a copied log. If the size cannot be limited, warn once."""
         try:
             bound.apply(target)
         except OSError as error:

@@ -492,8 +492,8 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # A listener has changed a server group during an outer call of this method. The outer
-            # call will also report this change.
+            # This method is already running, and one of the listeners that it called has changed a
+            # server group. The running call also reports this change.
             return
         self._is_notifying = True
         try:

@@ -206,7 +206,7 @@ class Router:
         self._is_closed = True
 
     def open(self) -> None:
-        """Undo `close`: entrypoints get requests for the generation of tokens again."""
+        """Let requests that generate tokens get entrypoints after a call of `close`."""
         self._is_closed = False
         self._notify(())
 
@@ -290,8 +290,8 @@ class Router:
 
         Args:
             session: Session id of the request, or None. All requests of a session go to the same
-                entrypoint if possible. Another entrypoint is chosen if that entrypoint is inactive,
-                silent or at its limit.
+                entrypoint if possible. Another entrypoint is chosen if the entrypoint of the
+                session is inactive, silent or at its limit.
             exclude: Ranks of servers that may not be chosen, because the request has already failed
                 there.
             generates: True if the request generates tokens. Other requests may be sent even if the
