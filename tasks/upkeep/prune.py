@@ -148,7 +148,7 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line that says how many runs, pipelines, code entries and flow runs were deleted.
+        """One line with the numbers of deleted runs, pipelines, files of code, and flow runs.
 
         If problems prevented deletions, the line ends with the problems.
         """

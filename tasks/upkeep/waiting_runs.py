@@ -184,7 +184,7 @@ def list_waiting_runs() -> list[str]:
 def close_ended_waiting_runs() -> Iterator[RunReport]:
     """Close the records of this host's runs that ended while they waited for their next attempt.
 
-    Such a run has no process that could close the record. A run is skipped if it is still waiting,
+    These runs have no process that could close their records. A run is skipped if it is still waiting,
     if it has a process again, or if its Prefect server does not answer.
 
     Yields:
