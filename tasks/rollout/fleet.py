@@ -242,7 +242,7 @@ class Fleet:
         return "; ".join(filter(None, [remaining, *errors]))
 
     async def check(self) -> dict[str, Any]:
-        """Check each running server once. A single failed check marks the server's engine as failed.
+        """Check each running server once. A single failed check marks the engine as failed.
 
         When this method returns, the processes of the failed engines have ended, and their restart
         has been scheduled.
@@ -538,8 +538,8 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """End the wait in `start` if enough server groups work. Fail the run if too many groups have
-        been given up.
+        """End the wait in `start` if enough server groups work. Fail the run if too many groups
+        have been given up.
 
         Args:
             before: The group before the change.
@@ -549,8 +549,8 @@ class Fleet:
             return
         groups = self.registry.view.groups
         wanted = [group for group in groups if group.state is not GroupState.RETIRED]
-        # A stale server group counts as working: it has started, and only waits for the
-        # trainer's current weights.
+        # A stale server group counts as working: it has started, and only waits for new weights
+        # from the trainer.
         working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
         needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
         if self._up is not None and not self._up.done() and len(working) >= needed:

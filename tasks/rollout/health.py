@@ -256,8 +256,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request to this server failed a moment ago, and the token belongs to another request.
-            # Keep the server's failures: only a later token proves that the server works again.
+            # A request to this server failed a moment ago, and this token belongs to another
+            # request. Keep the failures: only a later token proves that the server works again.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -331,9 +331,9 @@ class Health:
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # A slow probe delays the next probe. If probes or requests have already failed,
-                # shorten the timeout of the next probe by this delay, so that the delay does not
-                # postpone the detection of a failed server.
+                # A slow earlier probe may have delayed this probe. If probes or requests have
+                # already failed, subtract the delay from the timeout of this probe. Otherwise, a
+                # failed server would be found too late.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
@@ -453,9 +453,10 @@ class Health:
             self._fleet.states.clear(watch.slot.rank, watch.epoch)
 
     def _note_miss(self, watch: _Watch, reason: str, tokens_before: int, is_decisive: bool) -> bool:
-        """Count a failed probe, and report a server whose failures reach the threshold as failed.
+        """Count a failed probe. If the failures reach the threshold, report the server as failed.
 
-        If the last probe got no answer, the server is not reported.
+        If the last probe got no answer, the server is not reported as failed, because the cause may
+        be the network.
 
         Args:
             watch: State of the server's health checks.

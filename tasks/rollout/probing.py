@@ -40,8 +40,8 @@ _UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 class NoReply(str):
     """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    The cause may be the server or the network. A server that answers with an error is reported
-    with a plain `str` instead, because the network works.
+    The cause may be the server or the network. If the server answers with an error, the
+    reason is a plain `str`, because the network works.
     """
 
     __slots__ = ()
