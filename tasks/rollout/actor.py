@@ -339,7 +339,7 @@ def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout
 
 
 def _list_children(pid: int) -> list[int]:
-    """Return the pids of the children of a process, or nothing if the process has ended."""
+    """Return the pids of the children of a process, or an empty list if the process has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as f:
         return [int(word) for word in f.read().split()]
     return []

@@ -60,7 +60,7 @@ class Place:
     engine: int
     #: Index of the server among the servers of its engine, from 0.
     index: int
-    #: Ranks of the server's GPUs. The first one is the rank of the server itself.
+    #: Ranks of the server's GPUs. The first rank is also the rank of the server.
     ranks: tuple[int, ...]
     #: Index of the server's node among the nodes of the fleet.
     node: int

@@ -329,8 +329,8 @@ class FleetPlan(BaseModel):
     fleet: Rollout = Field(repr=False)
     #: Port of the gateway.
     port: int
-    #: Mapping from the name of a port, such as `server.0`, to the number of the reserved port. Empty
-    #: if the servers run on Ray.
+    #: Mapping from the name of a reserved port, such as `server.0`, to its number. Empty if the
+    #: servers run on Ray.
     ports: Mapping[str, int]
     #: Number of GPUs that the run requests on each node, or None if the run needs no GPUs.
     node_gpus: int | None = None

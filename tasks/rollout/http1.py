@@ -649,7 +649,7 @@ class ServerConnection(Wire):
             return
         fault = self._parse(self._parser, data)
         # If `data` contains the end of the final request of this connection, `_parse` has set
-        # `_ignores_input`. The bytes after the final request are ignored, even if they are malformed.
+        # `_ignores_input`. A fault in the bytes after the final request is ignored.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True

@@ -58,7 +58,7 @@ STOPPED_WITHIN_S = 20.0
 class Incident:
     """Server groups that failed within seconds of each other, probably for the same reason.
 
-    Together, these failures use up only one recovery of those that the spec allows.
+    Together, these failures use up only one of the recoveries that the spec allows.
     """
 
     #: Time after which further failures no longer belong to the incident, in seconds of the event
@@ -67,7 +67,7 @@ class Incident:
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers of the restarts that are already counted. Each server group numbers its restarts from
-    #: 0. The restarts of several groups with the same number count as one restart.
+    #: 0. Restarts with the same number count as one restart, even in several groups.
     paid: set[int] = field(default_factory=set)
 
 
@@ -209,7 +209,7 @@ class Recovery:
         self._released.clear()
 
     def release(self) -> None:
-        """Allow restarts of engines after a call of `hold` has prevented them."""
+        """Allow restarts of engines again, after a call of `hold`."""
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
@@ -544,7 +544,7 @@ class Recovery:
             question: The request. If None, nothing is done.
 
         Raises:
-            StartFailed: A foreign process listens at the server's address.
+            StartFailed: Another program listens at the server's address.
         """
         if slot.url is None or question is None:
             return

@@ -36,7 +36,7 @@ class ServerSlot(Place):
 
     #: Indexes of the server's bundles in the Ray placement group, one for each GPU of the server.
     bundles: tuple[int, ...]
-    #: Ranks whose weights are updated through this server; empty if it receives no weight updates.
+    #: Ranks whose weights are updated through this server. Empty if the server gets no updates.
     weight_ranks: tuple[int, ...]
     #: True if the server accepts rollout requests. The answers of an entrypoint prove that its
     #: engine works. Answers of other servers only prove that their process is alive.
@@ -81,7 +81,7 @@ class Engine:
     def dist_init(self) -> str | None:
         """`host:port` at which the engine's processes on several nodes connect to each other.
 
-        None if the processes need no such address.
+        None if the processes do not connect to each other.
         """
         meeting = self.servers[0].meeting
         if meeting is None:
