@@ -178,8 +178,8 @@ class PruneResult:
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> PruneResult:
     """Delete the old files of this host that the retention rules do not keep.
 
-    If a Prefect server is configured but does not answer, nothing is deleted. A queued run on that
-    server could need the old files of another run.
+    If a Prefect server is configured but does not answer, nothing is deleted, because a queued run
+    on that server could need the old files of another run.
 
     Args:
         keep: The retention rules. If None, the rules are read from the environment variables of

@@ -324,7 +324,7 @@ _EVERY_S = 60.0
 #: Seconds between two calls of `reconcile_host` in a process that waits for GPUs.
 _EVERY_S_WHILE_WAITING = 15.0
 #: Seconds to wait for a running call of `reconcile_host` when the thread of the call is stopped.
-#: Then Muster abandons the call. A later call of `reconcile_host` does the remaining work.
+#: After this time, Muster abandons the call. A later call of `reconcile_host` does the remaining work.
 _END_TIMEOUT_S = 5.0
 
 
@@ -448,9 +448,9 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
 
 
 def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
-    """Yield a description of each Muster process of a host, and the time of its last contact.
+    """Yield a description of each Muster process of a host, and a time in UTC.
 
-    The time is the last contact of the process with the Prefect server, in UTC.
+    The time is the last contact of the process with the Prefect server.
     """
     for pool in client.read_work_pools():
         for worker in client.read_workers_for_work_pool(pool.name):

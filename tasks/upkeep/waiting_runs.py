@@ -184,8 +184,8 @@ def list_waiting_runs() -> list[str]:
 def close_ended_waiting_runs() -> Iterator[RunReport]:
     """Close the records of this host's runs that ended while they waited for their next attempt.
 
-    These runs have no process that could close their records. A run is skipped if it is still waiting,
-    if it has a process again, or if its Prefect server does not answer.
+    These runs have no process that could close their records. A run is skipped if it is still
+    waiting, if it has a process again, or if its Prefect server does not answer.
 
     Yields:
         A report for each run whose record was closed.
@@ -263,8 +263,9 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If both records have the same number of attempts, `page_record` counts as newer. Another host
-    # may have resumed the last attempt of this host, and then written `page_record`.
+    # If both records have the same number of attempts, `page_record` counts as newer than
+    # `local_record`. Another host may have resumed the last attempt of this host, and then written
+    # `page_record`.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
