@@ -81,7 +81,7 @@ class Engine:
     def dist_init(self) -> str | None:
         """`host:port` at which the engine's processes on several nodes connect to each other.
 
-        None if the processes do not connect to each other.
+        None if the engine does not need the address.
         """
         meeting = self.servers[0].meeting
         if meeting is None:

@@ -324,7 +324,8 @@ _EVERY_S = 60.0
 #: Seconds between two calls of `reconcile_host` in a process that waits for GPUs.
 _EVERY_S_WHILE_WAITING = 15.0
 #: Seconds to wait for a running call of `reconcile_host` when the thread of the call is stopped.
-#: After this time, Muster abandons the call. A later call of `reconcile_host` does the remaining work.
+#: After this time, Muster abandons the call, and a later call of `reconcile_host` does the
+#: remaining work.
 _END_TIMEOUT_S = 5.0
 
 
