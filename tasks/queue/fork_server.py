@@ -352,7 +352,7 @@ def _encode_strings(texts: Iterable[str]) -> bytes:
 
 
 def _encode_variables(env: Mapping[str, str]) -> bytes:
-    """Return environment variables in the kernel's format: `NAME=value`, each with a zero byte."""
+    """Return environment variables in the kernel's format: `NAME=value`, then a zero byte."""
     return _encode_strings(f"{name}={value}" for name, value in env.items())
 
 

@@ -37,10 +37,11 @@ from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, that the command and the fork server wait for a message from each
-#: other. Without a message in time, the command continues without the fork server.
+#: Longest time, in seconds, that the `muster` command waits for a message from the fork server, and
+#: the fork server for a message from the command. If a message does not arrive in time, the command
+#: does its work without the fork server.
 _ANSWERS_WITHIN_S = 5.0
-#: Signals that the command forwards to the forked process.
+#: Signals that the `muster` command forwards to the process that does the work of the command.
 _FORWARDED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -49,7 +50,7 @@ _FORWARDED_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Linux namespaces that must be the same for the command and the fork server.
+#: Linux namespaces that must be the same for the `muster` command and the fork server.
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 #: Value of the constant F_SETSIG of linux/fcntl.h, which is missing in Python's module `fcntl`.
 _F_SETSIG = 10
@@ -127,7 +128,7 @@ def _forward_signal(run_pidfd: int, signum: int) -> None:
 def _describe_code() -> list[str]:
     """Return the path of this file, and the path and the version of the Python interpreter.
 
-    Equal values in the command and in the fork server show that both run the same code.
+    Equal values in the `muster` command and in the fork server show that both run the same code.
     """
     return [__file__, sys.prefix, sys.version]
 
@@ -173,12 +174,12 @@ class Caller:
     This process was forked from the fork server, and does the work of the command.
     """
 
-    #: Connected socket to the command.
+    #: Socket that is connected to the `muster` command.
     connection: socket.socket
-    #: Request that the command has sent, with its arguments, command line, environment, working
-    #: directory and ignored signals.
+    #: Request from the `muster` command. The request contains the command line, the environment,
+    #: the working directory and the ignored signals of the command.
     order: dict[str, Any]
-    #: File descriptors of the command's standard input, output and error.
+    #: File descriptors of the standard input, output and error of the `muster` command.
     files: tuple[int, ...]
 
     @classmethod
@@ -214,10 +215,10 @@ class Caller:
         return dict(self.order["env"])
 
     def take_signals(self) -> None:
-        """Ignore exactly the signals that the command ignores.
+        """Ignore exactly the signals that the `muster` command ignores.
 
-        For example, `nohup muster train` ignores SIGHUP, so the process of the run must ignore
-        SIGHUP, too.
+        For example, `nohup muster train` ignores SIGHUP. This process does the work of the command
+        and must ignore SIGHUP, too.
         """
         ignore_exactly(self.order["ignored"])
 
@@ -243,23 +244,23 @@ class Caller:
         if not self.connection.recv(1):
             return False
 
-        # Make the kernel send SIGKILL to this process when the command closes its end of the
-        # socket, for example because the command was killed.
+        # Make the kernel send SIGKILL to this process when the `muster` command closes its end of
+        # the socket. The kernel also closes that end if the command is killed.
         self.connection.settimeout(None)
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command closed the socket before the calls above, the kernel sends no signal. The
-        # socket is then readable, and this process must not begin to work.
+        # If the `muster` command has already closed its end of the socket, the kernel sends no
+        # signal. In this case the socket is readable, and this process must not begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:
-        """Take over the resource limits, the priority and the CPU affinity of the command.
+        """Give this process the resource limits, priority and CPU affinity of the `muster` command.
 
         Raises:
-            OSError: A value of the command cannot be read or taken over.
-            ValueError: The command belongs to another user, namespace or cgroup.
+            OSError: A value of the command cannot be read, or cannot be set for this process.
+            ValueError: This process and the command have different users, namespaces or cgroups.
         """
         pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
@@ -276,9 +277,9 @@ class Caller:
         os.sched_setaffinity(0, os.sched_getaffinity(pid))
 
     def send_exit_code(self, code: int) -> int:
-        """Send the exit code of this process to the command, and return the code.
+        """Send the exit code of this process to the `muster` command, and return the code.
 
-        The caller must end this process next.
+        This process must end after the call.
         """
         with suppress(OSError):
             self.connection.send(b"%d" % code)
