@@ -71,8 +71,8 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     server, or has ended and left processes behind.
 
     All granted GPUs count as not free, even if Ray reports them as free. For example, Ray may place
-    run B on the GPUs of run A, which is still stopping. Until run A has ended, both the grant of A
-    and the GPUs of B count.
+    run B on the GPUs of run A, which is still stopping. Until run A has ended, these GPUs count for
+    both runs.
 
     Args:
         cluster: Snapshot of the cluster.
@@ -115,7 +115,7 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         """Return the number of a node's GPUs that no waiting run can get.
 
         These are GPUs that other programs use, and granted GPUs that a run does not hold yet. GPUs
-        that runs hold are not counted, because the policy counts them itself.
+        that runs hold are not included, because the function `plan` subtracts these GPUs.
         """
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
@@ -159,10 +159,13 @@ def _has_all(demand: Demand, used: Mapping[str, float]) -> bool:
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return a mapping from node name to the total number of GPUs on the node.
+    """Add up the GPUs of each node in several mappings.
 
     Args:
-        shares: The numbers of GPUs to add up. Each item is a mapping by node name.
+        shares: Mappings from node name to a number of GPUs.
+
+    Returns:
+        Mapping from node name to the sum.
     """
     total: dict[str, float] = {}
     for share in shares:
@@ -175,8 +178,8 @@ def _current_names(granted: Mapping[str, int], node_names: Iterable[str]) -> dic
     """Return the granted GPUs of a run under the current names of the granted nodes.
 
     If several nodes of a cluster have the same host name, their names get a suffix. This suffix can
-    appear or disappear after the grant. If several nodes could be the granted node, the granted
-    GPUs are counted on each of them.
+    appear or disappear after the grant. If the name in the grant now matches several nodes, the
+    granted GPUs are counted on each of these nodes.
 
     Args:
         granted: Mapping from node name, at the time of the grant, to the number of granted GPUs.
@@ -756,12 +759,12 @@ class SchedulingPass:
     def _store_reason(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
     ) -> None:
-        """Store the message that explains why the policy does not start a run.
+        """Store the message that explains why the scheduling policy does not start a run.
 
         Args:
             entry: The run.
             number: Position of the run in the queue. The first position is 1.
-            plan: Decisions of the policy for the run's cluster.
+            plan: Decisions of the scheduling policy for the run's cluster.
             names: Mapping from flow run id to run id.
         """
         reason = plan.reasons[str(entry.id)]
@@ -822,8 +825,8 @@ def find_overgranted(
     """Return the runs that were granted GPUs which another run already holds.
 
     A GPU can be granted twice if a scheduler writes a grant after it has lost the scheduling lease.
-    Only runs without a process are returned, because the grant of a run with a process must not be
-    deleted.
+    The returned runs will lose their grants. A run with a process must keep its grant, so only runs
+    without a process are returned.
 
     Args:
         holding: The runs that hold GPUs.
