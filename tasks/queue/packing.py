@@ -17,7 +17,7 @@ from typing import Literal
 from tasks.spec.formatting import format_count
 
 #: Scheduling policy. With `fifo`, runs start strictly in the order of the queue. With `backfill`, a
-#: later run may start before the first run of the queue, if this does not delay the first run.
+#: later run may start before the first run of the queue, but must not delay the first run.
 Policy = Literal["fifo", "backfill"]
 
 #: Tolerance for comparing numbers of CPUs, because sums of floating-point numbers are not exact:

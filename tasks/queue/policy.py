@@ -172,7 +172,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The decisions of the policy in one scheduling pass."""
+    """The decisions of the scheduling policy in one scheduling pass."""
 
     #: Mapping from the id of a run that starts to the names of its nodes, in the order of the
     #: starts.
@@ -231,14 +231,14 @@ class _Reservation:
 
     #: The first run of the queue that does not fit now.
     head: Waiting
-    #: Earliest time at which the first run will fit, according to the estimates. Infinite if the
-    #: run never fits.
+    #: Reserved start: the earliest time at which the run will fit, according to the estimates.
+    #: Infinite if the run never fits.
     at: float
-    #: Forecast of the resources that will be free just before the start of the run `head`.
+    #: Forecast of the resources that will be free just before the reserved start.
     nodes: NodesAhead
-    #: Number of GPUs in use for each tag just after the start of the run `head`.
+    #: Forecast of the number of GPUs in use for each tag just after the reserved start.
     quota: Quota
-    #: Ids of the active runs that must end to free enough GPUs for the first run.
+    #: Ids of the active runs that must end before the reserved start, to free enough GPUs.
     waits_for: tuple[str, ...]
     #: True if the reserved start is uncertain, because the spec of a run in `waits_for` names no
     #: duration. The end of that run is computed with a default duration.
