@@ -439,10 +439,10 @@ class LedgerReader:
         missing, a later run of the queue could start first.
 
         Args:
-            earlier: Result of an earlier call, or None to read all waiting runs. The waiting runs
-                of the earlier result are reused, except the runs in `changed`, and only new waiting
-                runs are read. Pass None if another scheduler has written a decision since that
-                call.
+            earlier: Result of an earlier call, or None to read all waiting runs. With an earlier
+                result, only two kinds of waiting runs are read: new runs, and the runs in
+                `changed`. The other waiting runs are taken from the earlier result. Pass None if
+                another scheduler has written a decision since the earlier call.
             changed: Ids of waiting runs that must be read again.
         """
         if earlier is None:

@@ -220,8 +220,8 @@ class Scheduler:
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
                     runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
-        # Store -math.inf as the time of the last reading, so that the next pass reads the queue
-        # again, with the grants that this pass has written.
+        # Store -math.inf as the time of the last reading. The next pass then reads the queue again,
+        # including the grants that this pass has written.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
         return scheduling_pass, runs_to_start
 
@@ -397,8 +397,8 @@ class Scheduler:
         """Write the messages of a scheduling pass into the states of the waiting runs.
 
         The method also asks the autoscalers of Ray clusters for the nodes that the waiting runs
-        need. Runs that wait in their own process are left out, because these processes write their
-        states themselves.
+        need. A run that waits in its own process is left out, because that process writes the state
+        of the run.
 
         Args:
             scheduling_pass: The last scheduling pass.

@@ -86,8 +86,8 @@ class QueueReader:
     #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
     #: so far.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs for which `grants.find_lost_cancel` found nothing: a mapping from flow run id to
-    #: the id of the state at the time of the search. Each new state causes a new search.
+    #: Flow runs for which `grants.find_lost_cancel` found no Cancelled state: a mapping from flow
+    #: run id to the id of the state at the time of the search. Each new state causes a new search.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: Mapping from flow run id to two values: the id of the last state that `grants.was_set_back`
     #: checked, and the result. The result is True if a user has set this state by hand while the
@@ -397,7 +397,7 @@ class QueueReader:
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
             # The cluster was large enough for the run in an earlier scheduling pass, and missing
-            # nodes may return. So do not let the run fail now.
+            # nodes may return. So return no reason, and the run waits.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings
@@ -433,8 +433,8 @@ class QueueReader:
     ) -> Cluster | None:
         """Return the largest snapshot of a run's cluster so far.
 
-        At present, a Ray cluster can be smaller, for example because a node reboots. For a run
-        without Ray, the snapshot contains the nodes that the run's work pool lists.
+        A Ray cluster can be smaller now, for example because a node reboots. For a run without Ray,
+        the snapshot contains the nodes that the run's work pool lists.
 
         Returns:
             The snapshot. None if the cluster could not be read, or if a Ray cluster has had no GPUs
@@ -503,7 +503,8 @@ def _merge_rules(
         entries: The waiting runs and the runs that hold GPUs.
         settings: Mapping from pool name to the settings of the work pool.
         clusters: Addresses of the clusters that could be read.
-        names: Mapping from a removed address of a cluster to the kept address of the cluster.
+        names: Mapping from each address that is no longer used to another address of the same
+            cluster, which replaces it.
     """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
     for pool_name, pool in settings.items():
