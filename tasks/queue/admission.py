@@ -101,7 +101,7 @@ def wait_for_gang(
 
 
 def _explain_failed_pass(error: httpx.HTTPError | PrefectException | LeaseLost) -> str:
-    """Return the message of a waiting run whose scheduling pass failed and will be repeated."""
+    """Return the message for a waiting run if a scheduling pass failed and will be repeated."""
     match error:
         case httpx.TransportError():
             return f"waits for the Prefect server, which does not answer: {error!r}"

@@ -353,9 +353,9 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
 def may_have_process(flow_run: FlowRun) -> bool:
     """Return True if a scheduled flow run may have a process that is still running.
 
-    The result is True if the server has recorded a process for the flow run. Muster deletes this
-    record before a requeue. So either a user has set the state Scheduled by hand, or a user has
-    retried an ended flow run. `was_set_back` tells these two cases apart.
+    The result is True if the server still has a record of a process. Muster deletes this record
+    when it requeues a flow run. So if the record exists, a user has either set the state Scheduled
+    by hand, or retried an ended flow run. `was_set_back` tells these two cases apart.
     """
     is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
     return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)

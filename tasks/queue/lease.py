@@ -112,10 +112,10 @@ class HostLock:
     path: Path
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
-    #: Id of the locked file, unique among all hosts. None if this object does not hold the lock.
-    #: A scheduler that holds the lock writes the id into its scheduling lease. If this object holds
-    #: the lock now, and another scheduler's lease contains the same id, the other scheduler has
-    #: lost the lock, and will never give its lease back.
+    #: Id of the locked file on this host. None if this object does not hold the lock. A scheduler
+    #: writes the id of its locked file into its scheduling lease. If another scheduler's lease
+    #: contains the id of the file that this object has locked now, the other scheduler has lost the
+    #: lock, and will never give its lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -157,11 +157,10 @@ class HostLock:
 
 
 def _make_lock_id(fd: int) -> str:
-    """Return the id of an open file. The id is unique among all hosts.
+    """Return the id of an open file on this host. On another host, the same file has another id.
 
-    The id contains the boot id of this host, so the same file has another id on another host. This
-    is needed because, on some NFS mounts, processes on two hosts can lock the same file at the same
-    time.
+    The ids must differ because, on some NFS mounts, processes on two hosts can lock the same file
+    at the same time.
     """
     status = os.fstat(fd)
     return f"{boot_id()} {status.st_dev} {status.st_ino}"

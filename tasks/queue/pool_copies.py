@@ -167,8 +167,8 @@ class PoolCopies:
         if current_pool.id != pool.id or not is_empty(current_pool):
             return
         if not current_pool.base_job_template.get("job_configuration"):
-            # The pool has no template yet, so restore it later. A worker adds the template at its
-            # next heartbeat, but only if the pool has no settings.
+            # The work pool has no base job template yet. A worker adds the template at its next
+            # heartbeat, but only if the pool has no settings. So restore the settings later.
             return
         update = copy.fill_in(current_pool.base_job_template)
         await self._client.update_work_pool(pool.name, update)

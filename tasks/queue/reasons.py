@@ -163,10 +163,11 @@ def _explain_missing_gpus(
 ) -> tuple[str, bool]:
     """Explain why the first run of the queue does not get its GPUs.
 
-    The arguments are those of `explain_wait`.
+    For the arguments, see `explain_wait`.
 
     Returns:
-        Two values: the explanation, and the value of the message's field `waits_for_no_end`.
+        Two values: the explanation, and the value of the field `waits_for_no_end` for the `Message`
+            of the run.
     """
     waits_for_no_end = False
     parts = []
