@@ -615,8 +615,8 @@ class GangWorker(ProcessWorker):
         """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # Request the scheduled flow runs of the work queues, so that the server shows the
-            # queues as ready. The request matches no flow run.
+            # After a request for the flow runs of the work queues, the server shows the queues as
+            # ready. That is the only purpose of this request: it returns no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
@@ -656,8 +656,8 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.announce_run
-        #: Offers of this worker as the leader: a mapping from flow run id to the time of the last
-        #: offer to the other workers, by the clock of the event loop.
+        #: Runs that this worker, as the leader, has offered to the other workers: a mapping from
+        #: flow run id to the time of the last offer, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._scheduler = Scheduler(
             self.client,
@@ -752,10 +752,10 @@ class GangWorker(ProcessWorker):
             self._wake_within(_PASS_ANYWAY_S)
 
     def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
-        """Offer admitted runs to the other workers, if this worker cannot start them.
+        """Offer admitted runs to the other workers, except the runs that this worker can start.
 
-        If no worker starts such a run, the run is offered again after 10 seconds. The message of
-        the run then says which worker must start the run.
+        If no worker starts an offered run within 10 seconds, the run is offered again, and the
+        message of the run says which worker must start it.
 
         Args:
             scheduling_pass: The last scheduling pass.
