@@ -25,13 +25,14 @@ def cancel_and_wait(
 ) -> str:
     """Cancel runs and wait until they have ended.
 
-    The wait takes at most the longest grace periods of a run plus three minutes. After a call of
+    The wait takes at most the result of `longest_teardown_s` plus three minutes. After a call of
     `requests.hurry`, the runs get no grace periods, and the wait takes at most 30 s.
 
     Args:
         runs: The active runs.
         requests: Connection to the Prefect server.
-        longest_teardown_s: Function that returns the longest grace periods of a run in seconds.
+        longest_teardown_s: Function that returns the longest time in seconds that the grace periods
+            of a run take.
 
     Returns:
         A text with a phrase about the end of each run. Each phrase begins with a semicolon, so that

@@ -58,7 +58,10 @@ class ServerRequests:
         self._woken.set()
 
     def hurry(self) -> None:
-        """Stop waiting for a server that does not answer. Call `end_soon` first."""
+        """Skip the grace periods of cancelled runs, and no longer repeat requests to the server.
+
+        Call `end_soon` first.
+        """
         self.is_hurried = True
 
     def ask(self, request: Callable[[SyncPrefectClient], T]) -> T:

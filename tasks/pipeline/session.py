@@ -234,8 +234,8 @@ class PipelineSession:
     def cancel_runs(self) -> None:
         """Cancel all unfinished runs of a cancelled pipeline, and wait until the runs have ended.
 
-        If the pipeline is not cancelled, nothing happens. The wait takes at most the longest grace
-        periods of a run plus three minutes. After a call of `hurry`, the runs get no grace periods,
+        If the pipeline is not cancelled, nothing happens. The wait ends at the latest three minutes
+        after the grace periods of all runs. After a call of `hurry`, the runs get no grace periods,
         and the wait takes at most 30 s. A phrase about the end of each run is added to
         `cancel_reason`.
         """
@@ -476,7 +476,7 @@ class PipelineSession:
 
 
 def _describe_handover(decision: PipelineDecision) -> str:
-    """Return a clause about the stages that the next flow process will continue or begin."""
+    """Return a text about the stages that the next flow process will continue or begin."""
     runs = (*decision.active, *decision.evaluated)
     if runs:
         names = join_commas([run.stage for run in runs])
