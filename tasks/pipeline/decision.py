@@ -72,7 +72,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Facts from which Muster decides whether to start a run of a stage."""
+    """Properties of a stage that decide when Muster starts the runs of the stage."""
 
     name: str
     #: Names of the stages that must have ended before this stage begins.

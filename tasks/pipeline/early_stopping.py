@@ -165,8 +165,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         sampler=optuna.samplers.RandomSampler(),
     )
     if rule.rule == "median":
-        # Include the own value of the run in the median. If the own value is the median, Optuna
-        # compares two equal numbers. So a rounding error cannot stop the run.
+        # Include the value of the run itself (`best`) in the median. If this value is the median,
+        # Optuna compares two equal numbers. So a rounding error cannot stop the run.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
             for figure in (*others, best)

@@ -79,7 +79,7 @@ def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Faul
     """Check the function of a step in the pipeline's working directory, and yield the faults.
 
     If the directory is no project folder, all faults are replaced with one fault: the project
-    folder is unknown. An example is a directory that Prefect has created only for this process.
+    folder is unknown. For example, Prefect may have created the directory only for this process.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

@@ -39,7 +39,7 @@ from tasks.server.server import find_page_url
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
-#: Mapping from a Prefect state type of a flow run to the final state of its run.
+#: Mapping from the type of a flow run's final Prefect state to the final state of Muster's run.
 _ENDINGS = {
     StateType.COMPLETED: RunState.COMPLETED,
     StateType.CANCELLED: RunState.CANCELLED,
@@ -187,9 +187,10 @@ def create_child_run(
         client: Client of the Prefect server.
         parent: Id of the parent's flow run.
         unit: Name of the task run that shows the subflow in the parent's flow run.
-        number: Number of the subflow among the subflows of the unit, from 1.
+        number: Number of the subflow among the subflows with the same `unit`, from 1.
         deployment_name: Deployment that creates the flow run. None for Muster's own deployment.
-        spec: The run spec, in which the placeholders of the parent are replaced.
+        spec: The run spec, in which all placeholders for values of the parent are replaced with the
+            values.
         tags: Tags of the new flow run.
 
     Raises:
@@ -281,7 +282,7 @@ def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
         with_code: True if the files of the project are an input, too.
     """
     inputs = {key: spec.get(key) for key in ("components", "env", "cwd")}
-    # Leave out `launcher`, because a step has the same result on every machine.
+    # Leave out `launcher`, because a step has the same result as a process and as a Ray job.
     inputs["components"] = {
         name: {key: value for key, value in component.items() if key != "launcher"}
         for name, component in spec["components"].items()
