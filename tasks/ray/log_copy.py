@@ -21,16 +21,17 @@ from tasks.ray.submit import finish_thread_work
 
 #: Shortest pause between two requests for the log of a job, in seconds.
 _PAUSE_AT_LEAST_S = 0.5
-#: Pause after a copy, as a multiple of the time that the copy took. The longer of the two pauses is
-#: used, so that a long log does not keep the dashboard busy.
+#: Pause after a copy of new log lines, as a multiple of the time that the copy took, but at least
+#: `_PAUSE_AT_LEAST_S`. So a long log does not keep the dashboard busy.
 _PAUSE_PER_COPY = 20.0
 #: Largest number of requests for the rest of a job's log after the job has ended.
 _COPY_TRIES = 5
 #: Number of last lines of the log that are requested while the log grows.
 _LAST_LINES = 1000
-#: Largest number of bytes from the end of the copy that are searched in the last lines of the log.
+#: Number of last copied bytes that Muster searches for in the log. The new bytes of the log follow
+#: these copied bytes.
 _SEARCHED_BYTES = 1 << 12
-#: Number of bytes from the end of the copy that are kept in memory.
+#: Number of last copied bytes that are kept in memory.
 _KEPT_BYTES = 1 << 18
 
 
@@ -119,18 +120,19 @@ class LogCopy:
             last_lines: At most the last `_LAST_LINES` lines of the log.
 
         Returns:
-            None if the place at which the copy ends is missing in the lines, or occurs twice.
+            The new bytes. None if the last copied bytes are missing in `last_lines` or occur twice.
         """
         assert self._copied_bytes is not None
         if last_lines.count(b"\n") < _LAST_LINES - 1:
-            # These lines are the whole log.
+            # The log is shorter than `_LAST_LINES` lines, so `last_lines` is the whole log.
             return last_lines[self._copied_bytes :]
         searched = self._copied_end[-_SEARCHED_BYTES:]
         ends = []
         start = last_lines.find(searched) if searched else -1
         while start != -1:
             end = start + len(searched)
-            # All bytes of the lines before this end must be equal to the end of the copy, too.
+            # Equal bytes may occur at several places in the log. So also compare the bytes before
+            # the searched bytes with the copied bytes.
             if self._copied_end.endswith(last_lines[max(0, end - len(self._copied_end)) : end]):
                 ends.append(end)
             start = last_lines.find(searched, start + 1)
