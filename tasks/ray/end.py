@@ -340,7 +340,7 @@ class TakeDown:
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
             # If the state is None, the cluster was restarted and no longer knows the job. The
-            # restart has ended the actors of the job, but its processes may still run on the nodes.
+            # restart has ended the job's actors, so only other processes of the job may still run.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"

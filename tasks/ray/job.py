@@ -169,8 +169,8 @@ class RayJob(RunningComponent):
         is_adopted = self._job.may_be_submitted_since is not None
         if is_adopted:
             # `_files` lists the files that existed before the launch, because an old file does not
-            # prove that the component is ready. But an adopted job was launched earlier, and may
-            # have written these files itself. So accept every file as a proof.
+            # prove that the component is ready. But an earlier process of the run may have launched
+            # this job, and the job may have written these files. So accept every file as a proof.
             self._files.clear()
         self._emit_event(
             "component.spawned",

@@ -69,8 +69,7 @@ class JobPlan:
     #: Path of the file on this host that records the submission of the job.
     submission_file: Path
     #: Earliest time, in UTC epoch seconds, at which a process on another host may have submitted
-    #: this job. The submission file is then only on the other host. None if no other host can have
-    #: submitted the job.
+    #: this job. None if no other host can have submitted the job.
     may_be_submitted_since: float | None = None
     #: Function that removes secrets from a text before it is written to disk.
     mask: Callable[[str], str] = str

@@ -108,8 +108,8 @@ def build_environment(plan: JobPlan) -> dict[str, str]:
         "MUSTER_RUN_ID": plan.run_id,
         "MUSTER_ATTEMPT": str(plan.attempt),
         "MUSTER_COMPONENT": plan.component,
-        # After a stop request, Ray waits this number of seconds and then kills the wrapper. The
-        # time must be longer than the grace period of the command.
+        # After a stop request, Ray waits this number of seconds and then kills Muster's wrapper
+        # process, which runs the command. The time must be longer than the command's grace period.
         "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.longest_grace_s) + 5),
     }
     if plan.command.stop_signal == signal.SIGINT:
@@ -433,8 +433,8 @@ class Submitter:
 
     def _give_up(self, kind: FailureKind, rule: str, message: str) -> ComponentFailed:
         """Record the reason for giving up the job, and return the exception to raise."""
-        # If contact with the cluster was lost, the cluster may have the job. So keep the recorded
-        # status of the job.
+        # If contact with the cluster was lost, the cluster may have accepted the job. So do not
+        # record the job as refused.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
         return ComponentFailed(GiveUpReason(kind=kind, rule=rule, message=message))

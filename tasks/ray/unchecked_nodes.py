@@ -88,10 +88,10 @@ class UncheckedNodesNote(BaseModel):
 
     #: Content of the job's submission file at the time when this note file was written.
     job: SubmissionJson
-    #: Name of the host on which `muster reconcile` checks the nodes of this note.
+    #: Name of the host on which `muster reconcile` checks the nodes for leftover processes.
     host: str = Field(default_factory=host_name)
     #: Path of the attempt's events.jsonl, to which `muster reconcile` appends the result of the
-    #: check.
+    #: check of the nodes.
     events: Path
     #: Time at which this note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)

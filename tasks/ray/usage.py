@@ -476,9 +476,9 @@ class _ControlStore:
         The reports are requested from the control store.
         """
         usage_reply = self._usage(within_s)
-        # Request the actors last. An actor that is just being created may appear in only one of the
-        # replies. If the owner of a used resource is unknown, the resource counts as used by other
-        # programs. So the queue may grant too few GPUs for a short time, but never too many.
+        # Request the actors after the resource usage of the nodes. Otherwise the usage could
+        # contain a new actor that is missing in the list of actors. GPUs of an unlisted actor count
+        # as used by other programs, so the queue would grant too few GPUs for a short time.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]
@@ -492,9 +492,9 @@ class _ControlStore:
             )
             for reply in actor_replies
             for actor in reply.result().actor_table_data
-            # Skip actors in placement groups, which hold resources such as `GPU_group_0_...`. The
-            # reports of the nodes already contain the resources of the groups. Most actors are in a
-            # group, so snapshots are much faster without them.
+            # Skip actors in placement groups. Resources of these actors have names such as
+            # `GPU_group_0_...`, and are already in the reports of the nodes. Most actors are in a
+            # placement group, so the snapshot becomes much faster.
             if any(name in actor.required_resources for name in ACCELERATORS)
             and actor.address.node_id
         ]

@@ -37,7 +37,8 @@ if TYPE_CHECKING or __name__ != "__main__":
 else:
     import tree
 
-#: Signals that the two processes of the wrapper handle. Ray or a user may send these signals.
+#: Signals to which both processes of the wrapper program react. Ray or a user may send these
+#: signals.
 _HANDLED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -99,8 +100,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # Disable core dumps of this process. The kernel may already have written a core dump of the
-    # process that the signal has ended. A core dump of this process would be misleading.
+    # Disable core dumps, because a core dump of this wrapper process would not show why the command
+    # has crashed.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Ignore the error for SIGKILL, whose action cannot be set. SIGKILL always ends the process.
