@@ -133,8 +133,7 @@ class Credentials:
     headers: Mapping[str, str] = field(default_factory=dict)
     #: Path of a file with CA certificates. None if the public certificate authorities are used.
     ca: str | None = None
-    #: True if Ray's token may be sent to the cluster. The token is then sent whenever Ray's
-    #: authentication is on.
+    #: True if Ray's token is sent to the cluster when Ray's authentication is on.
     has_token: bool
 
     @staticmethod
@@ -227,7 +226,7 @@ def _listed_clusters() -> dict[str, ListedCluster]:
 
 
 def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
-    """Return a mapping from address to cluster for all valid entries of the list."""
+    """Return a mapping from address to cluster for all valid entries of `clusters`."""
     parsed = {}
     for entry in clusters:
         with contextlib.suppress(ValueError):
@@ -718,8 +717,8 @@ def prepare_driver(gcs_address: str) -> None:
     if not variables:
         return
     os.environ.update(variables)
-    # Ray reads these variables only when the module `ray` is imported. The module may already have
-    # been imported, so also set the constant that Ray derives from them.
+    # Ray computes this constant from the environment variables when the module `ray` is imported.
+    # The module may already have been imported, so set the constant, too.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -81,7 +81,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "greet": dict,
 }
 #: Names of the orders (requests to agents) that act on a whole machine. If several Ray nodes run on
-#: the same machine, only one of their agents gets such an order.
+#: one machine, only one agent on this machine gets the order.
 OF_MACHINES = ("sweep", "examine", "warn")
 #: An agent of Muster ends itself after this number of seconds without an order (request). So no
 #: agent stays in a cluster that Muster no longer uses.

@@ -55,9 +55,9 @@ _GREETING_TIMEOUT_S = 3.0
 _MAX_LINE_BYTES = 1 << 26
 #: Name of the lock file in MUSTER_HOME. A process holds the lock while it starts agents.
 _START_LOCK = "agents.lock"
-#: Seconds between two tries to take the lock.
+#: Seconds between two tries to take the lock `_START_LOCK`.
 _LOCK_EVERY_S = 0.1
-#: Largest share of an order's time limit that may be spent on the wait for the lock.
+#: Largest share of an order's time limit that may be spent on the wait for `_START_LOCK`.
 _LOCK_SHARE = 0.5
 #: Environment variables that the child process for requests through Ray must not inherit. With the
 #: MUSTER variables, the child process would look like a leftover process of the run and would be
@@ -166,8 +166,8 @@ class AgentConnection:
     #: Random number from the first message of the agent. The signature of a request covers this
     #: number and the request, so the signature is valid only once.
     _nonce: str
-    #: Machine and user of the agent. Several Ray nodes may run on one machine. Their agents have
-    #: equal values, and can kill the same processes.
+    #: Machine and user of the agent. If several Ray nodes run on one machine, their agents have the
+    #: same machine and user, and can kill the same processes.
     sees: str
     #: A pair of seconds: the difference between the node's clock and this machine's clock, and the
     #: largest error of this difference.
