@@ -47,8 +47,8 @@ class Verb:
     #: before the slow import of the verb's function, so that faults of the spec are reported early.
     #: The function with the fastest import comes first.
     checks: tuple[str, ...] = ()
-    #: True if the command needs the Prefect server of the stack. If `muster up` is still starting
-    #: the stack, the command then waits for it.
+    #: True if the verb must wait while `muster up` starts the stack, because the verb needs the
+    #: Prefect server of the stack.
     waits_for_stack: bool = False
     #: True if the verb may run in a process that is forked from the fork server of a worker. A
     #: forked process need not import Prefect. But the process has no controlling terminal, so it
@@ -500,8 +500,8 @@ def wait_for_stack() -> None:
 def find_server() -> None:
     """Set the Prefect settings for the server of the local stack, if this MUSTER_HOME has a stack.
 
-    The stack's server is used if no other PREFECT_API_URL is configured. The settings include the
-    password of the stack's server.
+    The settings include the password of the stack's server. If the user has configured the
+    PREFECT_API_URL of another server, nothing is set.
     """
     with suppress(OSError):
         if (muster_home() / "stack" / "stack.json").exists():
