@@ -170,7 +170,7 @@ def _stop_with_reason(stack: Stack) -> None:
     try:
         stop(stack)
     finally:
-        # Each run reads the file with the reason when the run is stopped, and deletes the file.
+        # Each stopped run reads the file that gives the reason for the stop, and deletes the file.
         # Delete the files of runs that ended by themselves just before the stop.
         for directory in directories:
             take_note(directory)

@@ -61,8 +61,8 @@ _OWN_VARIABLES = frozenset(
         "LISTEN_FDNAMES",
     )
 )
-#: Prefixes of environment variables that may select another server or Ray cluster. Programs of a
-#: stack must not inherit these variables.
+#: Prefixes of environment variables that may select a Prefect server or a Ray cluster outside the
+#: stack. Programs of the stack must not inherit these variables.
 _FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
 #: Host names of this machine that a URL of the `muster up` stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Largest number of Ray nodes of a stack. Each node has several processes, and one machine can
-#: hardly run more.
+#: Largest number of Ray nodes of a stack. Each node has several processes, so one machine can
+#: hardly run more nodes.
 MOST_NODES = 16
 #: Largest number of logical GPUs of one node. No current machine has more GPUs.
 MOST_GPUS = 16

@@ -64,11 +64,11 @@ class WrongPool(Exception):
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
-    """Create the work pool `gang` with its work queues, and register this machine in it.
+    """Create the work pool `gang` with its work queues, or update the existing work pool.
 
-    This machine's GPUs are for runs without Ray; the stack's Ray cluster is for the other runs. The
-    other settings of an existing work pool stay unchanged. A deleted work pool gets its former
-    settings back.
+    This machine's GPUs are added to the work pool for runs without Ray, and the stack's Ray cluster
+    for runs with Ray. All other settings of an existing work pool stay unchanged. A deleted work
+    pool gets its former settings back.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.
@@ -141,7 +141,7 @@ def _read_local_node() -> TableNode | None:
 
 
 def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) -> None:
-    """Write the GPUs of this machine and the stack's Ray cluster to the settings of the work pool.
+    """Write this machine's GPUs and the stack's Ray cluster to the settings of the work pool.
 
     Args:
         client: Client of the Prefect server.

@@ -263,8 +263,8 @@ class StackPlace:
             start = StackStart.model_validate_json(read_own_file(self._start_file))
         except (OSError, ValidationError):
             return None
-        # Check that the process of `muster up` is alive, because a killed `muster up` cannot delete
-        # its file.
+        # Check that the process of `muster up` is alive, because a killed `muster up` leaves the
+        # file `starting.json` behind.
         return start if start.process.is_alive() else None
 
     def begin_logs(self) -> None:
@@ -279,8 +279,8 @@ class StackPlace:
         """End the leftover processes of a stack, and delete its `stack.json` and Ray's files.
 
         Call this only while no supervisor process of the `muster up` stack runs; see
-        `no_supervisor`. Usually, the method only waits, because the guardian process of each part
-        ends the part.
+        `no_supervisor`. Usually, the method only waits until the guardian processes have ended all
+        parts of the stack.
 
         Raises:
             StackError: Some processes of the stack survived SIGKILL.
@@ -492,7 +492,7 @@ def _kill_processes_of(stack_id: str) -> list[int]:
 
 
 def _belongs_to_stack(pid: int, stack_id: str) -> bool:
-    """Return True if a living process of this user has the id of the stack in its environment."""
+    """Return True if `pid` is a living process of this user with `stack_id` in its environment."""
     with suppress(PermissionError):
         has_stack_id = tree.read_environment(pid).get(STACK_VARIABLE) == stack_id
         return has_stack_id and can_be_of_own_run(pid) and not tree.is_zombie(pid)
