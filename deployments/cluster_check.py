@@ -42,9 +42,10 @@ EXIT_INVALID = 2
 #: Seconds from the end of an actor until its living child processes count as leaked. Ray's
 #: deprecated subreaper needs 13 s to end a grandchild, so the value is larger.
 _LEAKED_AFTER_S = 20.0
-#: Longest time, in seconds, that the Ray job of the check may take.
+#: Longest time, in seconds, that the Ray job for the test of exit codes may take.
 _JOB_WITHIN_S = 120.0
-#: Exit code of the child processes that test whether a parent process sees their exit code.
+#: Exit code of each child process in the test of exit codes. The parent process must see this
+#: code.
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)

@@ -70,7 +70,7 @@ class ShapeEnding:
     #: Seconds from the actor's SIGKILL until the last process ended; None if a process kept
     #: running.
     gone_after_s: float | None
-    #: Pids of the processes that kept running. The check has ended these processes.
+    #: Pids of the processes that kept running until `try_shape` killed them.
     leaked: tuple[int, ...] = ()
 
 
@@ -173,7 +173,7 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """Return True if a living process of this user has the value `mark` in its environment."""
+    """Return True if `pid` is a living process of this user with `mark` in its environment."""
     with suppress(PermissionError):
         is_marked = read_environment(pid).get(_MARK) == mark
         return is_marked and belongs_to_own_user(pid) and not is_zombie(pid)
