@@ -28,8 +28,8 @@ __all__ = ["BadArgument", "InvalidSpec", "MusterError", "RunHandle", "find", "su
 
 #: Names of Muster's packages.
 _PACKAGES = ("tasks", "flows", "deployments")
-#: A file that only Muster has. The folder that contains this file is Muster's, and not a project
-#: that also has a package `tasks`.
+#: Path of a file that only Muster's package `tasks` contains. A user's project may have another
+#: package `tasks`.
 _MARKER = Path("tasks", "processes", "own_modules.py")
 
 

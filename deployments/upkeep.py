@@ -40,7 +40,7 @@ from tasks.spec.own_settings import InvalidVariable, require_valid_settings
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
-#: Time, in seconds, from an error until the flows are served again.
+#: Pause, in seconds, between an error of Prefect's runner and the next start of the runner.
 _RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 
 
 def serve() -> None:
-    """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
+    """Serve this host's maintenance flows until SIGINT or SIGTERM stops this process."""
     host = host_name()
     # Limit the number of simultaneous flow runs in this process: one for each flow, and one more in
     # case a flow is slow. Do not use a concurrency limit of the deployment, because Prefect's

@@ -39,8 +39,9 @@ FOLDER = Path(__file__).parent
 BLOCK = "muster"
 #: Prefect tag that each of Muster's automations has on the server.
 _TAG = "muster"
-#: Prefix of the tag with the hash of the content that this program last gave an automation. If the
-#: content on the server has another hash, a user has changed the automation.
+#: Prefix of a tag of each automation. The rest of the tag is the hash of the automation's content
+#: after the last update by this program. If the present content on the server has another hash, a
+#: user has changed the automation.
 _APPLIED = "applied:"
 #: Fields of an automation that do not come from its file, and are not included in the hash of its
 #: content.
@@ -133,12 +134,14 @@ def apply(
 def _update(
     client: SyncPrefectClient, existing: Automation, automation: AutomationCore, *, replace: bool
 ) -> str:
-    """Update an automation on the server, unless it is current or a user has changed it.
+    """Update an automation on the server to the content of its YAML file.
+
+    Do nothing if the contents are equal, or if a user has changed the automation on the server.
 
     Args:
         client: Client of the Prefect server.
         existing: The automation on the server.
-        automation: The automation of the file.
+        automation: The automation of the YAML file.
         replace: True to also update an automation that a user has changed.
 
     Returns:

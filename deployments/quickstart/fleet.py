@@ -54,7 +54,7 @@ class Fleet:
         Args:
             url: URL of the gateway.
             folder: Folder of the weights file that the servers read.
-            token: Access token of the gateway, or an empty string if it needs none.
+            token: Access token of the gateway, or an empty string if the gateway needs no token.
             clock: Returns the time in seconds.
             sleep: Waits for a number of seconds.
         """
