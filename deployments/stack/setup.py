@@ -66,9 +66,9 @@ class WrongPool(Exception):
 def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, or update the existing work pool.
 
-    This machine's GPUs are added to the work pool for runs without Ray, and the stack's Ray cluster
-    for runs with Ray. All other settings of an existing work pool stay unchanged. A deleted work
-    pool gets its former settings back.
+    The settings then list this machine's GPUs, for runs without Ray, and the stack's Ray cluster.
+    All other settings of an existing work pool stay unchanged. A deleted work pool gets its former
+    settings back.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.
