@@ -64,12 +64,12 @@ def read_refusal(answer: httpx.Response) -> str:
 #: Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: Name of the Prefect state of a flow run that waits for its next process while its Ray jobs
-#: continue. Prefect uses this name for retries. A flow run in a final state can change only to a
-#: state with this name.
+#: continue. Muster uses Prefect's own name for retries, because a flow run in a final state can
+#: change only to a state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. In this state, the run skips its grace
-#: periods. Muster uses a state instead of a label, because a user who may cancel a flow run may
-#: also set its state.
+#: periods. Muster uses a state instead of a label, so that every user who may cancel a flow run may
+#: also skip its grace periods.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
@@ -633,12 +633,12 @@ def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) 
 
 
 def make_handover_state(message: str, due_after_s: float) -> State[Any]:
-    """Return the state for a flow run that has no process now, while its Ray jobs continue.
+    """Return the state of a flow run that waits for its next process.
 
     Args:
         message: message of the state.
-        due_after_s: seconds until the next process may start. The present process must exit within
-            this time.
+        due_after_s: seconds until the next process may start. If the previous process is still
+            running, it must exit within this time.
     """
     due = datetime.now(UTC) + timedelta(seconds=due_after_s)
     return Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
