@@ -81,9 +81,9 @@ def find_page_url(kind: str, object_id: object) -> str | None:
 def prefect_server(password: str | None = None) -> Iterator[str]:
     """Yield the API address of a Prefect server that answers.
 
-    If `PREFECT_API_URL` is set in the environment or in the Prefect profile, that server is used.
-    Otherwise, a temporary server with an empty database is started. The temporary server ends with
-    the context or with this process, even if this process is killed.
+    If `PREFECT_API_URL` is set in the environment or in the Prefect profile, the server at that
+    address is used. Otherwise, a temporary server with an empty database is started. The temporary
+    server ends with the context or with this process, even if this process is killed.
 
     Args:
         password: `user:password` of a temporary server. Empty for a server without a password. None

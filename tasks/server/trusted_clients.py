@@ -57,8 +57,8 @@ def guard_prefect_clients() -> None:
     The change applies to this process. Further calls have no effect.
 
     Raises:
-        ImportError: This release of Prefect has a different structure, or another program has
-            replaced its clients.
+        ImportError: This release of Prefect has a different structure, or another Python package
+            has replaced the HTTP clients of Prefect.
     """
     websockets_names = vars(prefect_websockets)
     version_names = vars(version_checking)
