@@ -31,13 +31,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCluster:
-    """A cluster of the queue: its nodes, and whether new nodes may be added."""
+    """A cluster on which the queue may start runs, with its nodes."""
 
     #: The nodes and GPUs that the scheduler has found. None if the cluster does not respond.
     cluster: Cluster | None
     #: The nodes that the Ray dashboard lists. None if unknown, or if the cluster has no Ray.
     ray_nodes: Sequence[LiveNode] | None = None
-    #: True if the autoscaler of the cluster may add nodes with the missing resources.
+    #: True if the autoscaler of the cluster may add nodes.
     may_grow: bool = False
 
 
@@ -83,7 +83,7 @@ def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 def find_unfit_evaluations(spec: RunSpec) -> tuple[Fault, ...]:
-    """Return a fault for each evaluation whose resources no node of the queue has.
+    """Return a fault for each evaluation that cannot run on the nodes of the queue.
 
     Args:
         spec: A valid run spec.
@@ -135,7 +135,7 @@ def rename_stage_path(fault: Fault, names: Sequence[str]) -> Fault:
 
 
 async def _read_clusters() -> dict[str, KnownCluster]:
-    """Return a mapping from the Ray address of each cluster of the queue to the cluster.
+    """Return the clusters on which the queue may start runs, by Ray address.
 
     The nodes without Ray form one cluster, whose key is an empty string.
     """
@@ -220,11 +220,11 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
 def _compare_nodes(
     spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
 ) -> Iterator[Fault]:
-    """Yield a fault if no node has the CPUs, the memory or a label that a pipeline step needs.
+    """Yield a fault if no node has the CPUs, the memory or a label that a stage needs.
 
     Args:
-        spec: Run spec of the pipeline step.
-        stage: The stage. If the stage runs a training instead of a step, nothing is checked.
+        spec: Run spec of the stage.
+        stage: The stage. If the stage is a training, nothing is checked.
         path: Dotted path of the stage in the pipeline.
         nodes: The living nodes of the Ray cluster.
     """

@@ -50,18 +50,16 @@ MatrixOptions = Annotated[
 def make_matrix_pipeline(
     spec: RunSpec, options: Sequence[str], at_most: int | None = None
 ) -> PipelineSpec:
-    """Return a pipeline that runs a spec once for each point of a matrix.
-
-    A point is one combination of the values in the options `--matrix`.
+    """Return a pipeline that runs a spec once for each combination of the values in the options.
 
     Args:
         spec: The run spec.
         options: Values of the options `--matrix`.
-        at_most: Largest number of points that run or wait in the queue at once, or None.
+        at_most: Largest number of runs that are running or wait in the queue at once, or None.
 
     Raises:
         BadArgument: An option is malformed or names an unknown variable.
-        InvalidSpec: The spec for a point of the matrix is not valid.
+        InvalidSpec: The spec for a combination of values is not valid.
     """
     matrix: dict[str, list[Any]] = {}
     for option in options:
