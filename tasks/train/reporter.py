@@ -133,9 +133,9 @@ class Reporter:
         self._reports.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_TIMEOUT_S):
             self._is_closed.set()
-        # Exit functions run in reverse order. So the last artifacts are sent before the run is
-        # removed from this machine's registry. If the process is killed in the meantime, `muster
-        # reconcile` finds the run.
+        # Python calls this exit function before the exit function that removes the run from the
+        # registry of active runs. So the run stays registered until the last artifacts are sent. If
+        # this process is killed before then, `muster reconcile` finds the run in the registry.
         atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)
         self._reports.put(self._send_last_page)

@@ -82,11 +82,11 @@ _STORE_WITHIN_S = 60.0
 #: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
 #: pause may be long, because the run occupies no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest time in seconds that a run without GPUs waits for a store of checkpoints that does not
-#: answer.
+#: Longest time in seconds that a run waits before it gets its GPUs, if the store of its checkpoints
+#: does not answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run without GPUs waits for a store of checkpoints that refuses
-#: access. The run waits because an operator may be renewing the store's credentials.
+#: Longest time in seconds that a run waits before it gets its GPUs, if the store of its checkpoints
+#: refuses access. The run waits because an operator may be renewing the store's credentials.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
@@ -162,7 +162,7 @@ class RunSession:
             adopts=self.adopts_jobs,
         )
         # Keep the run registered until this process exits. If the process is killed before the flow
-        # run gets its final state, `muster reconcile` finds the run.
+        # run gets its final state, `muster reconcile` finds the run and cleans up.
         atexit.register(self._register.close)
         self.place.directory.mkdir(parents=True, exist_ok=True)
         # An earlier process of the run may have left a note about a cancellation. Delete the note.
@@ -492,8 +492,8 @@ class RunSession:
         else:
             resume_plan = self.plan_resume()
             resume = resume_plan.as_record()
-            # If some files may be checkpoints, the text in `resume.rule` already names these files
-            # and the remedy. So add no further remark.
+            # If some files may be checkpoints, the text in `resume.rule` already names these files,
+            # and says how the spec can name them. So add no further remark.
             if not resume_plan.unrecognised and (
                 remark := describe_fruitless_attempts(self.spec, self.record.content.attempts)
             ):
@@ -697,7 +697,7 @@ class RunSession:
     def _end_in_record(self, verdict: Verdict) -> None:
         """Record the result of the attempt, and warn if the attempt had no lasting result.
 
-        A lasting result is a newer checkpoint, or a higher training step.
+        A lasting result is a new checkpoint, or a training step that no earlier attempt reached.
         """
         content = self.record.content
         attempt = content.under_way

@@ -421,7 +421,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
 
     Returns:
         - True if the server accepts no other final state than Cancelled.
-        - The reason of the cancellation. Empty if the run already has a reason.
+        - The reason of the cancellation. Empty if the reason is unknown, or is already in
+          `run.interrupt_reason`.
     """
     is_ended_by_signal = run.interrupt_reason.startswith(INTERRUPTED_BY)
     is_known = run.verdict.state is RunState.CANCELLED and not is_ended_by_signal
@@ -438,7 +439,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
             # A user has set a final state by hand while this process was running. The server
-            # accepts the result of this run instead of that state, unless the run was interrupted.
+            # accepts the result of this run instead of that state. But an interrupted run must end
+            # as cancelled.
             return bool(run.interrupt_reason), note
     return False, note
 

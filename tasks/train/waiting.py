@@ -144,7 +144,7 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     """Exit this process of a run whose Ray jobs continue. Another process will supervise the jobs.
 
     The flow run gets a waiting state, so that a worker starts the next process. If the Prefect
-    server does not accept this state, `muster reconcile` finds the run.
+    server does not accept this state, `muster reconcile` schedules the next process.
 
     Raises:
         Pause: Always. This process must exit.
@@ -256,7 +256,7 @@ def _min_absence_s() -> float:
 def _hand_over_run(
     run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
-    """Give the flow run a waiting state, so that another process can start it.
+    """Give the flow run a waiting state, so that a worker starts its next process.
 
     Args:
         run: The run.
