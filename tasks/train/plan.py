@@ -115,7 +115,7 @@ class PlanInputs:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the attempt will be ended, in UTC epoch seconds. None if unknown."""
+        """End of the attempt's time limit, in UTC epoch seconds. None if there is no limit."""
         return self.began_at + self.time_limit_s if self.time_limit_s is not None else None
 
     def plan(self) -> AttemptPlan:
@@ -244,8 +244,8 @@ class PlanInputs:
         # the job (`entrypoint_gpus`). Otherwise, `gpus` is 0.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
-        # A checked-out project contains symbolic links to data outside of the code. Do not upload
-        # this data.
+        # The folder with the submitted code contains symbolic links to data outside of the code. Do
+        # not upload this data.
         links = find_absolute_links(command.cwd) if PROJECT in os.environ else ()
         return JobPlan(
             address=ray.address,
@@ -424,8 +424,9 @@ def inherit_env() -> dict[str, str]:
 def _is_private(name: str) -> bool:
     """Return True if components must not inherit an environment variable of this process.
 
-    A key of the Prefect server is private, because a component with the key could start and end the
-    runs of other users. If a component needs the key, the run spec must set it under `env`.
+    Credentials of the Prefect server are private, because a component could use them to start and
+    end the runs of other users. If a component needs the variable, the run spec must set it under
+    `env`.
     """
     if name in _PRIVATE_VARIABLES or name.startswith("PREFECT__"):
         return True
