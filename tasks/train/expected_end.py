@@ -32,14 +32,14 @@ class ExpectedEnd:
         self._reported = None
 
     def take_step(self, at: float, remaining_s: float | None) -> float | None:
-        """Record a training step, and return the expected end if it must be reported now.
+        """Record a training step. Return the expected end of the run if a report is due.
 
         Args:
             at: Time of the step in UTC epoch seconds.
             remaining_s: Estimated seconds from this step to the last step. None if unknown.
 
         Returns:
-            The expected end in UTC epoch seconds. None if nothing must be reported.
+            The expected end of the run in UTC epoch seconds. None if no report is due.
         """
         self._step_count += 1
         if remaining_s is None or self._step_count < _MIN_STEPS:

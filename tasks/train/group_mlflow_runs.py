@@ -49,7 +49,8 @@ def main(muster_run_id: str) -> None:
         if "mlflow.parentRunId" not in run.data.tags:
             client.set_tag(run.info.run_id, "mlflow.parentRunId", parent)
         if run.info.status == "RUNNING":
-            # The attempt is over. Its process was killed before it could end its run in MLflow.
+            # The attempt of this MLflow run is over. But its process was killed, and therefore did
+            # not end the MLflow run.
             client.set_terminated(run.info.run_id, "KILLED")
     print(parent)
 

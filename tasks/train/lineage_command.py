@@ -111,7 +111,7 @@ def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, L
 
 
 def _describe_by_spec(run_id: str, spec: Mapping[str, Any]) -> Lineage:
-    """Return the lineage of a run, as far as it follows from the spec on the Prefect server."""
+    """Return the part of a run's lineage that the spec on the Prefect server determines."""
     return Lineage(
         run_id=run_id,
         workload=str(spec.get("workload") or ""),

@@ -26,7 +26,7 @@ _LIMIT_S = 60.0
 _PAUSE_S = 0.1
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 #: Environment variables with a shorter timeout and fewer retries for the MLflow client in
-#: `_PROGRAM`. They prevent a long delay if the server does not answer. The component does not get
+#: `_PROGRAM`. They prevent a long delay if the MLflow server does not answer. Components do not get
 #: these variables.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 

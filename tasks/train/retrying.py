@@ -211,7 +211,8 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
     """Raise an error if a completed run has no training steps left.
 
     Raises:
-        BadArgument: The run is completed, and its last step is reached or unknown.
+        BadArgument: The run is completed. No training steps are left, or the number of
+            remaining steps is unknown.
     """
     if run.state != "completed":
         return

@@ -92,7 +92,8 @@ def list_run_checkpoints(run: Run) -> list[RunCheckpoint]:
 def describe_missing_checkpoints(run: Run) -> str:
     """Return the message about a run without checkpoints.
 
-    The message names files in the checkpoint folder that may be checkpoints, and the remedy.
+    If some files in the checkpoint folder may be checkpoints, the message names these files, and
+    says how the spec can name them.
 
     Raises:
         BadArgument: This machine cannot list the checkpoints.

@@ -36,8 +36,8 @@ def require_record(run: Run) -> RunJson:
 def find_record(run: Run) -> RunJson | None:
     """Return the content of a run's `run.json`, or None if the run has no record yet.
 
-    If the run is on another host, the server may have a copy of that host's `run.json`. The version
-    with more attempts is returned.
+    If the run is on another host, the server may have a copy of that host's `run.json`. If this
+    machine has a `run.json` of the run, too, the file with more attempts counts.
     """
     local_record = read_local_record(run.run_id)
     if local_record is not None and not run.is_on_another_host:

@@ -121,8 +121,8 @@ def ls(
         # Print one line per run, for programs such as grep and cut. Do not shorten any cell.
         for row in rows:
             *cells, step, metric, message = row.cells
-            # Print the new columns `step` and `metric` at the end, so that scripts which select
-            # another column by its number still work.
+            # Earlier releases did not print `step` and `metric`. Print these columns last, so that
+            # all other columns keep their numbers, which scripts may use.
             print("\t".join((*cells, message, step, metric)))
         return
     console = console_of(sys.stdout)
@@ -247,7 +247,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
                 print(found_run)
         except MusterError:
             # The server does not answer, or does not have the run because the run used a temporary
-            # server. If the run has started, its files are sufficient.
+            # server. If the run has started, print the state that is recorded in its files.
             if not has_begun:
                 raise
             print(found_run)

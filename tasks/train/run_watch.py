@@ -23,7 +23,7 @@ _ASK_STEP_EVERY_S = 5.0
 #: Longest wait in seconds until the record of a run on this machine is final. The wait starts when
 #: the flow run has ended on the server.
 _RECORD_WITHIN_S = 10.0
-#: Seconds between two reads of the record.
+#: Seconds between two reads of the record of a run.
 _READ_EVERY_S = 0.2
 #: Approximate number of lines with a training step that are printed for a run on another host.
 _STEP_LINES = 20
