@@ -78,8 +78,8 @@ def lineage(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 def _read_lineages(run: Run, specs: dict[str, Mapping[str, Any]]) -> dict[str, Lineage]:
     """Return a mapping from run ids to all known lineages.
 
-    A lineage lists the data that a run reads and writes. It comes from the run's files on this
-    machine, from the artifact on the Prefect server, or from the run spec on the server.
+    A lineage lists the data that a run reads and writes. The lineage comes from the run's files on
+    this machine, from the artifact on the Prefect server, or from the run spec on the server.
 
     Args:
         run: The run that the user asked for. The lineage of this run also lists the checkpoints

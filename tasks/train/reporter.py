@@ -84,7 +84,7 @@ _closing_reporters: set[Reporter] = set()
 
 
 def await_last_artifacts() -> None:
-    """Wait until the last artifacts of all runs of this process are sent. The wait is limited."""
+    """Wait until the last artifacts of all runs of this process are sent, or a time limit ends."""
     for reporter in [*_closing_reporters]:
         reporter.await_last_artifacts()
 

@@ -68,7 +68,7 @@ class LineageRecorder:
             _log.warning("The lineage of run %s is not recorded: %s", self._run.run_id, error)
 
     def observe(self, event: Event) -> None:
-        """Wake the thread if an event may have changed the lineage. Returns at once."""
+        """Wake the recording thread if the event may change the lineage. Return at once."""
         if event.name in _CHANGING_EVENTS:
             self._must_update.set()
 

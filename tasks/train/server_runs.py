@@ -37,7 +37,8 @@ from tasks.spec.run import RunSpec
 from tasks.train.runs import Run
 from tasks.train.server_url import read_server_url
 
-#: Mapping from the name of a Prefect state, or its type in capitals, to the state of the run.
+#: Mapping from Prefect states to states of runs. Keys in capitals are types of Prefect states. The
+#: other keys are names of Prefect states, which are looked up first.
 _RUN_STATES = {
     "PendingResources": "pending_resources",
     "AwaitingRetry": "pending_resources",

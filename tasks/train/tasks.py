@@ -84,9 +84,9 @@ class DiskFull(MusterError):
 _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
-#: Number of retries of the request that sets the final state of a flow run, if the server does not
-#: answer. The pauses start at 2 s and double each time, so 8 retries take about eight minutes. A
-#: restart of the server by `muster up` can take that long.
+#: Number of retries of the request that sets the final state, if a worker started the run. The
+#: pauses start at 2 s and double each time, so 8 retries take about eight minutes. A restart of the
+#: server by `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
 #: Number of retries of the request that sets the final state, if a person started the run. The
 #: person waits at the terminal, so there are fewer retries than for a run of a worker.
