@@ -23,22 +23,22 @@ from tasks.spec.run import DEFAULT_READ_EVERY_S
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: Number of the latest values that count as recent: durations of training steps, GPU utilisation
-#: and response times.
+#: Number of the latest durations of training steps that count as recent. The same number applies to
+#: values of the GPU utilisation and to response times.
 _RECENT_COUNT = 10
 #: Largest number of values that are kept in memory, of each kind: durations of training steps, GPU
 #: utilisation and response times.
 _KEPT_COUNT = 2000
 #: Smallest number of earlier values with which recent values are compared.
 _MIN_EARLIER_COUNT = 3
-#: Recent steps count as slower only if their duration is at least this multiple of the earlier
-#: duration.
+#: Recent steps count as slower only if their duration is at least this multiple of the duration of
+#: earlier steps.
 _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
-#: Smallest number of times that Muster must have read the training step during the recent steps.
-#: With fewer readings, the measured duration of a step would be too inexact.
+#: Smallest number of readings of the current step in the time that the recent steps took. With
+#: fewer readings, the measured duration of a step would be too inexact.
 _MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -85,7 +85,7 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Recent value and earlier value of a quantity that the run measures repeatedly."""
+    """Summary of the last 10 measurements of a quantity, and of all earlier measurements."""
 
     #: Mean of the last 10 values. For the longest response time, the maximum of the last 10 values.
     now: float
@@ -96,11 +96,11 @@ class Measured:
     def of(
         values: Sequence[float], average: Callable[[Sequence[float]], float] = fmean
     ) -> Measured:
-        """Return the recent and the earlier value of a series of measurements.
+        """Return a summary of the last 10 measurements, and of all earlier measurements.
 
         Args:
             values: The measurements, oldest first. There must be at least one.
-            average: Computes the recent value from the last 10 values.
+            average: Function that summarises the last 10 measurements as one value.
         """
         earlier = values[:-_RECENT_COUNT]
         before = median(earlier) if len(earlier) >= _MIN_EARLIER_COUNT else None
@@ -113,7 +113,7 @@ _Pace = tuple[float, float]
 
 
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
-    """Return the recent and the earlier duration of a training step, and the recent standard error.
+    """Return the duration of a training step in the last 10 measurements, and in earlier ones.
 
     The earlier duration is a median of means, each over ten consecutive steps. A median of single
     steps would be too low if, for example, each tenth step also evaluates the model.
@@ -122,7 +122,8 @@ def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
         paces: The measurements, oldest first. There must be at least one.
 
     Returns:
-        The durations in seconds, and the standard error of the recent duration.
+        The recent and the earlier duration in seconds, and the standard error of the recent
+        duration.
     """
     recent = paces[-_RECENT_COUNT:]
     earlier = paces[:-_RECENT_COUNT]
