@@ -87,7 +87,7 @@ def report_spec_faults(load: Load, words: Sequence[str]) -> int:
         words: Arguments of the command, without the name of the command.
 
     Returns:
-        EXIT_DONE if no fault was detected, otherwise the exit code of the command.
+        EXIT_DONE if no fault was detected, otherwise the exit code for the fault.
     """
     arguments = find_spec_arguments(words)
     if arguments is None:

@@ -14,7 +14,7 @@ from tasks.spec.formatting import format_count
 
 #: Key of the Prefect artifact that shows the lineage of a run.
 LINEAGE = "lineage"
-#: Heading of the part of the artifact that programs read.
+#: Heading before the JSON in the artifact. Programs read this JSON.
 _JSON_HEADING = "### JSON"
 #: Largest number of outputs in the table of the artifact. The JSON lists all outputs.
 _MAX_ROWS = 50

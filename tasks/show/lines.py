@@ -281,7 +281,7 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
         parts.append(attempt.decision)
     yield ", ".join(parts)
 
-    # Only texts from programs are shortened. Muster itself wrote the remarks.
+    # Shorten only texts from programs. Muster itself wrote the remarks, so keep them whole.
     remarks = [f"  {text}" for text in describe_attempt(attempt)]
     yield from _limit_lines(remarks, "remarks")
     components = [

@@ -59,8 +59,8 @@ class ListedRun:
 def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
     """Yield the lines of the list of runs.
 
-    If the message fits next to the other columns, a run takes one line. Otherwise the run takes two
-    lines, or three lines on a narrow terminal.
+    If the terminal is wide enough for all columns, each run takes one line. Otherwise each run
+    takes two lines, or three lines on a narrow terminal.
 
     Args:
         width: Width of the terminal in columns.

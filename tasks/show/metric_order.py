@@ -38,7 +38,10 @@ def sort_by_meaning(names: Iterable[str]) -> list[str]:
 
 
 def _find_meaning(name: str) -> int:
-    """Return the index of the meaning of a metric. Unknown metrics have the largest index."""
+    """Return the index of the first pattern in `_MEANINGS` that matches the name of a metric.
+
+    For an unknown metric, the result is larger than all indexes.
+    """
     lower_name = name.lower()
     for index, pattern in enumerate(_MEANINGS):
         if pattern.search(lower_name):

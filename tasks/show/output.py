@@ -225,7 +225,7 @@ def is_on_terminal() -> bool:
 def console_of(stream: TextIO | None) -> SafeConsole:
     """Return a safe Rich console that writes to standard output or standard error.
 
-    If the stream is a `GuardedStream`, the console writes directly to the stream inside, because a
+    If the stream is a `GuardedStream`, the console writes directly to the wrapped stream, because a
     `GuardedStream` would remove Rich's colours. The console itself removes control characters.
 
     Args:

@@ -344,8 +344,8 @@ _PHASE_COLORS = {
     "ready": "#2da44e",
     "failed": _FAILED_COLOR,
 }
-#: Shortest wait before an attempt, in seconds, that the timeline mentions. Shorter times are
-#: usually the start of a flow process, not a wait for resources.
+#: Shortest wait before an attempt, in seconds, that the timeline mentions. A shorter wait is
+#: usually only the time in which the flow process starts.
 _MIN_SHOWN_WAIT_S = 5.0
 #: Units of the time axis with their length in seconds, longest first.
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
@@ -583,7 +583,7 @@ class Figures:
             earlier: Values from earlier attempts of the run, as `earlier[metric][step]`.
         """
         self.path = path
-        #: Name of the collected metric. Empty if no line has contained one of the metrics yet.
+        #: Name of the collected metric. Empty before the first finite value of a metric.
         self.name = ""
         self._step_key = step
         self._names = names

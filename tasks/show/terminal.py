@@ -147,7 +147,7 @@ class Terminal:
         """Show how the run ended. No other method may be called after this one.
 
         Args:
-            state: Final state of the run, as for `end_block`.
+            state: Final state of the run: `completed`, `failed`, `cancelled` or `crashed`.
             message: Message of the flow run's state.
             page: Address of the flow run's page in the Prefect UI, or an empty string.
         """
