@@ -29,7 +29,7 @@ from tasks.spec.values import (
 
 #: Spec keys that choose the kind of check, such as `http` for an HTTP request. A probe has exactly
 #: one of these keys. Exceptions: a readiness probe may have the key `exit` instead, and a liveness
-#: probe may have only the key `processes`.
+#: probe with the key `processes` needs none of these keys.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
 #: Marks a value that is missing in JSON data. It differs from every JSON value.
@@ -83,8 +83,8 @@ def get_step(content: Any, key: str) -> float | None:
     """Return the training step at a dotted key of decoded JSON.
 
     Returns:
-        The step, or None if the key is missing or its value is no whole number. Such a value is
-        another metric, for example a loss.
+        The step, or None if the key is missing or its value is no whole number. A number
+        with a fraction is another metric, for example a loss.
     """
     value = get_number(content, key)
     return value if value is not None and is_whole_number(value) else None

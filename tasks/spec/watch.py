@@ -308,11 +308,11 @@ class Alarms:
         #: metrics.
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
-        #: Metrics of the rules with the condition `finite`. Their values must be finite.
+        #: Metrics of the rules with the condition `finite`, each as a tuple of possible names.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
         #: Metrics whose last value is NaN or infinite. Each key lists the possible names of one
-        #: metric. Each value contains the name in the metrics file, the last number, and the first
-        #: step of the period without a finite number.
+        #: metric. Each value contains the name in the metrics file, the last value (NaN or
+        #: infinite), and the first step of the period without a finite value.
         self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
 
     def describe_not_finite(self) -> str:
@@ -388,7 +388,7 @@ class _RuleState:
         #: first of these lines.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of consecutive null values after which the metric had a number again.
+        #: Largest number of null values in a row that were followed by a number.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
@@ -512,7 +512,7 @@ class _RuleState:
     def _evaluate_loss(self, values: Sequence[float]) -> str:
         """Evaluate the condition `loses`: the last mean is much worse than the best mean.
 
-        Both means are those of `for_steps` consecutive values.
+        Each mean is the mean of `for_steps` consecutive values.
 
         Args:
             values: The last `for_steps` values of the metric.
