@@ -16,8 +16,8 @@ _LAUNCHERS = frozenset(
     ("torchrun", "accelerate", "deepspeed", "composer", "colossalai", "horovodrun")
 )
 _PYTHON_NAME = re.compile(r"(?:python|pypy)[\d.]*")
-#: Matches the interpreter in the first two lines of a Python script. pip writes the second form,
-#: with `exec`, if the path of the interpreter has spaces or is too long for a `#!` line.
+#: Matches the interpreter in the first two lines of a Python script. If the path of the interpreter
+#: has spaces or is too long for a `#!` line, pip writes a second line with `exec`.
 #: Source: distlib/scripts.py, _build_shebang.
 _INTERPRETER_LINE = re.compile(
     r"#![ \t]*(?:/\S*/env[ \t]+(?:-S[ \t]+)?(?P<name>\S+)|(?P<path>/\S+))"

@@ -199,7 +199,8 @@ class _CandidateFile:
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
         name_rank = min(ranks, default=len(_LIKELY))
-        # Only the beginning of a long file was read. The rest of the file may start the training.
+        # Only the beginning of a long file was read. The rest may start the training, so a long
+        # file does not count as a module.
         is_complete = len(self.content) < _READ_BYTES
         is_module = self.file.suffix == ".py" and is_complete and only_defines(self.content)
         is_helper = is_module or _HELPER.search(stem) is not None
@@ -353,7 +354,7 @@ class _SpecWriter:
         return True
 
     def _choose_options(self) -> dict[Purpose, ScriptOption]:
-        """Return a mapping from known purposes to the options of the script."""
+        """Return a mapping from purposes to the options of the script with these purposes."""
         chosen: dict[Purpose, ScriptOption] = {}
         for option in self._options:
             if option.purpose is not None:
@@ -450,8 +451,8 @@ class _SpecWriter:
 
         Returns:
             The directory of the training, or a folder above it if the directory is itself a
-            package. None if the script is started by its path, because it imports no other modules
-            of its package.
+            package. None if the script imports no other modules of its package. Muster then
+            starts the script by its path.
         """
         if self._script.file.suffix != ".py":
             return None

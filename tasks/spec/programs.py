@@ -502,7 +502,7 @@ def _find_launched_target(command: Sequence[str | None], start: int) -> _ScriptA
         if option in ("m", "module"):
             is_module = True
         elif _LAUNCHERS[launcher].fullmatch(option):
-            # Skip the value, too, if it is the next argument.
+            # If the value of the option is the next argument, also skip that argument.
             index += 0 if has_value else 1
         elif not _LAUNCHER_FLAG.fullmatch(option):
             return None

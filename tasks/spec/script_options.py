@@ -16,10 +16,10 @@ from tasks.spec.script_structure import parse_source
 
 
 class Purpose(Enum):
-    """Meaning of an option of a training script. The value is a pattern for the option's name.
+    """Meaning of an option of a training script. Each member's value is a pattern.
 
-    The pattern must match the whole name. Before the match, leading dashes are removed from the
-    name, and `-` is replaced by `_`.
+    The pattern must match the whole name of the option. Before the match, leading dashes are
+    removed from the name, and `-` is replaced by `_`.
     """
 
     #: Folder into which the script saves its checkpoints.

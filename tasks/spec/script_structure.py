@@ -91,7 +91,7 @@ def _is_definition(statement: ast.stmt) -> bool:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return True
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-            # A script may store the result of its training, such as `result = trainer.train()`.
+            # An assignment may also run the training, as in `result = trainer.train()`.
             return _RUN_CALL.search(ast.unparse(statement)) is None
         # A docstring, or another constant
         case ast.Expr(value=ast.Constant()):
@@ -191,13 +191,13 @@ def _uses_rank(block: ast.AST, names: set[str]) -> bool:
         names: Names of the function's parameters, or of the loop's variables.
     """
     for node in ast.walk(block):
-        # init_process_group("nccl", rank=rank)
+        # Example: `init_process_group("nccl", rank=rank)`
         if isinstance(node, ast.Call):
             name = _resolve_name(node.func, {}).rpartition(".")[2]
             values = [keyword.value for keyword in node.keywords if keyword.arg == "rank"]
             if name == "init_process_group" and any(_list_names(value) & names for value in values):
                 return True
-        # os.environ["RANK"] = str(rank)
+        # Example: `os.environ["RANK"] = str(rank)`
         elif isinstance(node, ast.Assign) and _list_names(node.value) & names:
             has_rank_target = any(map(_is_rank_item, node.targets))
             if has_rank_target:
@@ -234,7 +234,7 @@ def _sets_rank_in_mapping(node: ast.AST) -> bool:
 
 
 def _list_words(nodes: Iterable[ast.AST], program_starts: Sequence[ast.Call]) -> Iterator[str]:
-    """Yield the texts in lists, and the arguments of functions that start a program.
+    """Yield the texts in lists and tuples of a script, and in calls that start a program.
 
     Only the beginning of an f-string is returned.
     """
