@@ -266,7 +266,7 @@ def _make_override_error(path: str, written: str, problem: str, remedy: str = ""
 
     Args:
         path: Dotted path of the fault in the spec, or an empty string.
-        written: Path of the override as the user wrote it. It must not contain the value.
+        written: Path of the override as the user wrote it, without the value (perhaps a secret).
         problem: Description of the mistake.
         remedy: Correct form, or an empty string.
     """
@@ -439,8 +439,8 @@ def find_project_root(file: Path) -> Path:
     none, the root is the folder of the file. For standard input, the search starts in the current
     directory.
 
-    For security, some files are ignored: a `.git` or `pyproject.toml` of another user, and all
-    folders in which another user could have created such a file.
+    For security, a `.git` or `pyproject.toml` of another user is ignored. The search also ends at a
+    folder in which another user could have created these files.
 
     The root is the working directory of a run's flow process. Relative paths in a spec start there.
     """

@@ -503,7 +503,7 @@ def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:
         point: Mapping from the keys of the matrix to the values.
 
     Raises:
-        InvalidSpec: The run spec has no value at the path in a key.
+        InvalidSpec: A key of the matrix is not a possible path in the run spec.
     """
     for key, value in point.items():
         if written.get("call") is not None:
@@ -716,7 +716,7 @@ def _index_stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
-    """Add an override of the command line to its stage.
+    """Apply an override from the command line to the stage that the override names.
 
     For a run, the override changes the run spec. For a step, the override changes a key of the
     step.
@@ -726,7 +726,7 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
         override: Change of the form `STAGE.a.b=c`.
 
     Raises:
-        InvalidSpec: The override does not have this form, or its stage does not exist.
+        InvalidSpec: The override does not have this form, or names no existing stage.
     """
     path, value = read_override(override)
     name, _, key = path.partition(".")
@@ -983,7 +983,7 @@ def _explain_needs(
     faults: Sequence[Fault],
     stages: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Fault]:
-    """Yield the faults of a stage, with new advice about stages that are missing in `needs`.
+    """Yield the faults of a stage, with advice to add missing stages to the key `needs`.
 
     If a placeholder uses a value of another stage, the key `needs` must contain that stage.
 

@@ -52,9 +52,10 @@ Change = Callable[[str, str, Kind], str | list[str]]
 # The escaped form `$${` must be the first alternative, because it also contains `${`.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 
-#: Mapping in which each value may contain placeholders. Part of `_PLACES`.
+#: Mapping in which each value may contain placeholders. `_PLACES` explains the format.
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
-#: Keys of a readiness or liveness probe whose values may contain placeholders. Part of `_PLACES`.
+#: Keys of a readiness or liveness probe whose values may contain placeholders. `_PLACES` explains
+#: the format.
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
     # In a spec, each condition is either a plain value or {not: value}.
@@ -64,7 +65,7 @@ _PROBE: dict[str, object] = {
     "file": Kind.TEXT,
     "processes": Kind.PATTERN,
 }
-#: Keys of a component whose values may contain placeholders. Part of `_PLACES`.
+#: Keys of a component whose values may contain placeholders. `_PLACES` explains the format.
 _COMPONENT: dict[str, object] = {
     "command": {"*": Kind.WORD},
     "env": _TEXTS,
@@ -74,7 +75,8 @@ _COMPONENT: dict[str, object] = {
     "checkpoints": Kind.TEXT,
 }
 _FLEET_TEXTS: dict[str, object] = {"*": Kind.FLEET}
-#: Keys of the component `rollout` whose values may contain placeholders. Part of `_PLACES`.
+#: Keys of the component `rollout` whose values may contain placeholders. `_PLACES` explains the
+#: format.
 _FLEET: dict[str, object] = {
     "command": _FLEET_TEXTS,
     "args": _FLEET_TEXTS,
@@ -83,7 +85,7 @@ _FLEET: dict[str, object] = {
     "cwd": Kind.TEXT,
 }
 _EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
-#: Keys of an evaluation whose values may contain placeholders. Part of `_PLACES`.
+#: Keys of an evaluation whose values may contain placeholders. `_PLACES` explains the format.
 _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
 #: Tree of the keys of a run spec whose values may contain placeholders. The key "*" stands for any
 #: key or list item. The key "" is used if the value is a text instead of a mapping or a list. In
@@ -177,8 +179,9 @@ def substitute(
     Args:
         text: Text that may contain placeholders.
         value_of: Function that returns the value of a placeholder name.
-        is_deferred: Function that returns True for names that another program replaces later. Their
-            placeholders stay unchanged. With this argument, each `$${` stays unchanged, too.
+        is_deferred: Function that returns True for names that another program replaces later.
+            Placeholders with these names stay unchanged. With this argument, each `$${`
+            stays unchanged, too.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -191,7 +194,7 @@ def substitute(
 
 
 def rewrite_texts(data: object, change: Change) -> object:
-    """Return a run spec in which a function changes each text that may contain placeholders.
+    """Apply a function to each text that may contain placeholders, and return the new run spec.
 
     All other values of the result are the same objects as in `data`. Only the keys in `_PLACES` are
     searched. Otherwise, the search would never end for a YAML mapping that contains itself.
