@@ -82,10 +82,10 @@ class KindProperties:
 
 
 class FailureKind(StrEnum):
-    """Kind of cause of a failed attempt. Muster reacts to each kind differently.
+    """Kind of failure of an attempt. `failure_kinds.toml` explains the kinds.
 
-    By default, the run fails. If the user lists a kind under `retry` in the run spec, Muster starts
-    another attempt. `failure_kinds.toml` explains the kinds.
+    After some kinds of failure, the run returns to the queue. After the other kinds, the run fails,
+    unless the user lists the kind under `retry` in the run spec.
 
     `COLLECTIVE_TIMEOUT`, and a SIGKILL of unknown origin, are symptoms. These two kinds are used
     only if the logs show no other cause.

@@ -276,8 +276,8 @@ _SGLANG_TIMEOUT_S = 20
 #: Mapping from a backend's name in the spec to its name in messages. Muster builds the commands of
 #: these backends.
 _MODEL_BACKENDS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: Mapping from spec keys to example values for error messages. The example for all other keys is
-#: the number N.
+#: Mapping from spec keys to example values for error messages. For all other keys, the
+#: example is N, which stands for a number.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
 
 

@@ -529,8 +529,8 @@ class RunSpec(Document):
                 for name, value in env.items()
             }
 
-        # Placeholders such as `${server.port}` are replaced later. So escape each `${` in a secret
-        # of the inference servers.
+        # The process of the inference servers replaces placeholders such as `${server.port}` later.
+        # Escape each `${` in the secrets for this process, so that the secrets stay unchanged.
         fleet_values = {block: value.replace("${", "$${") for block, value in values.items()}
         components = {}
         for name, component in self.components.items():
@@ -577,8 +577,8 @@ class RunSpec(Document):
     def on_exit_zero(self, name: str) -> OnExitZero:
         """Return Muster's reaction if a component ends with exit code 0.
 
-        Without the key `on_exit_zero`, the reaction depends on the component's name. The exit of a
-        preparation step, which has `ready: {exit: 0}`, never ends the run.
+        Without the key `on_exit_zero`, the reaction depends on the component's name. A
+        component with `ready: {exit: 0}` only prepares the run, so its exit never ends the run.
         """
         component = self.components[name]
         if not isinstance(component, Component):

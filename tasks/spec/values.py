@@ -51,7 +51,7 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for large fields, which the form shows last.
 LAST = 1000
 #: Name of an additional entry in the JSON schema of a mapping. The entry lists all keys in the
-#: order of the pydantic model, because a JSON schema does not keep the order.
+#: order of the pydantic model. The schema itself lists the keys that the form hides separately.
 _ALL_KEYS = "x-keys"
 
 
@@ -90,7 +90,7 @@ def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     [only_type] = types
     if "$ref" in only_type:
-        # Let the user choose between the mapping and null. Otherwise, the form in the Prefect UI
+        # Keep null as a choice for an optional mapping. Otherwise, the form in the Prefect UI
         # would always send the mapping with its default values.
         choices = [{**only_type, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
         return {**schema, "anyOf": choices}
@@ -579,8 +579,8 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest power of ten for which a message contains all digits of a number, such as 1000 for `1e3`.
-#: For a larger number, the message contains an example instead.
+#: Largest exponent of a number, such as 3 in `1e3`, for which a message shows all digits: 1000. For
+#: a larger exponent, the message shows an example number instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
