@@ -156,8 +156,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
 
     For invalid values and unknown subcommands, the message is more precise than that of cyclopts.
     """
-    # Import this module only here, because its import takes long, and `muster logs` has to print
-    # its first line soon.
+    # Import pydantic only here, because the import is slow. `muster logs` must print the first line
+    # soon.
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):

@@ -13,8 +13,8 @@ _REFUSED_SHOWN = 5
 def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     """Yield sentences about the checkpoint from which an attempt starts.
 
-    The sentences are about the chosen checkpoint, the refused checkpoints and further remarks. A
-    first attempt without chosen or refused checkpoints has no sentences.
+    The sentences name the chosen checkpoint and the refused checkpoints, and add remarks. A first
+    attempt without chosen or refused checkpoints has no sentences.
 
     Args:
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.

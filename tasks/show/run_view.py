@@ -234,7 +234,8 @@ class ObservedRun:
         self.is_stopping = False
         #: True if all components are ready and the teardown has not begun.
         self._is_running = False
-        #: True if `doing` has a warning about slow progress. The next step removes the warning.
+        #: True if `doing` has a warning about slow progress. The next training
+        #: step removes the warning.
         self._is_slow = False
         #: Cause of the attempt's failure, or None.
         self.failure: Failure | None = None

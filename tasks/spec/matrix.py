@@ -102,7 +102,7 @@ class Best(Model):
 
 
 #: A run of a matrix is stopped early only after a comparison with at least this number of other
-#: runs. With fewer runs, the usual value of the metric is too uncertain.
+#: runs. With fewer other runs, Muster could not judge whether a value of the metric is good.
 MIN_OTHER_POINTS = 3
 
 

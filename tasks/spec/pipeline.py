@@ -75,7 +75,7 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Name of the deployment that creates the run of a stage. Used if the stage contains no deployment.
+#: Name of the deployment that creates the run of a stage if the stage names no deployment.
 STAGE_DEPLOYMENT = "train/any"
 #: Keys that only a stage with a run spec may have, and keys that only a step may have. A step is a
 #: stage that runs a function or a command.

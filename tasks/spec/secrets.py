@@ -117,7 +117,7 @@ _ASSIGNED = re.compile(
 #: `http://user:password@proxy`.
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
-#: Values that are never masked, because they often occur in logs for other reasons.
+#: Values that are never masked, because they often occur in logs without being secret.
 _COMMON_WORDS = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 

@@ -341,7 +341,7 @@ class Alarms:
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
         """Evaluate a line of the metrics file, and return the new alarms.
 
-        If the step is lower than in the previous line, the training continued from an older
+        If the step is lower than in the previous line, the training was resumed from a
         checkpoint. In this case, all earlier values are dropped.
 
         Args:
