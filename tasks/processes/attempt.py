@@ -355,12 +355,12 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     cause = find_cause(text, is_consequence=partial(is_consequence, failure=death))
     is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
-        # A program that fails may kill its own workers before it ends. So if the log explains the
-        # failure, a killed worker is not the cause. But a worker that crashed is the cause.
+        # `death` may be a worker that its own program has killed after another failure. So if the
+        # log explains the failure, `death` is the cause only if it crashed.
         return death if is_crash or not is_explained else None
-    # Two processes have failed. The process `death` is known from the kernel. The process `logged`
-    # has written a traceback into the log. If `death` crashed, `death` failed first. Otherwise
-    # `death` failed first only if the traceback just reports the loss of another process.
+    # Two processes have failed: the kernel has reported `death`, and `logged` has written a
+    # traceback into the log. If the traceback explains the failure, `logged` failed first. But if
+    # `death` crashed, `death` failed first.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
@@ -382,7 +382,7 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     if loader is None:
         return None
     cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
-    # Ignore the killed worker if the training continued, or if another error explains the failure.
+    # Return the worker only if the log line that best explains the failure reports its kill.
     is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
     return loader if is_explained else None
 
@@ -527,10 +527,11 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps only the decision whose event happened first. Decisions may arrive in any order.
+    """Keeps the decision how an attempt ends. The earliest event decides.
 
-    The first event is the cause of the attempt's end. Processes that die because of this event, or
-    because the teardown stops them, die later. So these processes are not blamed for the end.
+    Muster may notice a later event first. But the earliest event is the cause of the attempt's end.
+    Processes that die because of this event, or because the teardown stops them, die later. So
+    these processes are not blamed for the end.
     """
 
     def __init__(self) -> None:
@@ -1097,8 +1098,8 @@ class SupervisedAttempt:
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that exited with code 0 before its readiness probe succeeded.
 
-        If the log or the files show that the component was ready, its setting `on_exit_zero`
-        decides how the attempt continues. Otherwise the attempt fails.
+        If the component was ready before its end, its setting `on_exit_zero` decides how the
+        attempt continues. Otherwise the attempt fails.
         """
         if await component.was_ready_before_end():
             component.mark_ready()
@@ -1248,7 +1249,8 @@ class SupervisedAttempt:
 
         The work is done if the training has reached its last step, and one of these is true:
 
-        - The component has saved a complete checkpoint of the last step, or after that step.
+        - The component's newest complete checkpoint contains the last step, or was saved after the
+          last step was reached.
         - The component has no checkpoint, and it crashed, for example with SIGSEGV.
         """
         await self._progress.until_reached(None)
@@ -1504,7 +1506,7 @@ class SupervisedAttempt:
             errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # Read the reached step once more, after the end of all components. The step decides
+                # Read the training step once more, after the end of all components. This step shows
                 # whether the attempt has made progress.
                 await self._progress.until_reached(None)
             except Exception:
