@@ -113,10 +113,11 @@ def end_orphans(*, chases: bool = True) -> list[int]:
     their descendants.
 
     Args:
-        chases: See `tree.kill_once`.
+        chases: False to skip the search for new processes, see `tree.kill_once`.
 
     Returns:
-        Pids of the adopted children that were found, including zombies, in ascending order.
+        Pids of those descendants that are now children of the calling process, including zombies,
+        in ascending order.
     """
     orphan_pids: set[int] = set()
     own_mark = read_mark(os.getpid())

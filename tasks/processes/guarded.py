@@ -307,7 +307,7 @@ class GuardedProcess:
         #: the command's process tree remains.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
-        #: See `Command.children_grace_s`.
+        #: Value of `Command.children_grace_s` for the launched command. None before the launch.
         self._children_grace_s: float | None = None
         self._is_to_stop = False
         self._is_to_kill = False
@@ -547,8 +547,8 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # List the processes again from this process. The guardian process may be in another
-                # PID namespace, in which the processes have other pids.
+                # List the processes again. The guardian process may run in another PID namespace, so
+                # the pids in its message may be wrong in the namespace of this process.
                 self._report_stuck(tree.living_or_all(self.processes()) or message["pids"])
             case "empty":
                 self.stuck = ()
@@ -621,9 +621,9 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian process (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # A guardian process that was killed inside a PID namespace has become a child of this
-        # process, and must be reaped below. Until then it is a zombie, and the kernel does not let
-        # the first process of the namespace end.
+        # If a guardian process inside a PID namespace was killed, its zombie is now a child of this
+        # process. Let the task below reap the zombie. Otherwise the kernel would not let the first
+        # process of the namespace end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)

@@ -207,8 +207,8 @@ class Guardian:
         poll = select.poll()
         poll.register(self._channel.fd, select.POLLIN)
         poll.register(self._wakeup_fd, select.POLLIN)
-        # Watch the supervisor itself, too. The socket stays open after the supervisor's end if a
-        # forked child of the supervisor has inherited the other end of the socket.
+        # Watch the supervisor itself, and not only the socket to the supervisor. If a child of the
+        # supervisor has inherited the socket, the socket stays open after the supervisor has ended.
         poll.register(self._supervisor, select.POLLIN)
         while not self._reap():
             if self._kill_rounds is not None and self._kill_rounds.is_due():
@@ -282,8 +282,8 @@ class Guardian:
         """Record each straggler that has just ended.
 
         A straggler is a descendant that outlived the first process. A straggler that ends by itself
-        within a second is not recorded, because it counts as a helper process, such as Python's
-        resource tracker.
+        within a second after the first process is not recorded: it counts as a helper process, such
+        as Python's resource tracker.
 
         Args:
             statuses: Mapping from pid to wait status, for all processes that have just ended.
