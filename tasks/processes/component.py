@@ -139,8 +139,8 @@ class AttemptPlan:
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
         total = self.progress.total if self.progress else None
-        # A training may continue after `success_step`, the step that must be reached for success.
-        # So the training is finished at the larger of `success_step` and `total`.
+        # The training must reach `success_step` for success, but may continue until `total`, the
+        # last step according to the spec. So the training is finished at the larger of the two.
         return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
@@ -271,8 +271,8 @@ class AttemptContext:
         if self.register is None:
             log.hold()
         else:
-            # Use the thread for registry entries. The thread for records may be busy with an fsync,
-            # which would delay the start of the component.
+            # Open the log in the thread that writes the registry entries. The thread for the run's
+            # record may be busy with an fsync, which would delay the start of the component.
             await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
 
     def read_first_bytes_of_logs(self) -> None:
@@ -508,12 +508,12 @@ class RunningComponent(ABC):
     async def was_ready_before_end(self) -> bool:
         """Return True if a component that has ended was ready before its end.
 
-        The proof depends on the readiness probe:
+        The result depends on the readiness probe:
 
-        - A log line, a file or a message to NOTIFY_SOCKET is checked after the end.
-        - A preparation step (`ready: {exit: 0}`) is ready when all its processes have ended.
-        - Other probes cannot succeed after the end, so the result is False.
-        - Without a readiness probe, the result is True.
+        - `log`, `file` or `notify`: the result of the probe, which is checked once more.
+        - `exit: 0`: True. The method first waits until all processes of the component have ended.
+        - Another probe: False, because the probe cannot succeed after the end.
+        - No probe: True.
 
         Call this only after exit code 0.
         """

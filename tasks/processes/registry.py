@@ -72,8 +72,8 @@ _FLOCK = "hhqqi"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
-#: Time limit in seconds for freeing the disk space that is reserved for `run.json`. The limit also
-#: applies to writing the short form of the run's final record into its reserved file.
+#: Time limit in seconds for each of two steps: freeing the disk space that is reserved for
+#: `run.json`, and writing the short form of the run's final record.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 #: Seconds to wait for the last files of a run after reserved disk space was freed for them. This is
 #: a second wait: the space is freed if the first wait, `_WRITTEN_WITHIN_S`, was not enough.
@@ -245,7 +245,7 @@ class EntryWriter:
         """
         Args:
             directory: Directory of the run in the registry.
-            entry_disk: Thread that writes the entries.
+            entry_disk: Thread that writes and removes the registry entries.
         """
         self.directory = directory
         self.entry_disk = entry_disk
@@ -275,8 +275,8 @@ class RunRegistration(EntryWriter):
     def __init__(self, owner: Owner) -> None:
         """Register a run, and lock its registry directory.
 
-        An earlier owner of the run may have died. If another process is ending the leftover
-        processes of that owner, wait until they have ended.
+        If the earlier owner of the run has died, another process may be ending the leftover
+        processes of the run. In this case, wait until that process has finished.
 
         Args:
             owner: Description of the calling process and of the run.
@@ -459,11 +459,11 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Those files of `unreadable_jobs` for which the submission files of the run cannot be
-        #: read, either. So the names of these Ray jobs are unknown. The jobs may still be running.
+        #: The files in `unreadable_jobs` whose Ray jobs are unknown, because the submission files
+        #: of the run cannot be read, either. The jobs may still be running.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
-        #: Final record of the run from its reserved disk space. A run writes its record there only
-        #: if the disk is full. None if there is no record in the reserved space.
+        #: Final record that the run has written into reserved disk space, because the disk was
+        #: full. None if the run has written no record there.
         self.end = reserved_space.read_final_record(directory)
 
     @property

@@ -23,17 +23,18 @@ def describe_stopped_worker() -> str:
 
 
 def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[Path]:
-    """Write the reason of a stop into the directories of the runs that are stopped.
+    """Write the reason why runs are stopped into the directories of these runs.
 
     If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
     that names the user, and then stops the worker, which does not know the user.
 
     Args:
         reason: Reason for the end of the runs, for the user.
-        is_stopped: Returns True for the process of a run that is stopped.
+        is_stopped: Called with the process that supervises a run. Returns True if the run is
+            stopped.
 
     Returns:
-        The directories of the runs that have a reason now.
+        The directories of the stopped runs.
     """
     directories = []
     try:
