@@ -160,18 +160,19 @@ def _unshare_command() -> tuple[str, ...]:
 
 @functools.cache
 def _require_usable(parent: str) -> str:
-    """Check with a trial process that a cgroup can be created and killed below another cgroup.
+    """Check that a cgroup can be created below `parent`, and that its processes can be killed.
 
-    Killing a whole cgroup needs Linux 5.14.
+    For the check, a trial process is moved into a new cgroup and killed with that cgroup. Killing a
+    whole cgroup needs Linux 5.14.
 
     Args:
-        parent: Directory of the other cgroup.
+        parent: Directory of the parent cgroup.
 
     Returns:
-        The same directory.
+        The directory `parent`.
 
     Raises:
-        OSError: No cgroup can be made there, or its processes cannot be killed.
+        OSError: No cgroup can be created below `parent`, or its processes cannot be killed.
     """
     trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
     try:

@@ -98,7 +98,7 @@ class _Process:
     #: Position of the process among its parent's workers with the same command, which are ordered
     #: by their start time. The first position is 0.
     number: int
-    #: Number of the parent's workers with the same command, this process included.
+    #: Number of the parent's workers with the same command. The process itself is counted, too.
     peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.
@@ -119,8 +119,8 @@ class _DescendantDeath:
 class DescendantWatch:
     """Watches the processes of one component, from its start to the end of its first process.
 
-    Start `watch` as a task when the component runs, call `note_end` when its first process has
-    ended, and call `close` at the end.
+    Start `watch` as a task when the component runs, and call `note_end` when its first process has
+    ended.
     """
 
     process: GuardedProcess
@@ -155,8 +155,8 @@ class DescendantWatch:
 
     async def watch(self) -> None:
         """Search for new descendants repeatedly, with growing pauses, until cancelled."""
-        # Read the component's cgroup before the first search: the component may reach the memory
-        # limit of this cgroup within the pause.
+        # Record the state of the component's cgroup now. The component may reach the memory limit
+        # of the cgroup before the first search for descendants.
         self._follow_groups(_read_memory_groups(str(self.process.pid), _read_mounts()))
         await asyncio.sleep(_FIRST_SEARCH_S)
         while not self._is_over:

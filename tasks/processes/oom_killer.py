@@ -102,8 +102,8 @@ def find_memory_groups(memberships: str, mountinfo: str) -> tuple[Path, ...]:
         chain = (innermost, *innermost.parents)
         directories = tuple(path for path in chain if path.is_relative_to(top))
         if is_version_1:
-            # The memory controller belongs to version 1 of cgroups. A controller belongs to only
-            # one version at a time, so the cgroups of version 2 need not be searched.
+            # On this machine, the memory controller belongs to version 1 of cgroups. A controller
+            # belongs to only one version at a time, so version 2 need not be searched.
             return directories
     return directories
 

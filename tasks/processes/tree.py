@@ -396,8 +396,6 @@ def _below(
 ) -> list[tuple[int, int]]:
     """Return `(pid, parent)` of each descendant of the processes `roots`, parents first.
 
-    Only these trees are read, so the duration does not depend on the number of other processes.
-
     Args:
         roots: Pids whose descendants are returned.
         is_meant: Function that returns True for a child of a root if the child and its descendants
@@ -418,7 +416,7 @@ def _children_of() -> Callable[[int], list[int]]:
     """Return a function that lists the children of a process.
 
     The returned function reads the children from the kernel. If the kernel offers no list of
-    children, the function uses a table of all processes that is made now.
+    children, all processes are read now, and the returned function searches this result.
     """
     if os.path.exists(_CHILDREN):
         return _children_by_thread
