@@ -225,8 +225,8 @@ def compose_report(
         )
 
     # Put the probable cause of the hang first. Most ranks wait at the same place for the rank that
-    # hangs. So ranks that do not wait for other ranks come first, and then processes whose stack
-    # frame is rare.
+    # hangs. So ranks that do not wait for other ranks come first, and then processes at a place
+    # where only few processes are.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")

@@ -141,7 +141,8 @@ class JsonlProgress:
     """Reads the training step from a JSON lines file (`progress.jsonl` in the run spec).
 
     The step is taken from the last line that contains a step. The file is read in another thread,
-    because its file system may not answer. Meanwhile, the last known step is returned.
+    because its file system may not answer. While the file system does not answer, the last known
+    step is returned.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class JsonlProgress:
         return self._file
 
     def _read_new(self) -> bool:
-        """Read a part of the new lines, in the reader's thread. Return True if there are more."""
+        """Read a part of the new lines, in the reader's thread. Return True if new lines remain."""
         file = self._open()
         restarts = file.restarts
         added = file.read_new()
@@ -272,7 +273,8 @@ def _describe_lack(source: str, content: object, key: str) -> MissingStep:
     missing = object()
     value = get_value(content, key, missing)
     if get_number(content, key) is not None:
-        # The key names another metric, such as a loss.
+        # The value is a number, but not a whole number. So `key` probably does not name the step,
+        # but another metric, such as a loss.
         steps = [name for name, number in list_numbers(content) if is_whole_number(number)]
         if not steps:
             has_steps = "has no whole number"
@@ -546,7 +548,7 @@ class Silence:
         return bool(self._step)
 
     def restart(self) -> None:
-        """Measure all times from now, for example after the start of a component."""
+        """Set the times of the last start and of the last progress to the current time."""
         self._start_s = self._clock()
         self._progress_s = self._start_s
 

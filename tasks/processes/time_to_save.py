@@ -118,8 +118,8 @@ class TimeToSave:
     async def warn_now(self, reason: str) -> None:
         """Send the warning signal to all components that did not get it yet.
 
-        Call this when the attempt ends now. If no process of a component handles the signal, this
-        method publishes a warning for the user.
+        Call this at the end of the attempt, before the components are stopped. If no process of a
+        component handles the signal, this method publishes a warning for the user.
         """
         unwarned = [
             component
