@@ -51,7 +51,7 @@ class OwnedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine as a background task of this owner, and return the task."""
+        """Run a coroutine as a background task, and return the task."""
         task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
         self._tasks.add(task)
         task.add_done_callback(self._on_done)

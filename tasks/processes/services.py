@@ -134,7 +134,7 @@ class _Guarded(Protocol):
 
 
 class ServiceProcess(Protocol):
-    """One process of a service. These are the members of `ProcessComponent` that services use."""
+    """One process of a service, with the members of `ProcessComponent` that services use."""
 
     pid: int | None
     exited: asyncio.Future[Exit]

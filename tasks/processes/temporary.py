@@ -66,7 +66,7 @@ def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
     for folder in host_folder.iterdir():
         # After an OSError, do not remove `folder`. Either a living process holds the lock of the
-        # folder, or `folder` is the lock file of this host instead of a folder.
+        # folder, or the path `folder` is no folder, but the lock file of `host_folder`.
         with suppress(OSError):
             fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
