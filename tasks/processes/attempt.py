@@ -388,7 +388,7 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
 
 
 def _is_loss_of_a_rank(text: str, death: RankFailure | None) -> bool:
-    """Return True if the log shows no other cause than the lost connection to another rank.
+    """Return True if the log names a lost connection to a rank, and no other cause of the failure.
 
     Args:
         text: End of the component's log.
@@ -1195,8 +1195,8 @@ class SupervisedAttempt:
                 "from a checkpoint of the last step"
             )
         elif last is not None and is_short and (step is None or step < last - 1):
-            # Do not warn about the step `last - 1`. A trainer that counts its steps from zero
-            # reports this number for its last step.
+            # Do not warn if the reported step is `last - 1`. A trainer that counts its steps from
+            # zero reports this number for its last step.
             warning = f"{component.name} ended with exit code 0{self._describe_missing_steps()}"
             if problem is None:
                 warning += (
@@ -1465,7 +1465,7 @@ class SupervisedAttempt:
         await self._cancel_watchers()
         # Record the size of the logs before any component is examined or stopped. The examination
         # appends call stacks to the log, and a launcher reports the stop signal as an error. The
-        # search for the cause skips these lines.
+        # search for the cause of the failure skips these lines.
         for component in self._launched:
             is_blamed = component.name == decision.component and component.exit is None
             if is_blamed or component.is_hung:

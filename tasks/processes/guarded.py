@@ -547,8 +547,8 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # List the processes again. The guardian process may run in another PID namespace, so
-                # the pids in its message may be wrong in the namespace of this process.
+                # List the processes again. If the guardian process is in another PID namespace, its
+                # message contains the pids of that namespace.
                 self._report_stuck(tree.living_or_all(self.processes()) or message["pids"])
             case "empty":
                 self.stuck = ()

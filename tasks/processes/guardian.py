@@ -282,8 +282,8 @@ class Guardian:
         """Record each straggler that has just ended.
 
         A straggler is a descendant that outlived the first process. A straggler that ends by itself
-        within a second after the first process is not recorded: it counts as a helper process, such
-        as Python's resource tracker.
+        within a second after the end of the first process is not recorded: it counts as a helper
+        process, such as Python's resource tracker.
 
         Args:
             statuses: Mapping from pid to wait status, for all processes that have just ended.

@@ -332,8 +332,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     )
     if not threads or isinstance(threads, str):
         return process
-    # py-spy may have more permissions than this process. If this process may not read the
-    # environment, the rank stays unknown.
+    # The rank stays unknown if Muster may not read the environment of the examined process. py-spy
+    # may have more permissions than Muster.
     with suppress(PermissionError):
         process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
@@ -504,8 +504,8 @@ T = TypeVar("T")
 
 #: Noun phrase that names the work of this module in the log.
 _EXAMINATION = "the search for the place where a component hangs"
-#: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
-#: this work, so each part of the report has its own time limit.
+#: Time limit in seconds for gathering facts about the processes of a component that hangs. The
+#: teardown of the run waits for these facts.
 _EXAMINED_WITHIN_S = 15.0
 #: Time limit in seconds for writing the report on a component that hangs.
 _REPORTED_WITHIN_S = 1.0

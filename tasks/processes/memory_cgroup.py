@@ -50,7 +50,7 @@ class MemoryParent:
             swap = ("memory.memsw.limit_in_bytes", limit_bytes)
         try:
             cgroup.write(os.path.join(path, limit_file), str(limit_bytes))
-            # Ignore a missing file: a kernel without support for swap space has no such limit.
+            # Ignore a missing file: a kernel without support for swap space has no such file.
             with contextlib.suppress(FileNotFoundError):
                 cgroup.write(os.path.join(path, swap[0]), str(swap[1]))
         except OSError:

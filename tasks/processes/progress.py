@@ -744,8 +744,8 @@ class ProgressWatch:
         loop = asyncio.get_running_loop()
         check_at = loop.time()
         #: Start of the period `finish_within_s`, in seconds on the clock of the asyncio loop. None
-        #: until the training has reported its last step. Each sign of work moves the start, for
-        #: example the growth of a checkpoint.
+        #: until the training has reported its last step. The period starts again with each sign of
+        #: work, for example with the growth of a checkpoint.
         finished_s: float | None = None
         finished_step: float | None = None
         while True:

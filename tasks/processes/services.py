@@ -153,7 +153,7 @@ MakeServiceProcess = Callable[[ComponentPlan, AttemptContext], ServiceProcess]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """End of a service's process that was not expected, so that the service must be restarted."""
+    """End of a process of a service, before the service has done its work."""
 
     #: Failure of the process. None if Muster has ended the process, because another service that
     #: this service needs has died.
