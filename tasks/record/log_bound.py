@@ -20,8 +20,7 @@ _HEAD_DIVISOR = 4
 #: Share of `log_max_bytes` for the newest lines of a log: 1/2. After each call of `LogBound.apply`,
 #: the log can grow until it reaches `log_max_bytes` again.
 _TAIL_DIVISOR = 2
-#: Number of bytes that are searched for the end of a line. The deleted part of a log begins and
-#: ends between two lines.
+#: Number of bytes that are searched for a newline. The deleted part of a log ends at this newline.
 _LINE_BYTES = 1 << 16
 #: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _PUNCH_HOLE = 0x02 | 0x01

@@ -12,8 +12,8 @@ from tasks.record import tail
 from tasks.record.log_bound import ZEROS
 from tasks.record.tail import Tail
 
-#: Number of remembered bytes before a start position. If the file later has other bytes there, the
-#: file was truncated or rewritten.
+#: Number of bytes before the read position that are remembered. If these bytes differ at the next
+#: read, the file was truncated or rewritten.
 _COMPARED_BYTES = 64
 #: Largest length of a line in bytes. A longer line is returned in several parts.
 _LONGEST_LINE_BYTES = 8 << 20
@@ -216,7 +216,7 @@ class HeldLog:
     def source(self) -> Path:
         """Path from which the log can be read.
 
-        After a call of `hold`, this is a link in /proc/self/fd to the open file. The link stays
+        After a call of `hold`, the path is a link in /proc/self/fd to the open file. The link stays
         valid if log rotation renames or deletes the file.
         """
         return self.path if self._file is None else Path(f"/proc/self/fd/{self._file.fileno()}")
@@ -224,8 +224,9 @@ class HeldLog:
     def hold(self) -> None:
         """Open the log file, so that it can be read even after log rotation has deleted it.
 
-        Call this method shortly before a program opens the log, so that both open the same file. A
-        missing file is created. If `hold` was called before, the earlier file is closed.
+        Call this method shortly before a program opens the log, so that log rotation does not
+        replace the file in between. A missing file is created. If `hold` was called before, the
+        earlier file is closed.
 
         Raises:
             OSError: The file cannot be opened or created.
@@ -336,19 +337,19 @@ class LogFile:
     def _open_all(self) -> None:
         """Open the log file. Before the first read, open the older files of the log, too.
 
-        Old files stay open and are read again at each later read: a program may continue to write
-        to a file that log rotation has renamed.
+        Old files stay open, and each later read also returns their new lines: a program may
+        continue to write to a file that log rotation has renamed.
         """
         if not self._was_read:
             self._open_rotated_files()
         self._open(self._path)
 
     def _open_rotated_files(self) -> None:
-        """Open the older files of the log before the first read, so that their lines come first.
+        """Open the log file and its older files before the first read.
 
-        An older file is skipped if the log file still contains the same lines. The log file is
-        opened and read first, so that no lines are lost if log rotation happens before the older
-        files are opened.
+        The lines of the older files will be returned first. An older file is skipped if the log
+        file still contains the same lines. The log file is opened before the older files, so that
+        no lines are lost if log rotation renames the log file in between.
         """
         self._open(self._path)
         current = self._open_logs

@@ -124,7 +124,7 @@ class MetricsFile:
         """Return the next bytes of a metrics file that was renamed or deleted since the last read.
 
         Returns:
-            The bytes. Empty if the file was not renamed or deleted, or was read to its end.
+            The bytes. Empty if the file is still at its path, or if it was read to its end.
         """
         if self._last_file is None:
             return b""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 
-#: Number of remembered bytes before the read position. If the file has other bytes there at the
-#: next read, the file was truncated or rewritten.
+#: Number of bytes before the read position that are remembered. If these bytes differ at the next
+#: read, the file was truncated or rewritten.
 _REMEMBERED_BYTES = 64
-#: Largest number of bytes that one read returns. A file may be larger than the memory, so it is
-#: read in blocks. Larger blocks would be slower, because memory for each block must be requested
-#: from the kernel.
+#: Largest number of bytes that one read returns. Files are read in blocks, because a file may be
+#: larger than the memory. Larger blocks would be slower, because memory for each block must be
+#: requested from the kernel.
 BLOCK_BYTES = 1 << 17
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. In this
 #: case, lseek(2) finds the end of the hole.
