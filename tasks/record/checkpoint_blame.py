@@ -62,8 +62,8 @@ class Blame(Enum):
     loaded.
     """
 
-    #: The checkpoint is not the cause. The attempt did not fail, completed a training step, or
-    #: failed for another reason.
+    #: The checkpoint is not the cause. The attempt completed a training step, failed for another
+    #: reason, or did not fail.
     NONE = "none"
     #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
     #: second attempt fails in the same way with the same checkpoint, the second attempt gets the
@@ -248,7 +248,8 @@ def _names_other_cause(attempt: AttemptRecord) -> bool:
 def _error_text(attempt: AttemptRecord) -> str:
     """Return the last frames of the traceback of an attempt, and the message of its failure.
 
-    Paths of source files are omitted, because a path may contain a searched word by chance.
+    Paths of source files are omitted, because a path may contain a word such as `checkpoint` by
+    chance.
     """
     failure = attempt.failure
     if failure is None:

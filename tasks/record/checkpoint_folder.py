@@ -82,7 +82,7 @@ _STATE_SUFFIXES = frozenset(
 #: Suffixes of files that inference programs load, too. A folder that contains only such files may
 #: be an exported language model, from which a training cannot resume.
 _EXPORT_SUFFIXES = frozenset({".safetensors", ".bin", ".model", ".zip", ".nemo", ".keras"})
-#: Suffixes of files that may be the whole checkpoint of a small training, such as a JSON file.
+#: Suffixes of files, such as JSON files, that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
 #: Smallest permitted size of a file, relative to the size of the same file in the other
 #: checkpoints. If a file is smaller, the checkpoint is incomplete. Used only for checkpoints of an
@@ -94,7 +94,7 @@ _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNOR
 #: Matches names of files that are written once per rank.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")
 #: Matches names of files with a part of the training's state that an exported model does not have,
-#: such as the optimizer. The names `state_dict` and `opt-125m` are those of models.
+#: such as the optimizer. Names of models, such as `state_dict` and `opt-125m`, do not match.
 _TRAINING_FILE = re.compile(
     r"(?<![a-z])(?:optim(?:i[sz]ers?)?|(?:lr[-_]?)?sched(?:ulers?)?|rng|opt|(?:train(?:er|ing)?)?state)"
     r"(?![a-z]|[-_.]?dict|-\d)",
@@ -205,7 +205,7 @@ class _Candidate:
 
     @property
     def is_series_only(self) -> bool:
-        """True if this is a checkpoint only because it belongs to a series of similar checkpoints.
+        """True if a series of similar names is the only proof that this is a checkpoint.
 
         The name is a prefix and a number, as in `it000005` or `tinylm-19`. The content looks like
         the state of a training, but the layout and the suffixes of the files do not prove this.
@@ -320,7 +320,7 @@ def _list_pattern(pattern: CheckpointPath, *, is_running: bool) -> Listing:
         ]
     candidates = [*_read_candidates(paths, is_pattern=True)]
     if not candidates:
-        # No file or folder looks like a checkpoint. So accept all that match the user's pattern.
+        # No file or folder looks like a checkpoint. So accept all files and folders.
         candidates = [*_read_candidates(paths, is_pattern=True, accepts_all=True)]
     return _judge(candidates, pointers, is_running=is_running, is_pattern=True)
 
@@ -368,10 +368,10 @@ def _has_training_files(content: Content) -> bool:
 
 
 def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Leave out candidates of an unknown layout if the names of the candidates form several series.
+    """Leave out candidates with `is_series_only` if the names form more than one series.
 
     Files or folders whose names differ only in a number, such as `actor-5` and `actor-10`, form a
-    series. In a folder with `actor-5` and `critic-5`, it is unclear which one is the checkpoint.
+    series. It is unclear whether `actor-5` or `critic-5` in the same folder is the checkpoint.
     """
     series = {drop_numbers(one.name) for one in candidates if one.kind is NameKind.NUMBERED}
     if len(series) <= 1:
@@ -581,13 +581,13 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
 
 
 def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
-    """Return a text about a file that other checkpoints have and this checkpoint lacks.
+    """Return a text about a file that is missing or too small, or an empty string.
 
-    The result is an empty string if no file is missing. Old checkpoints are compared as well,
-    because a trainer may have been killed while it deleted an old checkpoint.
+    The files of a checkpoint are compared with those of other checkpoints. Old checkpoints are
+    checked, too, because a trainer may have been killed while it deleted an old checkpoint.
 
     Args:
-        candidate: The checkpoint.
+        candidate: The checkpoint that is checked.
         others: At least one other checkpoint of the same folder.
     """
     content = candidate.content
@@ -734,10 +734,10 @@ def _confirm(
 def _find_best_pointer(
     pointers: Sequence[_Pointer], chosen: Sequence[_Candidate]
 ) -> _Pointer | None:
-    """Return the pointer file that names the newest existing checkpoint.
+    """Return the pointer file with the highest step, or None if there is no pointer file.
 
-    If no pointer file names an existing checkpoint, the pointer file with the highest step is
-    returned. The result is None if there is no pointer file.
+    A pointer file whose checkpoint exists is preferred to all pointer files whose checkpoint is
+    missing.
     """
 
     def order(pointer: _Pointer) -> tuple[bool, int]:

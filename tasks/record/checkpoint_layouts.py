@@ -169,8 +169,7 @@ class Layout:
     #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
     #: Text for the user: the reason why a checkpoint of this layout is complete if no file is
-    #: missing. Example: the trainer writes a certain file last. Empty if such a checkpoint may
-    #: still be incomplete.
+    #: missing. Example: the trainer writes a certain file last. Empty if there is no such reason.
     proof: str = ""
     #: Function that returns the training step that is stored in the checkpoint's files, or None.
     read_step: Callable[[Content], int | None] = lambda content: None

@@ -135,8 +135,8 @@ def is_never_checkpoint(name: str) -> bool:
 def is_series_name(name: str) -> bool:
     """Return True if a name can be that of a checkpoint in a series, such as `it000005`.
 
-    The name must consist of a prefix and a number at its end. The prefix may be empty. A date, a
-    version and the number of a run are no training steps, so the result is False for such names.
+    The name must consist of a prefix and a number at its end. The prefix may be empty. The result
+    is False if the number belongs to a date, a version or a run.
     """
     match = _SERIES.fullmatch(_SUFFIX.sub("", name))
     if match is None or _DATE.search(name):

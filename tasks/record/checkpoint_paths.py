@@ -98,7 +98,7 @@ class StorePath:
         yield from (self / name for name in self.store.list_folder(self.key))
 
     def rglob(self, pattern: str) -> Iterator[StorePath]:
-        """Yield all files and folders below a folder whose names match a pattern."""
+        """Yield the files and folders with a matching name, at any depth below a folder."""
         for entry in self.iterdir():
             if fnmatchcase(entry.name, pattern):
                 yield entry
@@ -233,7 +233,7 @@ def list_entries(folder: CheckpointPath) -> list[CheckpointPath]:
 def match_paths(pattern: CheckpointPath) -> list[CheckpointPath]:
     """Return the sorted paths that match a pattern such as `checkpoints/step_*`.
 
-    A hidden file is returned only if the pattern itself contains the dot before its name.
+    As in a shell, `*` does not match a dot at the beginning of a name.
 
     Raises:
         StoreError: The store did not answer.
@@ -315,7 +315,7 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
 
 
 def _finish_removals(folder: Path) -> None:
-    """Delete the checkpoints in a folder that `remove_path` has renamed but not deleted."""
+    """Delete all checkpoints that `remove_path` has renamed in a folder."""
     for entry in folder.glob(f".*{REMOVAL_SUFFIX}"):
         if entry.is_dir():
             shutil.rmtree(entry)

@@ -48,9 +48,9 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
-    # Another run may be deleting the checkpoint at this moment. That run renames the checkpoint,
-    # reads the pins, and then gives a pinned checkpoint its old name back. So wait until the
-    # checkpoint has its old name. From then on, the pin protects the checkpoint.
+    # Another run may be deleting the checkpoint at this moment. That run first renames the
+    # checkpoint. If the run then finds the pin, it gives the checkpoint its old name back. So wait
+    # until the checkpoint has its old name.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:

@@ -60,7 +60,7 @@ class StoreLimits:
     #: Longest wait for a new connection, in seconds.
     connect_s: float = 5.0
     #: Longest time in seconds for all requests that are needed to list the checkpoints of a folder.
-    #: Results for already checked files are kept, so the next listing is faster.
+    #: After a timeout, the next try is faster: it does not check the same files again.
     total_s: float = 120.0
 
 
@@ -268,7 +268,7 @@ class FsspecStore:
             self._finish_removal(removal, files)
 
     def _finish_removal(self, removal: str, files: Mapping[str, str]) -> None:
-        """Delete the listed files, except files that have been stored again meanwhile.
+        """Delete the listed files, except files that were stored again after the list was written.
 
         Args:
             removal: Key of the small file that lists the files to delete.

@@ -75,7 +75,8 @@ class ResumePlan:
     #: Evidence that the checkpoint is complete. If `path` is None, the reason for a start without a
     #: checkpoint.
     rule: str = ""
-    #: Newer checkpoints from which the attempt should not start, the newest first.
+    #: Checkpoints that are newer than `path`, but from which the attempt should not start. The
+    #: newest checkpoint comes first.
     refused: tuple[RefusedCheckpoint, ...] = ()
     #: Remarks for the user about the choice of the checkpoint.
     notes: tuple[str, ...] = ()
@@ -264,7 +265,7 @@ def _plan_start(
 
     Args:
         start: The key `start_from` of the spec.
-        refused: Newer checkpoints from which the attempt should not start.
+        refused: Checkpoints from which the attempt should not start.
         notes: Remarks for the user about the choice.
 
     Raises:
@@ -483,8 +484,7 @@ def _set_aside_checkpoints(
     """Return the run's own checkpoints that later attempts must not use.
 
     A person has retried the run from an earlier step, so checkpoints after this step must not be
-    used. If an attempt saves such a checkpoint again, the signature changes. Later attempts may
-    then use the checkpoint.
+    used. If an attempt saves one of these checkpoints again, later attempts may use it.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -494,7 +494,8 @@ def _set_aside_checkpoints(
         start: The key `start_from` of the spec.
 
     Returns:
-        Mapping from the path of each checkpoint to its signature, which identifies the content.
+        Mapping from the path of each checkpoint to its signature. The signature changes if the
+        checkpoint is saved again.
 
     Raises:
         OSError: A folder of checkpoints cannot be read.

@@ -296,7 +296,7 @@ class _Dict(dict[Any, Any]):
 class SafeUnpickler(pickle.Unpickler):
     """Reads the plain data in a pickle without executing code from the pickle.
 
-    All objects of classes are replaced by stubs. After a call of `load`, the attribute
+    All classes and functions are replaced by stubs. After a call of `load`, the attribute
     `persistent_ids` contains the references to tensor data in a PyTorch file.
     """
 
