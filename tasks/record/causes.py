@@ -454,8 +454,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Number of the last traceback in which a rule matches, for each process and each role of the
-    #: rule. Tracebacks of caught exceptions do not count.
+    #: Number of the last traceback with a match, for each process and each role. Tracebacks of
+    #: caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -509,8 +509,8 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
 def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> str:
     """Return the part of a log that may show the cause of a failure.
 
-    This part begins at the last training steps and ends at the end of the log. If it is long, only
-    some of many similar lines are returned.
+    This part begins at the last training steps and ends at the end of the log. If this part is
+    long, only some of many similar lines are returned.
 
     If the log shows no training steps, only the end of the log is returned. Earlier lines are added
     if the end shows only consequences of another failure.
@@ -555,7 +555,8 @@ def _decode(data: bytes) -> str:
     return ZEROS.sub(b"\n", data).decode("utf-8", errors="replace")
 
 
-#: Matches a word such as `step`, which may be followed by a step number, and the rest of the line.
+#: Matches the part of a line that may contain a training step. This part begins with a word such as
+#: `step`, or with the characters `%|` of a progress bar, and ends with the line.
 _STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
 _LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST_LINE)
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")

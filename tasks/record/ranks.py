@@ -264,8 +264,8 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         return loader
     is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
     if failure.pid != loader.pid and not is_rank:
-        # The failed process is neither the worker nor a rank that ended with an exception. So the
-        # death of the worker is not the cause.
+        # The death of a worker ends its rank with an exception. The process that failed first is
+        # not the worker, and did not end with an exception. So the worker is not the cause.
         return None
     if "`" in failure.name:
         return loader
@@ -370,8 +370,7 @@ def is_victim(text: str, rank: int) -> bool:
 def select_traceback_of_rank(text: str, failure: RankFailure) -> str:
     """Return the lines that PyTorch marks with the failed rank, if they contain a traceback.
 
-    PyTorch also marks warnings. Lines without a traceback may be much older than the failure of the
-    rank.
+    Without a traceback, the marked lines may be warnings that are much older than the failure.
 
     Returns:
         An empty string if the marked lines contain no traceback.
