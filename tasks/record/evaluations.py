@@ -66,7 +66,7 @@ class EvaluationNote(Recorded):
     #: Number of the checkpoint, see `CheckpointNote.number`.
     checkpoint: int
     state: EvaluationState = EvaluationState.CHOSEN
-    #: Prefect id of the evaluation's flow run. Empty if no run was created.
+    #: Prefect id of the evaluation's flow run. Empty if the flow run was not created.
     flow_run_id: str = ""
     #: Name of the evaluation's flow run. After the evaluation has started, this name is also the
     #: run id of the evaluation.

@@ -66,11 +66,12 @@ def _has_checkpoints(spec: RunSpec) -> bool:
 
 
 def list_fruitless_attempts(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return the failed attempts at the end of a run that left no lasting result, in order.
+    """Return the last consecutive attempts that failed without a lasting result, oldest first.
 
-    A lasting result is a newer checkpoint. If it is unknown whether an attempt saved a checkpoint,
-    a higher training step than in all earlier attempts counts instead. Attempts that failed before
-    their components were started are ignored.
+    A lasting result is a checkpoint that is newer than the checkpoint from which the attempt
+    started. If it is unknown whether an attempt saved a checkpoint, a higher training step than in
+    all earlier attempts counts instead. Attempts that failed before their components were started
+    are ignored.
     """
     fruitless: list[AttemptRecord] = []
     for index in reversed(range(len(attempts))):

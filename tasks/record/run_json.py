@@ -189,8 +189,8 @@ class AttemptRecord(Recorded):
     #: if unknown.
     saved_checkpoint: bool | None = None
     #: Number of consecutive attempts without a lasting result, including this attempt. None if this
-    #: attempt had a lasting result. A lasting result is a newer checkpoint, or a higher training
-    #: step if it is unknown whether the attempt saved a checkpoint.
+    #: attempt had a lasting result: a new checkpoint, or a higher training step than all earlier
+    #: attempts if it is unknown whether a checkpoint was saved.
     fruitless_attempts: int | None = None
     #: Keys and values of this attempt that differ from `RunJson.provenance`, for example another
     #: host or another commit.
@@ -427,8 +427,8 @@ class SubmissionJson(Recorded):
     attempt: int = 0
     component: str = ""
     argv: Sequence[str] = ()
-    #: Status of the job: `submitting`, `refused`, `unknown`, or the status that Ray reports in
-    #: lower case.
+    #: Status of the job: `submitting`, `refused`, `unknown`, or the status from Ray in lower case,
+    #: such as `running`.
     status: str = ""
     #: Time at which the job was sent to Ray. None if this has not happened.
     submit_began_at: float | None = None
