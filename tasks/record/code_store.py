@@ -525,7 +525,7 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     """
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
-            # The list is empty if the repository of a parent folder ignores the whole project
+            # git lists no files if the repository of a parent folder ignores the whole project
             # folder. In this case, list the files as if there were no repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
@@ -621,7 +621,7 @@ def _write(path: str, data: bytes, mode: int) -> None:
 
 
 def _is_same_file(path: str, data: bytes, mode: int) -> bool:
-    """Return True if `_write` has written the file at a path with this content and mode.
+    """Return True if `_write` has already written a file with the same content and mode to a path.
 
     The whole content is compared, because a comparison of size and modification time would miss
     changes: all files that Muster writes have the same modification time.

@@ -87,7 +87,7 @@ class Event:
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
-    #: Processes of a component that Muster could not end.
+    #: Leftover processes that Muster could not end.
     left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)
@@ -104,8 +104,8 @@ class Event:
     ranks = _Field[tuple[int, ...]]((), tuple)
     reason = _Field("", str)
     record = _Field[Path | None](None, Path)
-    #: Response times of the inference servers since the previous event of this kind, in seconds.
-    #: The keys are `p50`, `p99` and `max`.
+    #: Response times of the inference servers since the previous event with this field, in
+    #: seconds. The keys are `p50`, `p99` and `max`.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
     #: Record of the checkpoint that Muster chose for an attempt, with the keys `from`, `rule`,

@@ -106,7 +106,7 @@ class LineageOutput(Recorded):
     attempt: int | None = None
     #: Time at which the output was saved, in UTC epoch seconds.
     at: float = 0.0
-    #: Hash of the files of a checkpoint. It changes if the checkpoint is saved again.
+    #: Hash of the files of a checkpoint. The hash changes if the checkpoint is saved again.
     signature: str = ""
     #: Mapping from dotted keys in the result of an evaluation to numbers.
     figures: Mapping[str, float] = {}
@@ -430,7 +430,7 @@ def _read_result(path: Path) -> Any:
 
 
 def _list_figures(result: Any) -> list[tuple[str, float]]:
-    """Return pairs of a dotted key and a finite number in the result of a pipeline step.
+    """Return the finite numbers in the result of a pipeline step, each with its dotted key.
 
     At most the first 20 numbers are returned.
     """

@@ -370,7 +370,7 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     """
     if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Check Muster's home directory again: another user may have created it in the meantime.
+        # Check again, because another user may have created Muster's home directory.
         muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -56,8 +56,8 @@ _SWITCHED_OFF = (
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
 #: Content of the file `info/attributes` in Muster's own git directory. The line `* -filter`
-#: switches off all filters, because a filter is a program. Other attributes in `.gitattributes`
-#: files still apply.
+#: switches off all filters, so that git does not run their programs. Other attributes in
+#: `.gitattributes` files still apply.
 _ATTRIBUTES = "* -filter\n"
 #: Matches the text that git-lfs commits in place of a large file. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
@@ -435,7 +435,7 @@ class GitView:
             GitFailed: The command failed or did not end in time.
         """
         # Remove the variables GIT_*. If a git hook has started Muster, these variables refer to the
-        # repository of the hook, and git would use it instead of the project's repository.
+        # repository of the hook instead of the project's repository.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",
