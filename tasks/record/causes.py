@@ -169,8 +169,8 @@ class LogLine:
     process: str
     #: True if the line reports no failure, but only information, a warning or a retried operation.
     is_mention: bool
-    #: Number of the traceback if this line is the first line of a traceback or its exception
-    #: message. Otherwise 0. The tracebacks of a chain of exceptions have the same number.
+    #: Number of the traceback if this is the first line of a traceback, or the line with the
+    #: exception message. Otherwise 0. All tracebacks of a chain of exceptions have the same number.
     traceback: int = 0
     #: True if the line belongs to a traceback of an exception that was caught.
     is_caught: bool = False
@@ -256,8 +256,8 @@ class _TracebackParser:
             message: The line without the times, log levels and process names at its beginning.
 
         Returns:
-            - The number of the traceback if the line is the first line of a traceback or its
-              exception message, otherwise 0.
+            - The number of the traceback if this is the first line of a traceback, or the line with
+              the exception message. Otherwise 0.
             - The message, or an empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:

@@ -71,7 +71,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 def sync_directory(directory: Path) -> None:
     """Force the names of the files in a directory to the disk.
 
-    Without this, the names of new and replaced files can be lost in a power failure.
+    Otherwise, the names of new and replaced files can be lost in a power failure.
 
     Raises:
         OSError: The disk reports an error.

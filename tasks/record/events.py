@@ -259,9 +259,9 @@ def listen_to_events(listener: Listener) -> Iterator[None]:
         event_listeners.reset(token)
 
 
-#: Keys of the payload that all events about a run with a flow process have.
+#: Keys in the payload of each event about a run with a flow process.
 _RUN = ("run_id", "workload", "attempt", "host")
-#: Keys of the payload that all events about a queued run have.
+#: Keys in the payload of each event about a queued run.
 _QUEUED = ("run_id", "pool", "queue")
 _COMPONENT = (*_RUN, "component", "pid", "submission_id", "log")
 _ENGINE = (*_RUN, "component", "engine", "ranks")

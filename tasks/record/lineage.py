@@ -499,7 +499,7 @@ class LineageIndex:
         return users
 
     def find_output(self, data: LineageInput) -> LineageOutput | None:
-        """Return the output that contains the data of an input, or None if no known run wrote it.
+        """Return the output that contains an input, or None if no known run wrote the input.
 
         The path of the output is the path of the input, or is a folder that contains the input.
         """

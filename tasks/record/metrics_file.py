@@ -50,8 +50,8 @@ class FileFingerprint(Recorded):
     def at(file: BinaryIO, length: int) -> FileFingerprint:
         """Return the fingerprint of the first `length` bytes of a file.
 
-        If lines were only appended to the file, this is the fingerprint that the file had when its
-        size was `length`.
+        If lines were only appended to the file, the file had the same fingerprint when its size was
+        `length`.
         """
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 

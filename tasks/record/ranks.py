@@ -203,7 +203,7 @@ def find_first_rank(text: str) -> RankFailure | None:
 
 
 def _find_named_process(text: str) -> RankFailure | None:
-    """Return the first child process of `multiprocessing` whose traceback is in the log, or None.
+    """Return the first child process that `multiprocessing` reports with a traceback, or None.
 
     A process that only lost its connection to another process is skipped.
     """

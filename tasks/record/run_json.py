@@ -98,7 +98,8 @@ class AlarmRecord(Recorded):
     message: str = ""
     #: Training step at which the alarm was raised.
     step: float = 0.0
-    #: Training step at which the condition for the alarm became true, and then stayed true.
+    #: Training step at which the condition of the rule became true. The condition stayed true until
+    #: the alarm.
     since: float = 0.0
 
 
@@ -291,8 +292,8 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: Facts about the method with which Muster ends all processes of the run, such as a cgroup: the
-    #: name, the guarantees, and the reason why Muster could not use a better method.
+    #: Facts about the method that ends all processes of the run, such as a cgroup: the name, the
+    #: guarantees, and the reason why Muster could not use a better method.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. If a person
     #: started this run from a checkpoint of another run, the key `parent` contains that run and
