@@ -160,7 +160,7 @@ def _describe_ending(ending: ShapeEnding) -> str:
 
 
 def _describe_code(code: int) -> str:
-    """Return a text such as `seen as 7`.
+    """Return a text that says which exit code a parent process saw, such as `seen as 7`.
 
     Args:
         code: Exit code that a parent process saw for a child that runs `exit 7`.

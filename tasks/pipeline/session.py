@@ -489,7 +489,7 @@ def _describe_handover(decision: PipelineDecision) -> str:
 
 
 def pipeline_id_of_flow_run() -> str:
-    """Return the run id of the current flow run, whose flow is the pipeline.
+    """Return the run id of the pipeline whose flow run this process belongs to.
 
     All processes of the flow run have the same run id.
     """

@@ -176,7 +176,7 @@ class JsonlProgress:
         self._step: float | None = None
         #: Number of JSON objects without a step that came before the first object with a step.
         self._without_step = 0
-        #: Last JSON object in which the value of `key` was no step. None if there was none.
+        #: Last JSON object whose value of `key` was no training step. None if all objects had a step.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
         with suppress(PlaceTimeout):

@@ -148,8 +148,8 @@ def list_reasons_to_keep(
     Args:
         evaluations: Mapping from the name of each evaluation to its part of the run spec.
         keep_best: The key `keep_best` of the run spec, or None.
-        content: The record of the evaluations.
-        evaluated: The evaluations in the record, with the numbers in their results.
+        content: The file of the run that records its evaluations.
+        evaluated: The evaluations from this file, each with the numbers in its result.
     """
     for one in evaluated:
         if one.evaluation.state.is_active and one.is_current:

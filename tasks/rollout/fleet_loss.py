@@ -18,8 +18,8 @@ from tasks.spec.formatting import join_commas
 #: Matches the last message of the inference fleet's process after an error in the process itself.
 #: Source: tasks/rollout/process.py, _print_last_line.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Text at the end of the field `cause` or `message` of an event if an engine or a weight sync has
-#: ended because the whole inference fleet is stopped.
+#: Text at the end of the field `cause` or `message` of some events. It says that an engine or a
+#: weight sync has ended because the whole inference fleet is stopped.
 #: Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 

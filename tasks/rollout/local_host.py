@@ -87,7 +87,7 @@ class LocalHost:
         self._prober = HttpProber(self.listeners)
 
     async def hosts(self) -> tuple[str, ...]:
-        """Return the addresses of the nodes of the plan, which are all the loopback address."""
+        """Return the address of each node of the plan. Each address is the loopback address."""
         return (LOOPBACK,) * nodes_needed(self._plan.fleet, self._plan.node_gpus)
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:

@@ -465,9 +465,9 @@ def _find_target(command: Sequence[str | None]) -> _ScriptArgument | None:
 
 
 def _make_module(command: Sequence[str | None], index: int) -> _ScriptArgument | None:
-    """Return the module at an index of a command.
+    """Return the module whose name is an argument of a command.
 
-    None if the command has no such argument, or if the argument contains placeholders.
+    None if the command has no argument at this index, or if the argument contains placeholders.
     """
     is_known = index < len(command) and command[index] is not None
     return _ScriptArgument(index=index, is_python=True, is_module=True) if is_known else None

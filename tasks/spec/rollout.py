@@ -435,7 +435,7 @@ UrlPath = Annotated[str, Field(strict=True, pattern=r"^/\S*$")]
 
 
 class FleetToken(Model):
-    """Request of a health check that makes an inference server generate a token."""
+    """HTTP request that a health check sends, so that an inference server generates a token."""
 
     path: UrlPath = Field(
         description="URL path on the server to which Muster sends the request. An answer with "

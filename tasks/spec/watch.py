@@ -310,13 +310,14 @@ class Alarms:
         self._last_step: float | None = None
         #: Metrics of the rules with the condition `finite`, each as a tuple of possible names.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: Metrics whose last value is NaN or infinite. Each key lists the possible names of one
-        #: metric. Each value contains the name in the metrics file, the last value (NaN or
-        #: infinite), and the first step of the period without a finite value.
-        self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
+        #: Metrics whose last value is NaN or infinite, or null in so many lines that an alarm was
+        #: raised. Each key lists the possible names of one metric. Each value contains the name in
+        #: the metrics file, the last value (`nan`, `inf`, `-inf` or `null`), and the first step of
+        #: the period without a finite value.
+        self._not_finite: dict[tuple[str, ...], tuple[str, str, float]] = {}
 
     def describe_not_finite(self) -> str:
-        """Return a text about metrics that are not finite now, such as `loss is nan since step 12`.
+        """Return a text about metrics without a finite value, such as `loss is nan since step 12`.
 
         Returns:
             The text, or an empty string if the last value of each metric is finite.
@@ -336,7 +337,7 @@ class Alarms:
                 self._not_finite.pop(names, None)
             else:
                 since = self._not_finite[names][2] if names in self._not_finite else step
-                self._not_finite[names] = (name, value, since)
+                self._not_finite[names] = (name, str(value), since)
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
         """Evaluate a line of the metrics file, and return the new alarms.
@@ -360,7 +361,9 @@ class Alarms:
             alarm for state in self._pending.values() if (alarm := state.evaluate(step, entry))
         ]
         for alarm in alarms:
-            del self._pending[alarm.rule]
+            state = self._pending.pop(alarm.rule)
+            if state.is_null:
+                self._not_finite[state.rule.metric] = (alarm.metric, "null", alarm.since)
         return alarms
 
 
@@ -392,6 +395,11 @@ class _RuleState:
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
+
+    @property
+    def is_null(self) -> bool:
+        """True if the metric was null in the last line that contained it."""
+        return self._null_count > 0
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
         """Add a line of the metrics file, and return an alarm if the rule's condition is now true.

@@ -340,8 +340,8 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
     with suppress(NoCode, OSError):
         files = hash_files(str(properties.get("tree")))
     if files:
-        # Leave out the recorded diff of the project, because a long diff was cut. The hashes of all
-        # files show the differences more exactly.
+        # Leave out the recorded diff of the project: if the diff was long, only its beginning was
+        # recorded. The hashes of all files show the differences exactly.
         properties.pop("diff", None)
     return dict(_flatten({**properties, "code": files}))
 

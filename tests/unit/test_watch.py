@@ -117,6 +117,9 @@ def test_many_null_values_in_a_row_raise_an_alarm(
         ([1.0, "-inf"], "loss is -inf since step 2"),
         ([1.0, math.nan, 0.5], ""),
         ([1.0, math.nan, None], "loss is nan since step 2"),
+        ([1.0] + [None] * 9, ""),
+        ([1.0] + [None] * 20, "loss is null since step 2"),
+        ([1.0] + [None] * 20 + [0.5], ""),
     ],
 )
 def test_metrics_that_end_without_a_finite_value_are_described(
