@@ -176,7 +176,8 @@ class JsonlProgress:
         self._step: float | None = None
         #: Number of JSON objects without a step that came before the first object with a step.
         self._without_step = 0
-        #: Last JSON object whose value of `key` was no training step. None if all objects had a step.
+        #: Last JSON object whose value of `key` was no training step. None if there was no such
+        #: object.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
         with suppress(PlaceTimeout):

@@ -226,7 +226,7 @@ class _Begin(_Order):
 
 
 class _Broadcast(_Order):
-    """Body of a request to the gateway, which then sends an HTTP request to the engines of a sync."""
+    """Body of a request to the gateway, which sends an HTTP request to all engines of a sync."""
 
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]

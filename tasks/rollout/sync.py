@@ -390,7 +390,7 @@ class WeightSyncs:
         if self._open is not None and not self._open.is_ending:
             await self._end(
                 self._open,
-                "ended without a commit, because Muster stops the inference servers",
+                "ended without a commit, because the fleet is stopped",
                 is_fleet_stopped=True,
             )
 
