@@ -461,6 +461,9 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
         del fields["position"]
         del fields["run"]
     else:
+        if state_of(flow_run).is_final():
+            # The problems of the queue and of the nodes do not concern a run that has ended.
+            problems = []
         lines = [f"{flow_run.name} {_describe_state(flow_run, view.at)}."]
         fields = {
             "holds": _describe_held_nodes(flow_run, view),

@@ -112,3 +112,17 @@ def test_reason_of_a_waiting_run_is_printed_once(address: str, error: str) -> No
 
     assert output.count(error[:40]) == 1
     assert "10.0.0.2:8265: timed out after 5 s" in output
+
+
+@pytest.mark.parametrize(("state", "is_shown"), [(Completed(), False), (Running(), True)])
+def test_problems_of_the_nodes_are_shown_only_until_the_run_has_ended(
+    state: Any, is_shown: bool
+) -> None:
+    server: Any = Server(state, [("there", 1)])
+
+    async def read_view_with_problem(pool: str) -> QueueView:
+        return replace(await read_view(pool), troubles=("the nodes: the work pool lists no nodes",))
+
+    output = asyncio.run(explain(server, str(server.run.id), "gang", read_view_with_problem))
+
+    assert ("lists no nodes" in output) is is_shown
