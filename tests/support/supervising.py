@@ -49,8 +49,8 @@ from tasks.train.plan import PlanInputs
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
-#: Exit code of the flow process if Muster has wrongly ended a child that is no component. Only the
-#: test condition `own-child` starts a child that is no component.
+#: Exit code of the flow process in the test condition `own-child`, if Muster has wrongly ended a
+#: child process that Muster did not start.
 EXIT_CHILD_ENDED = 99
 
 
@@ -73,11 +73,12 @@ class FlowInstructions:
     #: working directory of the run. The flow process emits the event `gate.reached` when a start
     #: waits.
     gates: tuple[str, ...] = ()
-    #: Number of bytes that are added to the record file of the run, for tests with a full disk.
+    #: Number of padding bytes in the record file of the run. With many padding bytes, the file does
+    #: not fit on an almost full disk.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        """Return the kernel features that contain the processes of the run at the level `level`.
+        """Return the kernel features for the containment level `level`, for example cgroups.
 
         If the machine does not support `level`, the next lower supported level is used. Muster
         calls this method in place of `tasks.train.session.find_containment`.
@@ -194,9 +195,9 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
 
 
 def create_in_short_lived_thread(run: Callable[[], None]) -> None:
-    """Call the function `run`, and let a short-lived thread create the `Supervisor` object.
+    """Call `run`, but execute the constructor of `Supervisor` in a new thread.
 
-    The thread ends as soon as the `Supervisor` object exists.
+    The thread ends when the constructor returns.
     """
     init = Supervisor.__init__
 
@@ -239,7 +240,7 @@ def leak_descriptors(run: Callable[[], None]) -> None:
 
 
 def keep_unrelated_child(run: Callable[[], None]) -> None:
-    """Call `run` while this process has a child that is no component.
+    """Call `run` while this process has a child process that Muster did not start.
 
     Muster must not stop this child. If the child has ended when `run` returns, this process exits
     with EXIT_CHILD_ENDED.
@@ -274,22 +275,21 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and lower the limit of open files, so that this process runs out of descriptors.
+    """Call `run`, and lower the limit of open files, so that this process cannot open enough files.
 
     Args:
         run: The function to call.
-        at: Name of the component at whose start the limit is lowered, so that no further file can
-            be opened. If empty, the limit is lowered when the supervisor is created. The process
-            can then open 12 further files, which are too few for the guardian processes.
+        at: Name of a component. When this component starts, the limit is lowered so that no
+            further file can be opened. If empty, the limit is lowered when the supervisor is
+            created. The process can then open a few files, but too few for the guardian processes.
     """
     method_name = "start" if at else "__init__"
     method = getattr(Supervisor, method_name)
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # The result of `listdir` includes a descriptor that `listdir` itself opened and has
-            # closed again. If the limit is one less than the length of the result, the process
-            # cannot open another file.
+            # The list includes a descriptor that `listdir` itself uses and closes at the end. With
+            # -1, the limit is the true number of open descriptors: no further file can be opened.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -324,10 +324,10 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Suspend the template process, which forks the guardians. `fork` sends the template process
-        # a request, and waits for the answer with the function `recv` below, in place of
-        # `self._channel.recv`. The function `recv` below lets the template process run until the
-        # fork, and then kills or continues the template process, as `at` says.
+        # Suspend the template process, which forks the guardians, before `fork` sends a request. To
+        # wait for the answer, `fork` calls the function `recv` below. `recv` lets the template
+        # process run until the fork, and then kills or continues the template process, as `at`
+        # says.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
@@ -360,8 +360,8 @@ def step_until_it_forks(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-#: Mapping from the name of an unusual condition to a function that creates the condition. The
-#: function then calls its first argument, which supervises the run.
+#: Mapping from the name of an unusual condition to a function `function(run, ...)`, which creates
+#: the condition and calls `run`. The callable `run` supervises the run of the test.
 CONDITIONS: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,
