@@ -25,13 +25,13 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the data classes that hold the content of a spec until the program of the spec starts.
+#: Names of the data classes for a spec, from the loading of the spec to the start of its program.
 #: If a function gets an argument of one of these classes, the module of the function is on the path
 #: from the spec to the start of the program (`ModulePaths.to_exec`).
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the data classes that hold the result of a program until the flow run has its final
-#: state. If a function gets an argument of one of these classes, the module of the function is on
-#: the path from the end of the program to the final state (`ModulePaths.to_state`).
+#: Names of the data classes for the result of a program, from the end of the program to the final
+#: state of the flow run. If a function gets an argument of one of these classes, the module of the
+#: function is on the path from the end of the program to the final state (`ModulePaths.to_state`).
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
 #: Names of the data classes that describe a flow run until its process gets GPUs. If a function
 #: gets an argument of one of these classes, the module of the function is on the path from the
@@ -79,13 +79,13 @@ class ModulePaths:
 
     def __init__(self) -> None:
         #: Modules on the path from a spec to the start of a program: mapping from the file of each
-        #: module to the function that was called first.
+        #: module to the first called function of the module.
         self.to_exec: dict[str, str] = {}
         #: Modules on the path from the end of a program to the final state of the flow run: mapping
-        #: from the file of each module to the function that was called first.
+        #: from the file of each module to the first called function of the module.
         self.to_state: dict[str, str] = {}
         #: Modules on the path from a waiting flow run to the GPUs of its process: mapping from the
-        #: file of each module to the function that was called first.
+        #: file of each module to the first called function of the module.
         self.to_gpus: dict[str, str] = {}
         #: True after the program of the traced run has started.
         self._has_started = False
@@ -214,7 +214,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print lists of modules for the start of a program, the end of a program, and the queue."""
+    """Print the modules on each of the three paths through Muster."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (
