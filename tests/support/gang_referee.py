@@ -63,7 +63,7 @@ class ComponentProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The evidence about one run: its request, its states and its component processes."""
+    """The evidence about one run: the requested GPUs, the states and the component processes."""
 
     name: str
     #: Number of nodes that the run requests.
@@ -150,8 +150,8 @@ def judge(
         runs: Histories of all runs of the queue.
         nodes: Mapping from the name of each existing node to its number of GPUs.
         most_runs: Number of runs that may hold GPUs at the same time.
-        late_s: Longest allowed delay, in seconds. A run may start this much later than a run behind
-            it in the queue, because one scheduling pass may admit both runs in any order.
+        late_s: Number of seconds that a run may start later than a run behind it in the queue. A
+            short delay is no fault, because one scheduling pass may admit both runs in any order.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
         by_states: True if the states of the runs show when GPUs were held, and the grants show the
             nodes. Use False for Ray, which chooses the nodes of a run itself. Then only the lines
@@ -209,7 +209,7 @@ def list_holds(run: History) -> Iterator[Hold]:
     for state in run.states:
         if state.is_wait or state.type in FINAL:
             # A flow process may start, find that its GPUs are not free, and end. The flow run was
-            # then RUNNING, but the run held no GPUs, because no component had started.
+            # then RUNNING, but held no GPUs. The sign of this case: no component started.
             has_only_asked = state.type == "RUNNING" and not any(
                 since is not None and since <= part.began <= state.at for part in run.parts
             )
@@ -236,7 +236,7 @@ def list_holds(run: History) -> Iterator[Hold]:
 
 
 def _find_wrong_ends(run: History) -> Iterator[str]:
-    """Yield a message for each error in the final state, the cancellation or the grant of a run."""
+    """Yield messages about a wrong final state, a slow cancellation, or a grant of wrong size."""
     last = run.states[-1] if run.states else None
     if last is None or last.type not in FINAL:
         shown = f"{last.type} {last.name}" if last else "never seen"
@@ -259,7 +259,7 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
     """Yield a message if a run was admitted twice in a row, or if an attempt ran twice.
 
-    Also yield a message for each component that ran without GPUs, or longer than its run.
+    Also yield a message for each component that ran while its run held no GPUs.
 
     Args:
         run: History of the run.
@@ -304,7 +304,7 @@ class _Usage:
 
 
 def _usage_of_hold(hold: Hold) -> _Usage:
-    """Return the resources that a run used during one period with GPUs."""
+    """Return the resources that a run used in a period in which the run held GPUs."""
     amounts = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
     return _Usage(run=hold.run, since=hold.since, until=hold.until, amounts=amounts)
 
@@ -337,7 +337,7 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
 ) -> Iterator[_Usage]:
-    """Yield the period and the used GPUs of each node, for each component of the runs.
+    """Yield one usage for each component process: the GPUs of the run while the process ran.
 
     Args:
         runs: Histories of the runs.
@@ -347,7 +347,7 @@ def _usages_of_components(
         for part in run.parts:
             ends = (hold.until for hold in holds[run.name] if hold.until >= part.began)
             # The end of a killed component is unknown. Assume that the component ended when its run
-            # gave the GPUs back. `_find_double_starts` reports components that ran longer.
+            # gave the GPUs back.
             until = part.ended if part.ended is not None else next(ends, part.began)
             nodes = dict(part.nodes or {})
             yield _Usage(run=run.name, since=part.began, until=until, amounts=nodes)
@@ -368,8 +368,8 @@ def _find_peaks(
         for at, sign in ((usage.since, 1), (usage.until, -1))
         if usage.until > usage.since
     ]
-    # If one usage ends and another begins at the same time, the end comes first in the list,
-    # because the change of an end is negative.
+    # If one usage ends and another begins at the same time, the end comes first in the list: ends
+    # have the sign -1, and beginnings have the sign 1.
     changes.sort(key=lambda change: change[:2])
 
     used: dict[str, float] = dict.fromkeys(limits, 0)
@@ -400,8 +400,9 @@ def _find_overtaking(
     """Find overtaken runs. A run is overtaken if a run behind it in the queue is admitted earlier.
 
     Overtaking is a fault if the free GPUs did not suffice for both runs. If the GPUs sufficed for
-    both runs, overtaking is a fault only if the delay is longer than `late_s` seconds. A shorter
-    delay is allowed, because one scheduling pass may admit both runs in any order.
+    both runs, overtaking is a fault only if the overtaken run is admitted more than `late_s`
+    seconds after the other run. A shorter delay is allowed, because one scheduling pass may admit
+    both runs in any order.
 
     Args:
         runs: Histories of all runs of the queue.
@@ -423,9 +424,9 @@ def _find_overtaking(
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # If `run` was submitted after `other`, ignore an admission of `other` within
-                # `late_s` seconds after `run` began to wait. The scheduling pass that admitted
-                # `other` may have begun before `run` was submitted.
+                # The scheduling pass that admitted `other` may have begun before `run` was
+                # submitted. So if `other` was submitted first, ignore admissions of `other` in the
+                # first `late_s` seconds of the wait of `run`.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:

@@ -186,7 +186,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
     #: Gangs that end before the first waiting gang starts, in the order of their ends.
     ended: list[Held] = []
-    #: Number of the gangs in `ended` that end before the first waiting gang has enough GPUs.
+    #: Number of the gangs in `ended` that end before enough GPUs are free for the first waiting
+    #: gang. The other gangs in `ended` end later, but before the earliest start of this gang.
     ended_before_fit = 0
     at = head.not_before if head.not_before > now else None
     while running_then:
@@ -206,7 +207,7 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
         return Forecast(at=None, free=free_then, running=running_then)
 
     # Find the nodes that have too few free GPUs or CPUs now, but will have enough when the first
-    # waiting gang starts. This gang waits for the running gangs that hold GPUs of these nodes.
+    # waiting gang starts. The first waiting gang waits for the running gangs on these nodes.
     sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
         sufficient_then &= head.among
