@@ -117,7 +117,11 @@ def list_descendants(root: int) -> list[int]:
 
 
 def read_parent_pid(name: str) -> int:
-    """Return the pid of the parent of the process `name` (a pid), or 0 if the process has ended."""
+    """Return the pid of a process's parent, or 0 if the process has ended.
+
+    Args:
+        name: Pid of the process, as the name of its folder in /proc.
+    """
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

@@ -127,10 +127,10 @@ class ObservedFlow:
         return flow_run
 
     def reconcile(self) -> dict[str, Any]:
-        """Clean up the runs whose flow process has died; return the result of each run by its id.
+        """Clean up the runs whose flow process has died; return `{RUN ID: RESULT}`.
 
-        A new process does the clean-up. This process runs the program `tests.support.reconciling`,
-        whose docstring describes the results.
+        A new process with the program `tests.support.reconciling` does the clean-up. The docstring
+        of the program describes the results.
         """
         log = self.directory / "reconciling.log"
         env = {"MUSTER_HOME": str(self.home)}
@@ -180,9 +180,10 @@ class ObservedFlow:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def exists(self) -> bool:
-        """Return True until the flow process has been reaped by its parent, the oracle process.
+        """Return True until the oracle process has reaped the flow process.
 
-        Also return True if the main thread is a zombie, because other threads may still hold files.
+        A flow process whose main thread is a zombie still exists, because its other threads may
+        hold files.
         """
         return Path(f"/proc/{self.pid}").exists()
 

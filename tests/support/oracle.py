@@ -38,10 +38,10 @@ def is_watched(deadline_s: float) -> bool:
     survive.
 
     Args:
-        deadline_s: Seconds that descendants may live after the end of the forked process.
+        deadline_s: Seconds that descendants may live after the end of the child.
 
     Returns:
-        True in the forked process. False in the oracle, after it has printed its last line.
+        True in the child. False in the oracle, after the oracle has printed the result.
     """
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
@@ -186,7 +186,11 @@ def write(path: str, text: str) -> None:
 
 
 def read_parent_pid(name: str) -> int:
-    """Return the pid of the parent of the process `name` (a pid), or 0 if the process has ended."""
+    """Return the pid of a process's parent, or 0 if the process has ended.
+
+    Args:
+        name: Pid of the process, as the name of its folder in /proc.
+    """
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])
