@@ -234,7 +234,7 @@ class DummyServer:
         return fault
 
     async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
-        """Show a fault to the client, for example answer with HTTP status 503.
+        """Apply a fault to a request, for example answer with HTTP status 503.
 
         Returns:
             False if the server must still send the normal answer, for example after a delay.
@@ -289,7 +289,7 @@ class DummyServer:
             connection.send_json(200, piece)
 
     def _piece(self, path: str, request: Request, text: str, *, is_stream: bool) -> dict[str, Any]:
-        """Return a generated text as JSON content of an answer to a request with this URL path."""
+        """Return the JSON content of an answer with `text`, in the format of the URL path."""
         about = {"id": request.header("x-request-id"), "rank": self.rank, "version": self.version}
         if path == "/generate":
             return {"text": text, "meta_info": about}
@@ -326,7 +326,8 @@ class DummyServer:
 
 
 _NO_FAULT = Fault()
-#: Headers that occur twice in an echo answer. A test checks that a proxy forwards both.
+#: Two headers that each occur twice in an echo answer. A test checks that a proxy forwards all four
+#: lines.
 _ECHO_HEADERS = "X-Twice: one\r\nX-Twice: two\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
 
 

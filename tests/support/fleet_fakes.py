@@ -135,8 +135,7 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: One number for each probe that still runs: the number of the server's last start before the
-    #: probe.
+    #: For each probe that runs now: the value of the attribute `epoch` at the start of the probe.
     asked: set[int] = field(default_factory=set)
 
 
@@ -407,8 +406,8 @@ class FleetHarness:
 
         Args:
             version: Weight version to commit. If None, the current version + 1.
-            engines: Numbers of the engines that shall use the new weights. Engines that failed to
-                load the weights are left out. If None, all engines.
+            engines: Numbers of the engines that shall use the new weights. If None, all engines.
+                The commit never includes an engine that failed to load the weights.
         """
         transaction = await self.fleet.begin_sync(100.0, InFlight.WAIT)
         sync_id = transaction["sync"]

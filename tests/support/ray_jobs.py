@@ -36,8 +36,8 @@ class JobEvents:
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: Address of the control store (GCS) of a cluster, for each request to search the nodes of the
-    #: cluster for leftover processes.
+    #: One address for each request to search a cluster for leftover processes: the address of the
+    #: cluster's control store (GCS).
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:

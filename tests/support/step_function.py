@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 
 class StepFunction:
-    """A fake source of the current training step, which gets the step from a function."""
+    """A fake source of the current training step. A function of the test returns the step."""
 
     def __init__(self, read_step: Callable[[], Awaitable[float | None]]) -> None:
         self._read_step = read_step
