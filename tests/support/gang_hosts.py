@@ -85,12 +85,12 @@ class OtherHost:
         return wait_for(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 
     def _outer_pid(self, inner_pid: int) -> int:
-        """Return the process id that a process of the host has outside of the host's namespace.
+        """Translate a process id in the host's PID namespace to the id outside.
 
         Return 0 if the process does not exist.
 
         Args:
-            inner_pid: Process id in the namespace of the host.
+            inner_pid: Process id in the host's PID namespace.
         """
         [first_pid] = _children(self._keeper.pid)
         namespace = os.readlink(f"/proc/{first_pid}/ns/pid")

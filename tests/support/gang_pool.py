@@ -251,7 +251,7 @@ class GangPool:
         """
         name = f"holder-{'-'.join(nodes)}"
         gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
-        # Muster's messages contain the name in the spec, so the spec gets the name of the flow run.
+        # The spec needs the name, too: Muster's messages name a run by the name in its spec.
         spec = {"name": name, "gang": gang}
         flow = self.host_env.post("/flows/", name="train")["id"]
         flow_run = self.host_env.post(

@@ -254,10 +254,9 @@ class HostEnvironment:
         )
 
     def reconcile_without_flow(self) -> str:
-        """Clean up the lost runs of the host as a starting worker does, without a flow run.
+        """Clean up the lost runs of the host without the flow `reconcile`; return the summary.
 
-        A lost run is a run whose flow process has died. The function returns the summary of the
-            clean-up.
+        A worker does the same when it starts. A lost run is a run whose flow process has died.
         """
         return self._python(
             "from tasks.upkeep.reconcile import publish, reconcile_host; "

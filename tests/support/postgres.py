@@ -148,8 +148,8 @@ def postgres() -> Iterator[Postgres]:
     """
     programs = _find_programs()
     assert programs is not None, explain_missing_postgres()
-    # The path of a Unix socket must be short, and the server's user must have access to the path.
-    # The temporary directory of a test may have a long path without this access.
+    # Use /tmp: in the temporary directory of a test, the path of the Unix socket may be too long,
+    # and the server's user may have no access.
     directory = Path(tempfile.mkdtemp(prefix="muster-pg-", dir="/tmp"))
     server = Postgres(programs, directory, _other_user() if os.geteuid() == 0 else None)
     try:

@@ -20,8 +20,8 @@ def send_request(method: str, url: str, content: Any = None, *, password: str = 
     """Send a request to a Prefect server, and return the JSON of its answer.
 
     A server with SQLite answers with status 503 while another request locks the database. This
-    function then repeats the request. A request with this answer had no effect on the server, so no
-    request is executed twice.
+    function then repeats the request. A request with the answer 503 has no effect, so no request
+    takes effect twice.
 
     Args:
         method: HTTP method.

@@ -22,8 +22,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Earliest time of states and scheduled starts: an hour ago. So the scheduled starts of all flow
-#: runs are in the past.
+#: Time from which the times of states and scheduled starts are counted. The time is an hour ago, so
+#: that the default scheduled starts are in the past.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -47,7 +47,7 @@ class ScriptedPrefect:
         self._runs: dict[UUID, FlowRun] = {}
         #: States of each flow run, the oldest first.
         self._histories: dict[UUID, list[State[Any]]] = {}
-        #: Number of states of all flow runs.
+        #: Total number of states of all flow runs up to now.
         self._state_count = 0
         #: Flow run id and text of each log message that the scheduler has written.
         self.logs: list[tuple[UUID | None, str]] = []
