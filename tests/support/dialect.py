@@ -252,7 +252,7 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
 def _any_construction() -> re.Pattern[str]:
     """Return a pattern that matches any phrase of CONSTRUCTIONS.
 
-    The number of the matching group, from 1, is the position of the construction in the list.
+    Group 1 of the pattern matches the first construction, group 2 the second, and so on.
     """
     return re.compile("|".join(f"({pattern})" for pattern, _ in CONSTRUCTIONS))
 

@@ -96,7 +96,7 @@ class OwnStack:
         return Stack.model_validate_json((self.home / "stack" / "stack.json").read_bytes())
 
     def part(self, name: str) -> StackPart | None:
-        """Return the description of a process of the stack, such as `worker`, from `stack.json`.
+        """Return the entry of a process in `stack.json`, such as `worker`.
 
         Return None if `stack.json` does not exist yet.
         """

@@ -111,7 +111,7 @@ class S3Server:
 def ignore_message(_: object) -> None:
     """Ignore the argument, and return None.
 
-    A lambda that must return None can pass the result of another function to this function.
+    Lambdas that must return None use this function: `lambda: ignore_message(event.wait())`.
     """
 
 
