@@ -43,8 +43,8 @@ CONTAINER_V1 = "34 23 0:27 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup r
         ),
         # A container with its own cgroup namespace sees only the root of the cgroup hierarchy.
         ("0::/\n", V2, ["/sys/fs/cgroup"]),
-        # The mounted part of the hierarchy does not contain the cgroup of the process, so no cgroup
-        # is found.
+        # The mounted cgroup file systems do not contain the cgroup of the process, so no cgroup is
+        # found.
         ("4:memory:/other\n", CONTAINER_V1, []),
         ("0::/job\n", V1, []),
         ("", V2, []),

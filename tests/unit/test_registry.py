@@ -115,8 +115,8 @@ def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
 ) -> None:
     """The owner of a run is its flow process, which locks the run's registry entry.
 
-    The lock shows that the owner is alive. The recorded process id is not reliable after a change
-    of the clock, or in another PID namespace.
+    The lock shows that the owner is alive. The recorded process id is not enough: in another PID
+    namespace, this process id may belong to another process, or to no process.
     """
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())
@@ -307,7 +307,8 @@ def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
     for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
         enter(directory, entry(component=component, grace_s=grace_s))
 
-    # The grace period of each component counts twice: once for a checkpoint, and once for the stop.
+    # The grace periods of the trainer (60 s) and of the API (5 s) count twice: once for a
+    # checkpoint, and once for the stop.
     # The inference server `rollout.0` ends together with the component `rollout`, so the server's
     # grace period is not added.
     assert before == 0.0

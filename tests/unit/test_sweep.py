@@ -146,9 +146,9 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process, as if `process` had no variables after two reads.
+        """Return the environment of a process, or no variables after two calls for `process`.
 
-        A process has an empty environment after an `execve` without variables.
+        A process has no variables after an `execve` with an empty environment.
         """
         nonlocal reads
         if pid != process.pid:
@@ -170,8 +170,8 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # Each search returns a new pid that no process has, so the pid counts as ended right after the
-    # search. Only the pid of the last search, at the time limit, counts as leftover.
+    # Each search finds a process that has already ended. The process of the last search, at the
+    # time limit, counts as leftover nevertheless.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

@@ -79,8 +79,8 @@ def test_descendants_are_ended_without_reading_other_processes(
 ) -> None:
     pid, below = family
 
-    # Each round ends the parent processes. Then this process adopts their children, which are ended
-    # in the next round.
+    # If a parent process ends before its child gets the signal, the process `pid` adopts the child.
+    # So the next call sends the signal to the child.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)

@@ -83,7 +83,7 @@ DAMAGES: Mapping[str, Damage] = {
 
 
 #: Three kinds of damage for the slow tests, which start processes. These three are enough, because
-#: the code treats each other kind in `DAMAGES` like one of the three.
+#: the code handles each further kind in `DAMAGES` like one of these three.
 QUICK_DAMAGES = {name: DAMAGES[name] for name in ("empty", "newer schema", "a link")}
 
 
