@@ -153,8 +153,8 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # the order `sweep` would end the processes of all attempts of the run, including the
-        # processes of this active job
+        # this variable selects the processes of all attempts of the run, so the processes of this
+        # active job would be ended, too
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
@@ -266,7 +266,8 @@ def test_node_without_remaining_time_counts_as_unreached(
 
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN, within_s=0.0))
 
-    # On a busy machine, the first node may also answer too late. So check only the other node.
+    # Whether the node NODE answers in time depends on the load of the machine. So check only the
+    # node OTHER, which never answers.
     assert (OTHER, "no answer within 0 s") in [
         (node.node_id, node.why) for node in report.unreached
     ]
@@ -309,7 +310,7 @@ def test_many_sweeps_at_once_start_the_missing_agent_only_once(
     async def start_agent(_: NodeClient, what: str, each: Any, deadline: float) -> NodeAnswers:
         starts.append(what)
         for _ in range(100):
-            # Let the other searches for leftover processes continue until they wait for the agent.
+            # Let the other calls of `sweep` continue until they wait for the agent.
             await asyncio.sleep(0)
         agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
         cluster.table["muster", f"{key.prefix}{NODE}"] = agent.address

@@ -102,9 +102,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., JobEnd]:
-    """Return a function that ends a job.
+    """Return a function that ends a Ray job, and then searches for leftover processes of the job.
 
-    The arguments of the function are the nodes that a search for leftover processes cannot reach.
+    The arguments of the function are the nodes that this search cannot reach.
     """
     content = SubmissionJson(
         address=ADDRESS,

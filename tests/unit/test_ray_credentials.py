@@ -29,7 +29,7 @@ LISTED = ListedCluster(address=f"{ADDRESS}/", headers={"X-Key": "Basic ${env.OUR
 
 @pytest.fixture(autouse=True)
 def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn on Ray's token authentication, and clear the environment's list of Ray clusters."""
+    """Turn on Ray's token authentication, and set MUSTER_RAY_CLUSTERS to an empty text."""
 
     def token(headers: dict[str, str]) -> dict[str, str]:
         return {} if "authorization" in map(str.lower, headers) else TOKEN

@@ -69,8 +69,8 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # Ray reports the end of a job with a delay. So the maximum delay is subtracted from the end
-        # time that Ray reports
+        # the end time 998 from Ray is 98 on the monotonic clock. Ray may notice the end of a job
+        # late, so the maximum delay is subtracted
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # the end time from Ray is too early, because a later request still found the job running.
         # So the time of this request is used

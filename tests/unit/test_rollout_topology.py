@@ -32,7 +32,7 @@ def fleet_of(**written: Any) -> Rollout:
 
 
 def addresses_of(fleet: Rollout, node_gpus: int | None = None) -> Addresses:
-    """Return hosts `n0`, `n1` and so on, and ports from 30000 in the order of `ports_needed`."""
+    """Return fleet addresses: hosts `n0`, `n1` and so on, and ports 30000, 30001 and so on."""
     port_names = ports_needed(fleet, node_gpus)
     return Addresses(
         hosts=tuple(f"n{index}" for index in range(nodes_needed(fleet, node_gpus))),
