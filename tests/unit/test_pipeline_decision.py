@@ -251,8 +251,8 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # the pipeline failed twice, and a user retried it each time: the last retry counts
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` scheduled the lost pipeline again at 30 s. Only a user's request
-        # counts, so the result is the time of the first request
+        # `muster reconcile` scheduled the lost pipeline again at 30 s. Only requests of users
+        # count, so the result is 0 s, the time of the submission by a user
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),

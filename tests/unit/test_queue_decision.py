@@ -480,8 +480,8 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
-    # The expected end of the run is counted from the time at which the run received its GPUs. The
-    # time of the run's state does not matter.
+    # The expected duration of the run is counted from the time at which the run received its GPUs,
+    # not from the time at which its state became RUNNING.
     assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
     assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
     assert first_start(NOW - 3 * 3600, **hour) == NOW

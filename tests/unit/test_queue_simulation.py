@@ -31,7 +31,7 @@ def replayed(trace: Path, nodes: int, policy: Policy, compress: float = 1.0) -> 
         (PHILLY, 16, 1, "backfill", 90.6, 298.4, 367.2),
         (PHILLY, 20, 1, "fifo", 48.1, 161.2, 196.1),
         (PHILLY, 20, 1, "backfill", 23.4, 126.2, 200.2),
-        # the busiest trace: four days of jobs are submitted in one day
+        # the busiest trace: the jobs of four days are submitted within one day (`compress` is 4)
         (KALOS, 128, 4, "fifo", 40.8, 149.5, 153.7),
         (KALOS, 128, 4, "backfill", 29.5, 143.5, 147.7),
     ],

@@ -299,7 +299,7 @@ def count_requests(scene: Callable[[ScriptedPrefect], UUID]) -> int:
     """Return the number of requests that two scheduling passes send if no run is cancelled.
 
     Args:
-        scene: Function that prepares the server.
+        scene: Function that prepares the server, and returns the id of a run.
     """
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
@@ -538,10 +538,10 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Number of `read_flow_runs` requests in a scheduling pass: 3 for the runs that hold GPUs, 1
-    # other request, 3 for the runs that hold GPUs again, 1 for the waiting runs (only if another
-    # scheduler has decided in between), and 1 other request. In each iteration below, the run
-    # `first` is requeued just before a different request.
+    # The sum counts the requests `read_flow_runs` in a scheduling pass. Each 3 stands for the
+    # requests for runs that hold GPUs. If another scheduler has decided in between (`is_passed`),
+    # there is one more request. In each iteration below, the run `first` is requeued just before a
+    # different request.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 

@@ -216,7 +216,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
         ),
-        # runs far back in the queue get the same text for both reasons
+        # far back in the queue, the reasons BEHIND and WOULD_DELAY have the same text
         (
             later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
             later(Why.WOULD_DELAY, number=MAX_POSITION_WITH_FIRST_RUN + 2),
