@@ -116,7 +116,7 @@ def view(
     Args:
         unready: Reason of the trainer's failed readiness probe, or an empty string if no probe
             failed.
-        servers: Events of the run, for example of its rollout servers.
+        servers: Further events of the run, for example of its rollout servers.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
     seen = ObservedRun(spec)

@@ -419,8 +419,8 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
         (1, "node-7"),
         (2, "node-8"),
     ]
-    # This call must be allowed, because the run continues from the state in the other host's
-    # record.
+    # The change to ADMITTED is legal, because the new record has the state PENDING_RESOURCES. The
+    # other host's record still has the state STOPPING.
     record.move(RunState.ADMITTED)
 
 

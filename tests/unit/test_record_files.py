@@ -196,6 +196,6 @@ def test_record_is_identical_to_the_saved_file(
 
     history(path)
 
-    # The saved files have a placeholder for the directory of the run.
+    # The expected files contain the word DIRECTORY instead of the path of the test's folder.
     written = path.read_text().replace(str(tmp_path), "DIRECTORY")
     assert written == (DATA / "written" / f"{history.__name__}.json").read_text()

@@ -89,7 +89,7 @@ class History:
         self.whole.add(checkpoint)
 
     def rival_saves(self) -> None:
-        """Let another run use the folder and save a checkpoint in it."""
+        """Let another run claim this run's checkpoint folder, and save a checkpoint there."""
         rival = RunPlace.of("rival")
         if self.rival_step is None:
             rival.attempt(1).directory.mkdir(parents=True)
@@ -173,7 +173,6 @@ class History:
         if plan.path != newest:
             assert newest is not None
             assert refused.get(newest), f"{newest} was passed over: {plan}"
-            # A complete checkpoint must not be refused because another checkpoint is damaged.
             raise AssertionError(f"{newest} is whole, but was refused: {refused[newest]}")
         self.begin_attempt(plan.path)
 

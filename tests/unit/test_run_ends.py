@@ -23,11 +23,11 @@ class FakeEvents:
     """Event streams of a fake Prefect server. Each stream yields its events and then waits."""
 
     def __init__(self, *streams: list[str] | Exception) -> None:
-        """Create the fake with one event stream for each connection.
+        """Create fake event streams, one for each connection.
 
         Args:
-            streams: For each connection, the ids of the flow runs that end, or the connection's
-                error.
+            streams: For each connection, the ids of the flow runs that end, or the error that the
+                connection raises.
         """
         self._streams = [*streams]
         self.connections = 0

@@ -75,7 +75,7 @@ def simulate_training(
 def find_alarms(
     lines: Lines, watch: Watch | None = None, workload: str = "grpo"
 ) -> dict[str, float]:
-    """Return a mapping from the name of each rule that raised an alarm to the training step.
+    """Return a mapping from the name of each rule that raised an alarm to the step of the alarm.
 
     Args:
         lines: Lines of the metrics file, one for each step.
