@@ -54,15 +54,15 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """Return a folder that contains only the package `muster`, with the content of the wheel."""
+    """Return a folder with a single package, `muster`, which is the same as in Muster's wheel."""
     folder = tmp_path / "site-packages"
     (folder / "muster").mkdir(parents=True)
     shutil.copy(ROOT / "deployments" / "muster_package.py", folder / "muster" / "__init__.py")
     return folder
 
 
-#: Functions that contain an import of a Muster module, as pairs: module and function. The
-#: import of the module `tasks.client` calls all these functions except `wait_for_stack`.
+#: Functions that contain an import of a Muster module, as pairs: module and function. While the
+#: module `tasks.client` is imported, all these functions except `wait_for_stack` are called.
 LATE_IMPORTS = {
     ("tasks.command", "find_server"),
     ("tasks.command", "wait_for_stack"),

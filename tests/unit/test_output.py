@@ -258,8 +258,8 @@ def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
     }
 
     risky = {path: calls for path, calls in calls_by_path.items() if calls}
-    # Two other modules create consoles, too. These consoles must be instances of `SafeConsole`, and
-    # they write into memory.
+    # Besides output.py, two modules create consoles, which write into memory. These consoles must
+    # be instances of `SafeConsole`.
     in_memory = {"tasks/show/markdown_output.py", "tasks/show/screen.py"}
     assert set(risky) == {"tasks/show/output.py", *in_memory}
     for path in in_memory:

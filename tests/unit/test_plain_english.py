@@ -29,7 +29,7 @@ MESSAGES_NOT_REWRITTEN = {
 #: Documents that are not yet in plain English. Remove a document when it is rewritten.
 DOCUMENTS_NOT_REWRITTEN: set[str] = set()
 
-#: Files that list the unwanted constructions, and therefore contain them.
+#: Files that may contain the forbidden phrases, because these files list the phrases.
 _EXAMPLES = {"tests/support/dialect.py", "tests/unit/test_plain_english.py"}
 
 

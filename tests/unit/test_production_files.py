@@ -24,7 +24,7 @@ from tests.support.production import PRODUCTION, read_variables
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
-#: Muster's own environment variables in the files for production.
+#: Muster's own environment variables in the files of `deployments/production`.
 MUSTER_SETTINGS = {
     "MUSTER_HOME",
     "MUSTER_HOME_OWNER",
@@ -32,7 +32,8 @@ MUSTER_SETTINGS = {
     "MUSTER_PRUNE_DAYS",
     "MUSTER_PRUNE_OUTPUTS",
 }
-#: Environment variables in the files for production that neither Muster nor Prefect reads.
+#: Environment variables in the files of `deployments/production` that neither Muster nor Prefect
+#: reads.
 OTHER_SETTINGS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
 
@@ -90,7 +91,7 @@ def test_prefect_and_muster_accept_every_value(name: str, monkeypatch: pytest.Mo
         assert settings.server.api.cors_allowed_origins != "*"
     if name == "muster.env":
         assert settings.client.retry_extra_codes == {500, 504}
-        # The file for production sets the same values as the defaults in the code.
+        # The file muster.env sets the same values as the defaults in the code.
         assert retention == Retention()
 
 

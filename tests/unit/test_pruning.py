@@ -242,7 +242,7 @@ def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) 
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
-    """Let the fake Prefect server list its deployments and unfinished runs with this text."""
+    """Use `server_text` as the description of the server's deployments and unfinished runs."""
 
     def ask_server(ask: object) -> str | None:
         return server_text if ask is pruning._describe_open_work else None

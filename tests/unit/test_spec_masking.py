@@ -154,7 +154,7 @@ def test_secret_arguments_are_recognised_by_the_option() -> None:
         *("python", "serve.py", "--api-key", "sk-12345", "--auth-token=t0ken-1", "HF_TOKEN=hf_abc"),
         *("+trainer.wandb_api_key='k3y-w'", "--proxy", "http://me:hunter2@proxy:80"),
         # These values are no secrets: names of columns of a data set, and common values. The option
-        # `--password` has no value.
+        # `--password` has no value, because another option follows.
         *("--label-key", "label", "data.prompt_key=prompt", "--reward-key=score"),
         *("--password", "--seed", "123456", "--max-new-tokens", "4096"),
     ]
