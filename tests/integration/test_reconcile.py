@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def api() -> Iterator[str]:
     """Yield the address of a Prefect server for this module only.
 
-    A server that other modules use could have further lost runs.
+    On a shared server, the tests could also find lost runs of other modules. A run is lost if its
+    flow process has died.
     """
     with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server(password="") as url:
         yield url
@@ -43,8 +44,8 @@ def host_env(api: str, tmp_path: Path) -> Iterator[HostEnvironment]:
     host_env = HostEnvironment(home=tmp_path / "home", api=api)
     yield host_env
     host_env.clear()
-    # After the kill of a flow process, its run is lost. Close the records of all lost runs now, so
-    # that the next test does not find these runs.
+    # A killed flow process leaves a lost run. Close the records of all lost runs now, so that the
+    # next test does not find these runs.
     host_env.reconcile_without_flow()
 
 
@@ -186,8 +187,8 @@ def test_live_run_is_not_changed(host_env: HostEnvironment) -> None:
 @pytest.mark.thorough
 def test_lost_run_that_was_being_cancelled_becomes_cancelled(host_env: HostEnvironment) -> None:
     run = host_env.start_run(make_sleeping_spec()).wait_until_running()
-    # The flow process is killed before the cancellation, because a living process would react to
-    # the cancellation itself.
+    # Kill the flow process before the cancellation. A living flow process would end the run, and
+    # leave no work for `reconcile`.
     run.kill_flow()
     set_state(host_env, run.flow_run_id, "CANCELLING")
 
@@ -199,9 +200,10 @@ def test_lost_run_that_was_being_cancelled_becomes_cancelled(host_env: HostEnvir
 
 @pytest.mark.thorough
 def test_run_that_waits_for_its_next_attempt_keeps_its_state(host_env: HostEnvironment) -> None:
-    """A flow process has ended, and its flow run waits for the next attempt.
+    """The flow process was killed, and the flow run waits for its next attempt.
 
-    A registry entry remains. `muster reconcile` must not change the state of the flow run.
+    The registry still has an entry of the run. `muster reconcile` must not change the state of the
+    flow run.
     """
     run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     set_state(host_env, run.flow_run_id, "SCHEDULED", name="PendingResources")
