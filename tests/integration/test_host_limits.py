@@ -142,8 +142,8 @@ def test_component_that_cannot_be_started_names_the_limit(
     assert not (harness.directory / "started").exists()
 
 
-#: Program that runs one component as the same user. It then prints the final state, the message
-#: and the failure of the attempt.
+#: Program that runs a component as the user of the program, and then prints the final state, the
+#: message and the failure of the attempt.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path
@@ -155,9 +155,9 @@ print(verdict.state.value, verdict.message, verdict.failure and verdict.failure.
 
 
 def supervise_as_nobody(directory: Path, *arguments: str) -> str:
-    """Run a Python program as a component of the user nobody, with a limit of processes.
+    """Run a Python program as a component of the user nobody.
 
-    The limit (`ulimit -u`) permits 80 more processes than the user has now.
+    The limit on the user's processes (`ulimit -u`) permits 80 more processes than now.
 
     Returns:
         Final state and message of the attempt.

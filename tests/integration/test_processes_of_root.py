@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Program that adopts a process of the user root, and prints the pid of this process. The program
 #: then tries once to kill all its own descendants.
 #:
-#: The kill also examines the newest processes of the machine. The program replaces
-#: `tree.last_pid`, so that root's process seems to be the newest process.
+#: After the kill, Muster searches the newest pids of the machine for new child processes. The
+#: program replaces `tree.last_pid`, so that the pid of root's process counts as the newest pid.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree

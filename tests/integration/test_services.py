@@ -53,7 +53,7 @@ while not os.path.exists(directory + "/child"):
 print("ready", flush=True)
 time.sleep(600)
 """
-#: A program that supervises the service until it is killed.
+#: A program that supervises the service until the test kills the program.
 SUPERVISOR = """
 import sys
 from pathlib import Path

@@ -58,8 +58,8 @@ components:
   trainer: {command: [python, train.py, "${progress.total}"]}
 progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
 """
-#: A program that a user other than the stack's user runs. The program tries to use Ray's dashboard,
-#: to list a folder of the stack, and to read a file of the stack.
+#: A program that runs as another user. The program tries to use the Ray dashboard of a stack, to
+#: list a folder of the stack, and to read a file of the stack.
 #:
 #: The program prints a JSON list with the HTTP status or the exception of each try.
 INTRUDER = """
@@ -94,7 +94,7 @@ class Home:
     program: Path
     #: Port of the Prefect server.
     port: int
-    #: Output of the first `muster up`, or an empty string before it.
+    #: Output of the first `muster up`, or an empty string if the command has not run yet.
     up_output: str = ""
 
     @property
@@ -202,8 +202,8 @@ def find_processes(stack: Stack) -> set[int]:
     """Return the pids of all processes of the stack.
 
     These are all descendants of the stack's supervisor, and all processes whose environment
-    contains the id of the stack. The second search alone would miss Ray processes that have renamed
-    themselves, because the new name has overwritten the environment.
+    contains the id of the stack. Some Ray processes overwrite their environment when they change
+    their name, so only the search for descendants finds these processes.
     """
     descendants = psutil.Process(stack.supervisor.pid).children(recursive=True)
     return {process.pid for process in descendants} | set(processes_of(stack.stack_id))
@@ -358,7 +358,7 @@ def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home)
 def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
     """The test sends a preflight request.
 
-    A browser sends such a request before a page may send JSON to another server.
+    A browser sends a preflight request before a page may send JSON to another server.
     """
     headers = {
         "Origin": origin.format(port=home.port),
@@ -677,8 +677,8 @@ def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
     deployment = home.api("GET", "/deployments/name/train/quickstart")
     schedules = f"/deployments/{deployment['id']}/schedules"
     schedule = {
-        # Prefect's scheduler looks for new schedules every few seconds, and skips times that have
-        # passed since then. So the interval must be longer than these few seconds.
+        # Prefect's scheduler wakes up every few seconds, and skips start times that have passed in
+        # between. So the interval must be longer than these few seconds.
         "schedule": {"interval": 20},
         "active": True,
         "parameters": {"spec": json.loads(spec)},
