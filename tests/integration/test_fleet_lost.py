@@ -40,9 +40,10 @@ def host_env(prefect_url: str, tmp_path: Path) -> Iterator[HostEnvironment]:
 
 
 def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
-    """Return the spec of a run with two engines that completes in the attempt `last_attempt`.
+    """Return the spec of a run with two engines.
 
-    The spec has no key "retry", so the default retries apply.
+    The run completes in the attempt with the number `last_attempt`. The spec has no key "retry", so
+    the default retries apply.
     """
     rollout = {"backend": "command", "engines": 2, "command": COMMAND, "stop": {"grace_s": 1}}
     arguments = ["${attempt.number}", str(last_attempt), "${rollout.url}"]

@@ -87,7 +87,7 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=make_rebind(9000),  # Never called, because no port is taken here.
+            rebind=make_rebind(9000),  # Never called, because no other program takes a port.
         )
 
     def pid(self, rank: int) -> int:

@@ -686,7 +686,7 @@ async def test_requests_to_a_removed_engine_are_retried_on_another_engine_at_onc
         assert await request_task == 1
         await until(lambda: first.counts.cancelled["a"], "the request at rank 0 is cancelled")
         assert setup.read_counts("finished") == [0, 1]
-        # The fleet removed the engine itself, so the gateway must not report a failure.
+        # The fleet has removed the engine, so the gateway must not report a failure of the engine.
         assert not setup.fleet.failures
 
 

@@ -294,8 +294,8 @@ def test_engine_with_a_dead_core_restarts_stale_and_serves_after_a_commit(
     fleet.sync(2)
     load.until_more()
 
-    # Before its first commit, the restarted engine had only its initial weights (version 1). The
-    # engine must not have answered requests with these weights.
+    # Before the sync of version 2, the restarted engine had only version 1 of the weights. The
+    # engine must not have answered requests with version 1.
     assert not [
         answer for answer in load.answers if (answer.epoch, answer.version) == (epoch + 1, 1)
     ]

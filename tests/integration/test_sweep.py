@@ -270,8 +270,8 @@ def test_leftovers_of_a_killed_raylet_are_killed_and_its_agent_ends(
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id, within_s=60))
 
     assert [process.pid for process in report.killed] == [pid]
-    # Ray may already have removed the killed node from the cluster. In this case, the report lists
-    # no node as unreached.
+    # The report lists the killed node as unreached, unless Ray has already removed this node from
+    # the cluster.
     assert {node.node_id for node in report.unreached} <= {own_cluster.nodes[0].node_id}
     assert len(agents_before) == 2
     assert becomes_true(lambda: len(list_agents(own_cluster)) == 1, within_s=60)
