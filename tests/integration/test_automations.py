@@ -198,8 +198,8 @@ def test_failed_run_is_notified_once_with_kind_component_and_log(
     assert OUT_OF_MEMORY in Path(log.partition(":")[2]).read_text()
     assert lines[-1] == OUT_OF_MEMORY
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
-    # Muster and the Prefect server each emit an event about the failure. Muster's event has caused
-    # the message. The server's event must not cause a second message.
+    # Muster and the Prefect server each emit an event about the failure. Muster's event has already
+    # caused a message to the user. The server's event must not cause a second message.
     fired = automation_setup.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
     executed = wait_for(
         lambda: automation_setup.events(

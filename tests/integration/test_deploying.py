@@ -34,7 +34,7 @@ SPEC = {
     "tags": ["demo"],
     "components": {"trainer": {"command": ["true"]}},
 }
-#: Schedules in the form in which Prefect's UI sends them, without a slug.
+#: Schedules without a slug, as Prefect's UI creates them.
 SCHEDULES = [
     {"schedule": {"interval": 18000.0, "timezone": "Asia/Tokyo"}, "active": True},
     {"schedule": {"rrule": "FREQ=WEEKLY;BYDAY=SA", "timezone": "UTC"}, "active": False},

@@ -95,7 +95,7 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restarted server has lost the run's lease of the concurrency limit. After 225 s,
+    # The restart of the server deletes the run's lease of the concurrency limit. After 225 s,
     # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
     # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
@@ -123,7 +123,7 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restarted server has lost the run's lease of the concurrency limit. After 225 s,
+    # The restart of the server deletes the run's lease of the concurrency limit. After 225 s,
     # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
     # takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=900.0))

@@ -387,7 +387,10 @@ def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
 def test_runs_of_one_schedule_have_different_ids_and_records(
     pool: GangPool,
 ) -> None:
-    """Flow runs that are created together have ids that begin with the same digits."""
+    """The ids of flow runs that are created together begin with the same eight digits.
+
+    Each run must still get its own record.
+    """
     deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")["id"]
     spec = pool.spec(lasts_s=0.2)
     api = f"{pool.host_env.api}/deployments/{deployment}"

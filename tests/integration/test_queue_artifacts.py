@@ -216,7 +216,7 @@ def test_each_pool_has_its_own_artifact_keys(api: str, pool: str, queue: str) ->
 
 
 async def build_empty_view(_client: object, pool: str) -> QueueView:
-    """Return a queue view without queued runs, without a request to the Prefect server."""
+    """Return a queue view with no queued runs; send no request to the Prefect server."""
     return build_view(pool)
 
 

@@ -179,7 +179,7 @@ def test_run_keeps_its_process_while_the_server_is_unreachable(
 def test_handover_succeeds_if_the_response_of_the_server_is_lost(
     make_failed_run: MakeFailedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server hands the run over to its next process, but the old process gets an error.
+    """The server hands the run over to a new process, but the old process gets an error.
 
     If the old process then continued the run, two processes would execute the run.
     """
