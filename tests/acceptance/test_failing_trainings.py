@@ -164,8 +164,8 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
     assert max(map(max, filter(None, steps_by_attempt))) == total
     reached = 0
     for steps in filter(None, steps_by_attempt):
-        # If the newest checkpoint is broken, the run resumes from the previous checkpoint, and
-        # repeats the steps since then.
+        # If the newest checkpoint is broken, the run resumes from the checkpoint before the newest
+        # checkpoint, and repeats the steps after this older checkpoint.
         assert steps[0] > reached - 2 * EVERY, steps_by_attempt
         reached = max(steps)
     checkpoint_validity = [

@@ -138,7 +138,7 @@ def read_page(pool: GangPool, training: Run) -> str:
 
 
 def read_trace(files: Path) -> list[dict[str, Any]]:
-    """Return the lines that the programs of the evaluations have written."""
+    """Return the JSON lines of the trace file, to which the evaluation programs write."""
     trace = files / "trace"
     return [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
 

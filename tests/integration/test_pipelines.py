@@ -56,7 +56,7 @@ class Pipelines:
     """A pool with a worker, and pipelines that run on the pool."""
 
     pool: GangPool
-    #: File that ends the stages with `waits=True`. These stages run until this file exists.
+    #: The stages with `waits=True` run until this file exists.
     go: Path
 
     @property

@@ -234,7 +234,8 @@ async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> N
 def ended_lines(text: str) -> set[str]:
     """Return the last three words of each line of a log.
 
-    Ray puts the name of an actor before each line that the actor prints.
+    Each message of the test has three words. Ray puts the name of an actor before each message that
+    the actor prints.
     """
     return {" ".join(line.split()[-3:]) for line in text.splitlines()}
 

@@ -117,7 +117,8 @@ def test_offline_files_of_wandb_show_each_step_once(muster_home: Path, tmp_path:
     trainings = [run for run in runs if "loss" in run.metrics]
     assert len({run.id for run in runs}) == len(runs)
     assert {run.group for run in runs} == {RUN_ID}
-    # The second program of the component has its own runs in W&B.
+    # In each of the three attempts, the trainer also starts a second program. The second program
+    # logs only `accuracy`, to its own W&B run.
     assert len([run for run in runs if run.metrics == {"accuracy"}]) == 3
     # Attempt 2 was killed. W&B itself loses the last history rows of a killed process.
     steps = {run.name: [row["_step"] for row in run.history] for run in trainings}
