@@ -37,8 +37,8 @@ def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
     """Yield a directory that all pytest workers share, and True if the directory is already filled.
 
-    The caller that gets False must fill the directory. A file lock makes all other callers wait
-    until then.
+    The caller that gets False must fill the directory. Meanwhile, a file lock makes all other
+    callers wait.
     """
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name

@@ -247,7 +247,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
     segment: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The supervisor searches for shared memory at intervals, and before it ends processes."""
+    """The supervisor searches for shared memory at intervals, and before ending processes."""
     monkeypatch.setattr(shared_memory_scan, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     harness.start_all(
@@ -279,7 +279,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 def test_registry_is_written_before_the_program_runs(
     harness: ComponentHarness, register: RunRegistration, muster_home: Path
 ) -> None:
-    """The program prints its own entry in the registry, so the entry existed before its start."""
+    """The program prints its own registry entry. The entry must exist before the program runs."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     harness.run(

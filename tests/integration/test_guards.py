@@ -45,7 +45,7 @@ class Home:
         return Command(argv=argv, env=env, cwd=self.directory, log=log, grace_s=grace_s)
 
     def entries(self) -> list[str]:
-        """Wait until all changes are written, and return the names of the registry entries."""
+        """Wait until the registry is written to disk, and return the names of its entries."""
         assert self.registry.entry_disk.flush(DEADLINE_S)
         prefix = ProcessEntry.file_of("")[: -len(".json")]
         return sorted(

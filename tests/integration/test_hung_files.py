@@ -50,7 +50,8 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     yield path
-    # Opening the pipe for writing unblocks the threads that still try to open it for reading.
+    # Some threads may still wait to open the pipe for reading. Opening the pipe for writing ends
+    # this wait.
     os.close(os.open(path, os.O_RDWR))
 
 

@@ -258,9 +258,9 @@ def test_forked_process_ignores_the_signals_that_its_command_ignores(
 
 @contextmanager
 def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
-    """Yield an HTTP server that answers every GET with 404, as soon as the test permits it.
+    """Yield an HTTP server that answers every GET with 404 after the test has set an event.
 
-    The yielded values are the address, the event that permits answers, and the requested paths.
+    The yielded values are the address of the server, the event, and the requested paths.
     """
     permit = threading.Event()
     requested_paths = list[str]()

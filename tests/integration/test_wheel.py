@@ -76,7 +76,8 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
         *PACKAGES,
         "muster",
     }
-    # Only this source file has another path in the wheel: `muster/__init__.py`.
+    # Only one source file has another path in the wheel than in the checkout. In the wheel, this
+    # file is `muster/__init__.py`.
     assert list_sources(ROOT) - names == {"deployments/muster_package.py"}
     assert "muster/__init__.py" in names
     assert "deployments/prefect.yaml" in names
