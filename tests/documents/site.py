@@ -46,7 +46,7 @@ def copy_sources(target: Path, sources: Iterable[Document], root: Path = ROOT) -
 
 
 def _linked_files(document: Document) -> list[Path]:
-    """Return the files of the checkout that a document links to, without other documents."""
+    """Return the files of the checkout that a document links to, except Markdown files."""
     urls = [urlsplit(link) for _, link in document.links]
     paths = [
         (document.path.parent / unquote(url.path)).resolve()
@@ -57,14 +57,14 @@ def _linked_files(document: Document) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build the site, and return MkDocs' exit code: 0 if it is complete and all links work.
+    """Build the site, and return MkDocs' exit code: 0 for a complete site without broken links.
 
     Args:
         arguments: Further arguments of `mkdocs build`.
     """
     copy_sources(SOURCE, list_documents())
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", *arguments)
-    # Without this variable, the theme of MkDocs prints an advertisement for its successor.
+    # Without this variable, the theme of the site prints an advertisement.
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, check=False)
     if result.returncode == 0:

@@ -124,7 +124,8 @@ def _save(png: bytes, path: Path) -> None:
 
 
 #: Mapping from the name of a picture's file to the function that opens the page for this picture.
-#: The function returns the area of the page that the picture shows, or None for the usual area.
+#: The function returns the area of the page that the picture shows. If the function returns None,
+#: the picture shows the visible part of the page, or the whole page for names in _WHOLE.
 PICTURES: dict[str, Callable[[UiStack, Ui], FloatRect | None]] = {
     "run": _show_completed_run,
     "failed-run": _show_failed_run,

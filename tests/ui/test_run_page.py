@@ -15,7 +15,7 @@ from tests.ui.ui_stack import UiStack, wait_for
 
 #: Names of a run's tasks in the graph and in the list of task runs.
 TASKS = ("admit", "start-api", "start-trainer", "start-environment", "monitor", "teardown")
-#: A user's training program that does not use Muster, and its spec.
+#: A user's training program, which does not use Muster.
 SCRIPT = """
 import os, sys
 print(f"{sys.executable} in {os.getcwd()}")
@@ -23,6 +23,7 @@ with open(os.environ["METRICS"], "w") as file:
     file.writelines(f'{{"step": {step}}}\\n' for step in (1, 2, 3))
 """
 METRICS = "${attempt.dir}/metrics.jsonl"
+#: Spec of a run whose trainer is the program SCRIPT.
 USER_SPEC = {
     "name": "of-my-own",
     "workload": "sft",
