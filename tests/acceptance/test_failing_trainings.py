@@ -61,7 +61,7 @@ def read_alarms(run: Any) -> list[Mapping[str, Any]]:
 
 
 def build_spec_with_constant_reward(folder: Path) -> dict[str, Any]:
-    """Return the spec of the quickstart with changed programs: each answer has the reward 0.4."""
+    """Return the spec of the quickstart, changed so that each answer gets the reward 0.4."""
     programs = folder / "programs"
     shutil.copytree(ROOT / "deployments" / "quickstart", programs)
     task = programs / "copy_task.py"

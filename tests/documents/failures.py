@@ -48,8 +48,8 @@ def draw_transitions() -> str:
 def list_failure_kinds() -> str:
     """Return a Markdown table of the failure kinds, with the retries and the remedy of each kind.
 
-    The retries have two columns: one for specs that list the kind under `retry`, and one for specs
-    that do not.
+    Two columns describe the retries: one for specs that list the kind under `retry`, and one for
+    all other specs.
     """
     rows = [
         (

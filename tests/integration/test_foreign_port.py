@@ -124,8 +124,8 @@ def test_component_whose_port_another_user_has_is_not_ready(
     trainer = harness.component("trainer", sh("echo started; sleep 600"))
     supervisor = harness.supervise(replace(api, ready=probe), trainer, ports=ports)
     if probe is None:
-        # Without a readiness probe, the component is ready as soon as it runs. So the other user's
-        # server must take the port before the component starts.
+        # Without a readiness probe, the component is ready as soon as it runs. So a server of
+        # another user must take the port before the component starts.
         ports.release("api")
         start_stranger(port)
     else:

@@ -190,7 +190,7 @@ def supervise_as_nobody(directory: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def folder_of_nobody() -> Iterator[Path]:
-    """Yield a folder of the user nobody, who can enter all folders above it."""
+    """Yield a folder of the user nobody. This user can also enter the parent folders."""
     with shared_folder(0o755) as folder:
         os.chown(folder, NOBODY, NOBODY)
         yield folder

@@ -244,8 +244,8 @@ def test_answers_are_generated_with_the_weight_version_that_they_name(
     assert {answer.engine for answer in load.answers} == set(ENGINES)
 
 
-# With an interval of 600 s, no health check happens during the test. After the engine has failed to
-# load weights, a health check would kill the engine.
+# With 600 s between two health checks, no health check happens during the test. A health check
+# would kill the engine that has failed to load weights.
 @pytest.mark.parametrize("fleet", [600.0], indirect=True)
 def test_engine_that_failed_to_load_weights_is_restarted_and_not_committed(
     fleet: VllmFleet, load: Load

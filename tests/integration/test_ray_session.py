@@ -49,7 +49,7 @@ def run_ray_job(stack: OwnStack) -> str:
 
 
 def is_skipped_by_tmpfiles(directory: Path) -> bool:
-    """Return True if systemd-tmpfiles would skip the directory, because it is locked."""
+    """Return True if the directory is locked. systemd-tmpfiles skips locked directories."""
     locked = subprocess.run(["flock", "--exclusive", "--nonblock", str(directory), "true"])
     return locked.returncode == 1
 
