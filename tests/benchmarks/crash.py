@@ -126,7 +126,10 @@ def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
 
 
 def _pause() -> None:
-    """Wait a random time, because some supervisors check their components only once a second."""
+    """Wait a random time, so that the kill comes at a random moment between two checks.
+
+    Some supervisors check their components only once a second.
+    """
     time.sleep(random.uniform(0.2, 1.2))
 
 
@@ -257,7 +260,7 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
     Args:
         peer: The supervisor.
         notice_times_ms: This function appends the milliseconds until the supervisor noticed the
-            death, if the supervisor records the time of the notice.
+            death, or nothing if the supervisor does not record this moment.
     """
     with folder() as place:
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -274,14 +277,14 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
 
 
 def _victim_in(place: Path) -> int:
-    """Return the process id that the component to kill has recorded in the folder."""
+    """Return the process id of the component that will be killed, from its file in the folder."""
     pid = recorded_ns(place, _VICTIM, "pid")
     assert pid is not None
     return pid
 
 
 def _by_slow_polls(triples: int) -> list[Row]:
-    """Measure how late launchers that check their components every 30 or 60 s notice a crash.
+    """Measure the reaction to a crash for launchers that check every 30 or 60 s.
 
     A polling loop imitates each launcher. A sample takes up to a minute, so all samples run at the
     same time. In each sample, a component is killed at a random time within the polling period.

@@ -168,7 +168,7 @@ def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
 
 
 def _supervising(pid: int) -> list[int]:
-    """Return the ids of a supervisor's process and of its descendants, without the components."""
+    """Return the process ids of a supervisor and of its descendants that are not components."""
     component_programs = ("sh", "sleep", "")
     return [
         pid,
