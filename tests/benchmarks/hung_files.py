@@ -70,7 +70,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _measure(name: str, hanging: str) -> float:
-    """Run one attempt with a file that hangs, and return one of its durations in milliseconds.
+    """Run one attempt while a file hangs, and return a duration of the attempt in milliseconds.
 
     Args:
         name: Duration to measure: "crash", "cancel" or "teardown". See `_TIMES`.

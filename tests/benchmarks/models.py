@@ -81,8 +81,8 @@ def resource_loop(
 ) -> None:
     """Check every `every_s` seconds until the GPUs are free, and then start the run.
 
-    Source: Muster's first design, in which a run without free GPUs would have made the next check
-    after a minute.
+    Source: Muster's first design, in which a waiting run would have checked for free GPUs once a
+    minute.
 
     Args:
         has_room: Function that returns True if the GPUs are free.

@@ -78,9 +78,10 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Title and environment variables of the runs that the gang worker starts as a new Python program.
-#: Usually, the worker forks a process for a run. If a run has a variable PYTHON*, the worker starts
-#: a new program instead, because Python reads these variables only at its start.
+#: Title in the results, and environment variables, of runs that the gang worker starts as a new
+#: Python program. Usually, the worker forks a process for a run. If a variable of a run begins with
+#: PYTHON, the worker starts a new program instead, because Python reads these variables only at its
+#: start.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 

@@ -59,7 +59,7 @@ _TUNE_PACKAGES = ("pandas", "pyarrow", "tensorboardX")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The cluster, the pool and the files that the sweep uses with Muster, Prefect and Ray Tune."""
+    """Cluster, work pool and files of the sweep, the same for Muster, Prefect and Ray Tune."""
 
     pool: GangPool
     cluster: RayCluster

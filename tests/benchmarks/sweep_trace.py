@@ -35,7 +35,8 @@ def read_trace(path: Path) -> list[Work]:
     """Return the work of all points of a sweep, in the order in which the points started.
 
     Raises:
-        ValueError: A point did not begin and end exactly once, or changed its GPU.
+        ValueError: The start or the end of a point is missing or repeated, or the point changed
+            its GPU.
     """
     begins: dict[int, tuple[str, int]] = {}
     ends: dict[int, tuple[str, int]] = {}
