@@ -145,8 +145,8 @@ def _prepare_unflushed_output(fault_run: FaultRun) -> None:
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
-    # Muster sets these variables for all components. The variables disable Python's output buffer,
-    # because a crash would lose the lines in this buffer.
+    # Use the environment variables that Muster sets for each component. PYTHONUNBUFFERED disables
+    # Python's output buffer, because a crash would lose the lines in the buffer.
     fault_run.components["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
     fault_run.components["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_KILLS_ITSELF)
 

@@ -33,8 +33,8 @@ def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
         "argv": print_up_then("head -c 1000000 /dev/zero || exit 5"),
         "log": disk / "trainer.log",
     }
-    # The disk with the log is mounted only in the mount namespace of the run, so the test cannot
-    # read the log. Turn off the readiness probe, because the probe would read the log.
+    # The disk with the log is mounted only in the mount namespace of the run. So this case does
+    # without the readiness probe, which reads the log.
     fault_run.components["trainer"]["ready"] = None
 
 
@@ -97,8 +97,8 @@ def _prepare_registry_on_small_disk(fault_run: FaultRun) -> None:
 def _check_component_was_not_started(fault_run: FaultRun) -> None:
     """Check that the component was not started.
 
-    The full disk has no room for the component's registry entry, and without an entry
-    `muster reconcile` could not find the component.
+    The full disk has no room for the component's registry entry. Muster must not start a component
+    without a registry entry, because `muster reconcile` could not find this component.
     """
     assert fault_run.observed_flow.list_events("component.spawned", fault_run.phase.starting) == []
     _check_record_is_closed_later(fault_run)
@@ -161,7 +161,7 @@ HOME_ON_FULL_DISK = [
 
 
 def _freeze_and_kill(fault_run: FaultRun) -> None:
-    """Kill the trainer while the file system is frozen, and unfreeze it after the teardown."""
+    """Freeze the disk of MUSTER_HOME, kill the trainer, and end the freeze after the teardown."""
     disk = str(fault_run.directory / "disk")
     subprocess.run(["fsfreeze", "-f", disk], check=True)
     fault_run.signal("trainer")
