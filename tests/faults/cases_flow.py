@@ -204,9 +204,10 @@ TEMPLATE_LOST = [
 
 
 def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
-    """Kill the flow process and the guardian processes that own the components, then reconcile.
+    """Kill the flow process and the guardians of all components, then run `muster reconcile`.
 
-    All these processes are suspended first, so that no guardian reacts to the end of the flow.
+    All these processes are suspended before the kills, so that no guardian reacts to the end of the
+    flow process.
     """
     guardians = [pid for name in NAMES for pid in fault_run.guardians(name)]
     for pid in (fault_run.observed_flow.pid, *guardians):

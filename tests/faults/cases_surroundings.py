@@ -210,8 +210,8 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
     ),
-    # At level L4, each run has a PID namespace. The process that cannot be reaped keeps the
-    # namespace alive, and the reported failure names no component for this process.
+    # At level L4, the process that cannot be reaped keeps the PID namespace of the run alive. The
+    # reported failure does not name the component of this process.
     _unkillable(
         "a process that cannot be reaped",
         _trace,

@@ -143,7 +143,7 @@ def _prepare_goodbye(fault_run: FaultRun) -> None:
 
 
 def _check_goodbye_was_printed(fault_run: FaultRun) -> None:
-    """Check that Muster resumed the suspended process, so that the process could handle SIGTERM."""
+    """Check that Muster resumed the suspended trainer, which prints `bye` when it gets SIGTERM."""
     assert "bye" in (fault_run.directory / "trainer.log").read_text()
 
 
@@ -196,7 +196,8 @@ def _prepare_endless_components(fault_run: FaultRun) -> None:
     for name in ("api", "trainer"):
         fault_run.components[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
     if fault_run.phase is Phase.STOPPING:
-        # The second stop must also end the component `environment`, which is in its grace period.
+        # In this phase, the component `environment` is in its grace period. The second Ctrl-C must
+        # end this component long before the end of the grace period.
         fault_run.components["environment"]["grace_s"] = 600.0
 
 

@@ -145,8 +145,8 @@ class FaultRun:
     stack: contextlib.ExitStack
     #: Server that forks the flow process of the run.
     forkserver: ForkServer
-    #: Mapping from component name to the arguments of `ComponentHarness.component`, the function
-    #: that makes the component's plan. A case changes these arguments before the run starts.
+    #: Mapping from component name to keyword arguments of `ComponentHarness.component`, for example
+    #: the command and the readiness probe. A case changes these arguments before the run starts.
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Further keyword arguments of `ObservedFlow`, the object that starts and observes the run.
     witness_arguments: dict[str, Any] = field(default_factory=dict)
@@ -403,7 +403,7 @@ def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult)
     Args:
         fault_run: The run.
         expected: The correct result of the run.
-        oracle_result: The result of the oracle, which has the exit code.
+        oracle_result: Observations of the flow process's parent, with the exit code.
 
     Returns:
         A short description of the final state: the state, the failure kind, the component, and
