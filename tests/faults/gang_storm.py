@@ -225,7 +225,7 @@ def kill_at(
     if moment is None:
         time.sleep(storm.random.uniform(0, 2))
     else:
-        # Wait until `moment` returns a description. After 30 s, kill the worker in any case.
+        # Wait for the chosen moment, but at most 30 s.
         with contextlib.suppress(AssertionError):
             deadline = time.monotonic() + 30
             while not (description := moment(storm)):
@@ -306,7 +306,8 @@ class WorkingHost:
     host: OtherHost
     #: MUSTER_HOME, Prefect API and environment variables of the host.
     host_env: HostEnvironment
-    #: Process id of the worker outside the host's process namespace, or 0 before the worker starts.
+    #: Process id of the worker as seen from outside the host's process namespace. 0 before the
+    #: worker starts.
     pid: int = 0
 
     @property
@@ -423,8 +424,8 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
-        # Draw all specs before the faults begin. The faults use the same random generator, at times
-        # that vary. So later specs would not depend on the seed alone.
+        # Draw all specs before the faults begin, so that the specs depend only on the seed. The
+        # faults use the same random generator, at times that vary.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)
@@ -442,8 +443,8 @@ def verdict_of(
     Args:
         storm: The running test.
         nodes: Mapping from node name to number of GPUs.
-        by_states: True to compute from the states on the Prefect server when a run held GPUs. False
-            to use only the records of the run's components.
+        by_states: True if the states of a run on the Prefect server show when the run held GPUs.
+            False to use only the lines that the run's components have written.
 
     Returns:
         A message for each violated requirement.

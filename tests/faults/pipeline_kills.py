@@ -55,8 +55,8 @@ _ENDS_WITHIN_S = 900.0
 _GONE_WITHIN_S = 120.0
 #: Longest downtime of the Prefect server, in seconds.
 _SERVER_DOWN_S = 5.0
-#: Functions of the steps. One call of `os.write` appends each line, so that the lines of parallel
-#: steps never mix.
+#: Python code with the functions that the steps of the pipeline call. One call of `os.write` writes
+#: a whole line to the trace, so that the lines of parallel steps never mix.
 _STEPS = """
 import os
 import time

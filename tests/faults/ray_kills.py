@@ -99,7 +99,8 @@ class Trial:
     way: str
     #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str
-    #: Time of the kill within the phase `moment`, from 0 (start of the phase) to 1 (its end).
+    #: Time of the kill within the phase that the field `moment` names: 0 is the start of the phase,
+    #: and 1 is the end.
     share: float
     #: Number of training steps of the Ray job. A step takes 0.1 s.
     steps: int
@@ -272,8 +273,8 @@ def kill_at_its_moment(trial: Trial) -> None:
     becomes_true(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
-        # The phase "start" ends when the Ray job has been submitted. So the flow process must be
-        # killed by then.
+        # The phase "start" ends when the file `submission.json` appears. Kill the flow process at
+        # this time at the latest.
         is_late = trial.submission
     becomes_true(is_late, trial.share * length_s(trial))
     events = trial.events()
@@ -308,7 +309,7 @@ def find_record_errors(trial: Trial) -> list[str]:
 
 
 def _wrong_states(kind: str, record: dict[str, Any]) -> list[str]:
-    """Return an error if the state is not final, or if `run.json` and the server disagree.
+    """Return an error if the run's state on the server is not final, or contradicts `run.json`.
 
     Args:
         kind: Type of the state on the Prefect server, or "no flow run".

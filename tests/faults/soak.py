@@ -142,7 +142,10 @@ def kill_component(trial: Trial) -> None:
 
 
 def kill_guardian(trial: Trial) -> None:
-    """Kill the guardian of a random component, the process that starts and ends the component."""
+    """Kill the guardian of a random component.
+
+    A guardian is the process that starts and ends a component.
+    """
     kill(choice(trial, "guardian"))
 
 
