@@ -139,8 +139,7 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        Two random choices for each request decide whether it asks for a stream, and whether it
-        belongs to a session.
+        At random, a request asks for a stream or not, and belongs to a session or not.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -312,8 +311,8 @@ class Chaos:
 
         For the kind "steal", kill the process, and then listen on the port for some seconds.
         """
-        # This program may listen on a stolen port itself. The program must not send the signal to
-        # itself.
+        # After the fault "steal", this program itself may listen on the port, and must not get the
+        # signal.
         pids = [listener.pid for listener in listeners(port) if listener.pid != os.getpid()]
         with contextlib.suppress(ProcessLookupError):
             for pid in pids:
@@ -590,7 +589,7 @@ async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
 
 
 async def _until_ready(chaos: Chaos) -> None:
-    """Wait until each engine serves, or waits only for the weights of the next weight update.
+    """Wait until each engine is ready. An engine that lacks only new weights counts as ready, too.
 
     Raises:
         TimeoutError: An engine was not ready in time.

@@ -458,7 +458,7 @@ class World:
     dice: Random
     #: Mapping from request id to the behaviour of the engines.
     scripts: dict[bytes, Script] = field(default_factory=dict)
-    #: Mapping from request id to the requests that `requests_in` finds in the clients' bytes.
+    #: Mapping from request id to the valid requests that clients have sent with this id.
     sent: dict[bytes, list[Message]] = field(default_factory=dict)
     #: Mapping from request id to the number of times that engines have received the request.
     arrived: Counter[bytes] = field(default_factory=Counter)
@@ -514,8 +514,8 @@ class Fleet:
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection from the gateway to an engine.
 
-    Each request is compared with the requests that the clients have sent. The engine then sends the
-    answer that the `Script` for the id of the request contains.
+    The engine checks that a client has sent the request, and then sends the answer in the `Script`
+    for this request id.
     """
     data = b""
     task = asyncio.current_task()
@@ -550,8 +550,8 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
                     await asyncio.sleep(world.dice.random() * 0.003)
             if script.closes:
                 return
-        # The gateway has sent only a part of the request's body. Meanwhile, the client closed its
-        # connection, or the gateway refused the rest of the body.
+        # The gateway has sent only a part of the request's body, because the client closed its
+        # connection, or because the gateway refused the rest of the body.
         if data:
             world.ends["cut at an engine"] += 1
     except ConnectionError:
@@ -593,7 +593,7 @@ def _plain(id: bytes, body: bytes) -> Script:
 
 
 def _script(dice: Random, id: bytes, method: bytes) -> Script:
-    """Return a random answer of an engine, with the answer that the client must then get."""
+    """Return a random answer of an engine, and the answer that the client must receive."""
     kind = dice.random()
     if kind < 0.15:
         raw = dice.choice(_HOSTILE_ANSWERS)
