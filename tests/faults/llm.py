@@ -169,8 +169,8 @@ class LlmRun:
 def vllm_processes() -> list[int]:
     """Return the process ids of all vLLM engine cores and workers on this machine.
 
-    These processes overwrite their environment with their own title, so the environment does not
-    show the run.
+    The function cannot select the processes of one run, because these processes overwrite their
+    environment variables.
     """
     return [process.pid for process in psutil.process_iter() if process.name().startswith("VLLM::")]
 

@@ -42,8 +42,8 @@ SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 DATABASE = os.environ.get("MUSTER_DATABASE") or "sqlite"
 #: Number of GPUs of the only node.
 GPUS = 16
-#: A run must react to a change within this time, in seconds. A waiting run whose state was set to
-#: Running may need two minutes, and longer on a busy machine.
+#: A run must react to a change within this time, in seconds. After a change of a waiting run to
+#: Running, the reaction may take two minutes, and longer on a busy machine.
 SETTLED_WITHIN_S = 240.0
 #: Time that a stopping component needs to save its state, in seconds.
 SAVING_S = 45.0
@@ -151,7 +151,7 @@ class Fact:
 
 @dataclass(kw_only=True)
 class Row:
-    """One run of the test, a change of this run by a person, and the phase of the change."""
+    """One run of the test, the change of this run, and the phase in which the run is changed."""
 
     run: Run
     phase: str
@@ -277,8 +277,8 @@ class Matrix:
                 self.pool.cancel(row.run)
             elif row.phase == "failing":
                 self.trigger(number).touch()
-        # A run that was requeued early would delay the start of the other runs. So all runs of the
-        # phase `requeued` fail now, after all runs have started.
+        # This file makes some runs fail for lack of GPUs, so that these runs are requeued. Create
+        # the file only now: an earlier requeue would delay the start of the other runs.
         self.no_gpus_file.touch()
         for row in self.rows:
             wait_for(partial(self._is_in_phase, row), f"{row} is in its phase", SETTLED_WITHIN_S)

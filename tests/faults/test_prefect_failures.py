@@ -141,8 +141,8 @@ def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
     host_env: HostEnvironment, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "first"
-    # The first process of the run only sleeps, so the run stays PENDING. The second process starts
-    # the flow.
+    # The first process of the run only sleeps, so the run stays PENDING. The process that the next
+    # worker starts runs the flow.
     script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
     run = host_env.submit(make_sleeping_spec(), command=f"sh -c '{script}'")
     (pid,) = wait_for(lambda: mark.exists() and run.processes(), "its first process")

@@ -54,8 +54,8 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     deaths = Counter[str]()
 
     start_stack_under_kills(stack, random_draws, deaths)
-    # The trainings must last longer than all kills, and each kill takes about 20 s. Only two of the
-    # five trainings run at a time, so all five last as long as three trainings in a row.
+    # The trainings must still run at the last kill, and each kill takes about 20 s. Two trainings
+    # run at a time, so the five trainings last as long as three trainings in a row.
     steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
     wait_for(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
@@ -94,7 +94,7 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
 def start_stack_under_kills(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str]
 ) -> None:
-    """Run `muster up`, and kill its process `deployments` at each of its first `KILLS` starts.
+    """Run `muster up`. Kill the process `deployments` each time it starts, `KILLS` times in all.
 
     Args:
         stack: The stack.
@@ -147,7 +147,7 @@ def has_died(stack: OwnStack, name: str, times: int) -> bool:
 def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str]) -> None:
     """Kill each process in `PARTS`, or its guardian process, `KILLS` times at random moments.
 
-    Some kills do not wait until the previously killed process has started again.
+    After some kills, the function does not wait until the killed process has started again.
 
     Args:
         stack: The stack.
