@@ -106,9 +106,9 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # A user changed the state of the waiting run, and Muster replaced the user's state with
-        # Running. A run in this state is not in the queue. So the run's process sets the state
-        # PendingResources again, with this message.
+        # A waiting run has the state Running, for example after a user changed the state. A run
+        # with the state Running is not in the queue. So the run's process sets the state
+        # PendingResources with a message.
         (State(type=StateType.RUNNING), ["waits for the GPUs of the run (`gang`)"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),

@@ -175,12 +175,13 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         # a second node with the granted address has appeared. Each of the two nodes may be the
         # granted node, so the GPUs of both nodes count as held
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
-        # the second node with this address has disappeared. The address is unique again, so the
-        # name of the first node is only the address, without the node id
+        # two nodes had the same address, so the grant also contains the node id. The second node
+        # has disappeared, so the name of the first node is now only the address
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
-        # two nodes have the same address now, but the grant contains the node id of the first node
+        # two nodes have the same address now. The grant contains the node id of the first node, so
+        # only the GPUs of the first node count as held
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )

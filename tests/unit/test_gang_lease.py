@@ -558,7 +558,7 @@ async def test_failed_return_does_not_fail_the_body(
     assert "could not release" in caplog.text
 
 
-# Tests of requests for the lease that are cancelled.
+# Tests in which the task that requests or holds the scheduler lease is cancelled.
 
 
 async def test_lease_is_returned_under_repeated_cancels(
@@ -665,7 +665,7 @@ async def test_lock_id_belongs_to_one_file(tmp_path: Path) -> None:
 
     assert find_lock_id(original) == first
     assert find_lock_id(copy) != first
-    # This lock keeps the removed file open. So no new file can get the inode number of that file.
+    # The lock keeps the file open after `unlink`, so no new file can get the same inode number.
     lock = HostLock(original)
     assert lock.try_lock()
     original.unlink()

@@ -102,7 +102,7 @@ class Case:
     gangs: Sequence[Held] = ()
     #: Mapping from each admitted gang to the letters of its nodes, in the order of admission.
     admitted: Mapping[str, str] = field(default_factory=dict)
-    #: Mapping from each gang that does not start to the complete reason, or to the kind of reason.
+    #: Mapping from each waiting gang to the complete reason, or only to the kind of reason.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
     nodes: tuple[ClusterNode, ...] = cluster(8, 8)
     limits: Mapping[str, int] | None = None
@@ -302,11 +302,12 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 @pytest.mark.parametrize(
     "case",
     [
-        # a later gang may start before HEAD if the later gang ends within 100 s, because HEAD can
-        # start in 100 s
+        # the first gang, HEAD, can start in 100 s. A later gang may start now if this gang ends
+        # within 100 s
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
-        # a later gang that would still run when HEAD can start must wait until HEAD has started
+        # the first gang, HEAD, can start in 100 s. A later gang that needs 101 s would delay HEAD,
+        # so the later gang waits
         Case(
             [HEAD, waits(2, 8, for_s=101)],
             [OTHER],
@@ -329,24 +330,24 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # w2 ends before w1 can start at 100 s. So w3 may take the two GPUs of node b that w1 will
-        # leave unused
+        # w1 starts at 100 s and leaves two GPUs of node b unused. w2 ends earlier and does not
+        # delay w1. w3 runs longer, but needs only the two unused GPUs
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w1 needs all GPUs of node a, which are free only at 100 s. w2 fits best on node a, but
-        # would delay w1, so w2 waits. w3 ends before 100 s, so w3 starts on node a. Then node a has
-        # only one free GPU, so w4 starts on node b
+        # w1 needs all GPUs of node a, which are free only at 100 s. A gang gets the node with the
+        # fewest free GPUs, which is node a. There w2 would delay w1, so w2 waits. w3 ends before
+        # 100 s, so w3 starts on node a. Then node a has only one free GPU, so w4 gets node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # too few GPUs are free for the second gang, so this gang waits behind the first gang
+        # too few GPUs are free for w2. The reported reason is that w2 waits behind w1
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
@@ -405,8 +406,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # All gangs with the tag `red` together may use 10 GPUs. From 100 s on, w1 will use 8 of
-        # these GPUs, and w2 the other 2. w3 would delay w1, so w3 waits although GPUs are free
+        # All gangs with the tag `red` together may use 10 GPUs. At 100 s, w1 can start with 8 GPUs
+        # while w2 uses 2. With w3, the limit would be exceeded, so w3 waits although GPUs are free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

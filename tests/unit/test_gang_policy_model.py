@@ -227,7 +227,7 @@ def test_feasible_runs_start_in_order_and_as_promised(
     assert set(found.starts_s) == {job.id for job in found.jobs}
     assert len(found.jobs) + len(found.infeasible) == len(jobs)
     assert all(wait >= 0 for wait in found.waits_s)
-    # The first waiting gang never starts later than the time that was first reserved for it.
+    # A gang never starts later than the first start time that was planned for the gang.
     assert all(found.starts_s[id] <= at for id, at in promised.items())
     if policy == "fifo":
         assert list(found.starts_s) == [job.id for job in found.jobs]

@@ -133,7 +133,7 @@ def seeing(*devices: str | None, host: str = "n1") -> History:
         ([ONE, run(2, 1.2, 9, on=["n2"]), run(3, 9.1, 12, on=BOTH), run(4, 12.1, 14, 3)], PAIR),
         # run 1 releases its GPUs, and run 2 gets them at the same moment
         ([ONE, run(2, 5, 9)], ALONE),
-        # run 3 starts before run 2, because its work queue has a higher priority
+        # run 3 starts before run 2, because the work queue of run 3 has a higher priority
         ([ONE, run(3, 5.1, 9, rank=0), run(2, 9.1, 12)], ALONE),
         # run 1 is requeued, keeps its position before run 2, and holds no GPUs while it waits
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),

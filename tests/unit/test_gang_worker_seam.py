@@ -152,11 +152,13 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """Check the list of the gang worker's methods that override methods of Prefect's worker.
+    """Check which methods of Prefect's worker the gang worker overrides.
 
-    - The method in `METHOD` is private. Other tests check this method.
-    - `run` is public, so every worker class may define it.
-    - `__aenter__` chooses the folder for temporary files, and then calls Prefect's method.
+    The following overrides are safe:
+
+    - The private method in `METHOD`, because other tests check this method.
+    - `run`, because every worker class may define this public method.
+    - `__aenter__`, because the method also calls Prefect's method.
     """
     overridden = {
         name

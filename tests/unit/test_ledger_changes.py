@@ -28,7 +28,7 @@ class FakeClient:
     flow_runs: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, pool: str) -> UUID:
-        """Add a scheduled flow run of a work pool, and return its id."""
+        """Add a scheduled flow run of a work pool, and return the id of the flow run."""
         id = uuid4()
         state = {"type": "SCHEDULED", "name": "Scheduled", "timestamp": datetime.now(UTC)}
         content = {
