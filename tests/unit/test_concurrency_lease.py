@@ -90,7 +90,7 @@ class ServerWithFlowRun(Server):
 
 
 def renew(server: Server) -> None:
-    """Renew the lease without pauses, until the server ends the run or has lost the lease."""
+    """Renew the lease without pauses, until the run has ended or the lease is lost."""
     renew_lease(
         server.is_over, lease_id=LEASE, connect=server.connect, every_s=0.0, retry_every_s=0.0
     )
@@ -150,8 +150,7 @@ def test_run_goes_on_after_its_lease_is_lost() -> None:
 def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that Prefect's engine still calls the function that Muster replaces.
 
-    If another release of Prefect called another function, the replacement would have no effect.
-    Then a lost lease would end the run.
+    Otherwise, Prefect would end a run after the loss of the run's concurrency lease.
     """
     engine_globals = vars(flow_engine)
     name = "maintain_concurrency_lease"

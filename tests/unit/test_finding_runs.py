@@ -468,7 +468,7 @@ def submitted_run(run_id: str, flow_run_id: str, **changes: Any) -> FlowRun:
 
 @contextmanager
 def serving_flow_runs(*flow_runs: FlowRun) -> Iterator[None]:
-    """Run a fake Prefect server that has only these flow runs, for the verbs of `muster`."""
+    """Run a fake Prefect server with only these flow runs. `muster` uses this server."""
     by_path = {
         f"/flow_runs/{flow_run.id}": flow_run.model_dump(mode="json") for flow_run in flow_runs
     }

@@ -113,8 +113,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
         (flow_run(StateType.CRASHED, 9000), host(), None),
-        # a worker of another host executes the flow run. A process here with the same pid is
-        # ignored
+        # a worker of another host executes the flow run. So no process of this host belongs to the
+        # flow run, and the state of the flow run stays unchanged
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
         # the flow run was started without a worker, and has no tag with the id of its process. So
@@ -161,7 +161,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # a pipeline without a deployment: no worker can start another process for this pipeline
+        # no worker starts another process of a pipeline that has no deployment, or that a person
+        # started without a worker (GONE_TAG contains the id of the ended process)
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -190,7 +191,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
         # the flow run's Ray jobs still run. If the flow run has a deployment, a worker can start a
-        # new process for the flow run, which continues with these jobs
+        # new process, and this process continues with the Ray jobs
         (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],
@@ -218,7 +219,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # the label of the flow run names this worker, so no other worker took the flow run over
+        # the label still names the worker `there`, so no other worker took the flow run over
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
         # the flow run is a Kubernetes job and not a process of a host, so no worker is named

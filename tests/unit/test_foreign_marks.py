@@ -35,8 +35,8 @@ print("marked", flush=True)
 time.sleep(600)
 """
 #: Program of a component that changes to another user, as some daemons do. Root started the run.
-#: The program has the mark of the run: a number in a resource limit, by which Muster recognizes the
-#: run's processes.
+#: The program has the mark of the run: a number in a resource limit. Muster recognizes the run's
+#: processes by this number.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))

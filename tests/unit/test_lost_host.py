@@ -27,7 +27,7 @@ API = "http://127.0.0.1:9/api"
 
 
 class Server:
-    """Fake Prefect server that knows the workers, upkeep deployments and runs of some hosts."""
+    """Fake Prefect server with the workers, `reconcile` deployments and runs of some hosts."""
 
     def __init__(self) -> None:
         self.workers: dict[str, list[tuple[str, float]]] = {}

@@ -214,8 +214,8 @@ def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
 def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", state.value)
     content = content_of(path)
-    # Write the file with another indentation than Muster uses. If Muster writes the file again, its
-    # content changes, and the test fails.
+    # Write the file with another indentation than Muster uses. If Muster writes the file again, the
+    # content of the file changes, and the test fails.
     path.write_text(json.dumps({**content, "state": state.value}))
     content_before = path.read_bytes()
 
