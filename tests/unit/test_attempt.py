@@ -30,8 +30,8 @@ from tasks.spec.watch import Watch
 
 pytestmark = pytest.mark.asyncio
 
-#: Start of each scripted history of events, in seconds of the monotonic clock. The start is in the
-#: past, so that every event of the history is earlier than the actions of the attempt.
+#: Start of each scripted history of events, in seconds of the monotonic clock. The start is 1,000 s
+#: ago, so that no event of the history is in the future.
 ORIGIN_S = time.monotonic() - 1000
 
 
@@ -71,7 +71,7 @@ class ScriptedProcess:
         self.empty.set_result(None)
 
     def stop(self) -> None:
-        """End the process a moment later, so that the events of the test's script come first."""
+        """End the process a moment later, unless the test ends the process first."""
         self.requests.append("stop")
         asyncio.get_running_loop().call_later(0.02, self._end_politely)
 
@@ -537,8 +537,7 @@ async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) 
     ("step", "code", "state"),
     [
         (20, 0, RunState.COMPLETED),
-        # the trainer saves its state after SIGTERM and exits with code 0, but has not reached step
-        # 20
+        # the trainer has ended before the last step (20), or with an exit code other than 0
         (19, 0, RunState.CANCELLED),
         (20, 1, RunState.CANCELLED),
     ],

@@ -105,7 +105,7 @@ def test_decision_follows_from_the_failure_kinds_and_the_limit_of_attempts(
         ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
         ((FULL,) * 4, 100),  # no delay is longer
-        # the last attempt started its components, so the next delay is the shortest again
+        # an attempt that started its components (NODE, None or FLEET) resets the delay to 10 s
         ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),
@@ -222,8 +222,9 @@ def test_record_without_decisions_has_empty_cells() -> None:
         (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
         (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),
         (FailureKind.COLLECTIVE_TIMEOUT, "[rank7] on 10.0.0.20 timed out", ["10.0.0.20"]),
-        # in a collective timeout, every rank waits for another rank, so no node is the cause
+        # without the number of a rank, no node is blamed for a timeout of a collective operation
         (FailureKind.COLLECTIVE_TIMEOUT, "on 10.0.0.20: timed out", []),
+        # no node is blamed for a failure of the kind CUDA_OOM
         (FailureKind.CUDA_OOM, "on 10.0.0.20: out of memory", []),
     ],
 )

@@ -206,9 +206,10 @@ def test_attempt_that_used_up_its_time_counts_as_a_try() -> None:
 @pytest.mark.parametrize(
     ("steps", "counted"),
     [
-        ([24, 20], 1),  # no step beyond 24, so the failure of the first attempt counts
-        ([24, 24], 1),  # the last attempt only reached the same step
-        ([24, 12, 12], 2),  # no step beyond 24, so the failures of the first two attempts count
+        # earlier failures count until an attempt gets further than all attempts before it
+        ([24, 20], 1),
+        ([24, 24], 1),
+        ([24, 12, 12], 2),
         ([24, 25], 0),
         ([24, 25, 25], 1),
     ],

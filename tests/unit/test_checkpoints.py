@@ -367,9 +367,9 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
         ([{"step": 5}, {}, {"step": 4}], 2),
         ([{}, {}, {"step": 1}], 0),
         ([{"step": 5}, {}, {"step": 9}, {}], 1),
-        # all steps are unknown, so every attempt after the first counts as an attempt without
-        # progress
+        # all steps are unknown, so no attempt shows progress
         ([{}, {}, {}], 2),
+        # the second failure is blamed on the checkpoint and is not counted
         ([{"step": 5}, failed("USER_ERROR", resume_from="step-5"), {}], 1),
     ],
 )
@@ -387,8 +387,8 @@ def test_only_attempts_since_the_last_new_step_count(
     ("progress", "failure", "count"),
     [
         # four attempts fail because of the same checkpoint. The first failure is blamed on the
-        # checkpoint and is not counted. The other three failures are counted. If `api` fails
-        # instead of the trainer, all four failures are counted
+        # checkpoint, so only three failures count against the retry limit. If `api` fails instead
+        # of the trainer, all four failures count
         (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         # a progress metric is configured, but the attempts report no step: the first failure is
