@@ -34,7 +34,7 @@ def program(**keys: Any) -> dict[str, Any]:
         # components with the key `gpus` get their own devices, in start order
         ({"api": program(gpus=1), "trainer": program(gpus=3)}, {"api": "4", "trainer": "567"}),
         ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
-        # inference servers reserve the devices of their engines
+        # the fleet `rollout` gets the devices of its engines, and the trainer gets the others
         ({"rollout": FLEET, "trainer": program()}, {"rollout": "45", "trainer": "67"}),
         # no device remains for the trainer, so the trainer shares all devices with the other
         # components

@@ -67,8 +67,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # failed requests (`r`) raise the count of failures to at most one less than the threshold,
-        # so only a failed probe can reach the threshold
+        # a failed request (`r`) is not counted if the count would then reach the threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),

@@ -263,7 +263,7 @@ async def test_missing_answer_is_excused_while_another_stream_gets_tokens() -> N
     [
         pytest.param({"method": "GET", "path": "/v1/models", "whole": b"{}"}, id="models"),
         pytest.param({"method": "GET", "path": "/metrics", "pieces": [b"up 1"]}, id="metrics"),
-        # the HTTP server sends the headers of a streamed response, but no token follows
+        # the server sends the HTTP headers of a streamed response, and nothing else
         pytest.param({"pieces": None}, id="heads of streams"),
         pytest.param({"pieces": [b": ping\r\n\r\n"]}, id="comments of streams"),
         pytest.param({"status": 400, "whole": b"{}"}, id="refusals"),

@@ -79,8 +79,8 @@ class HistoryChecker:
     def check_rules(self) -> None:
         """Record each server that gets requests although the rules of the fleet forbid this.
 
-        Only a server in a serving state, with the current epoch and with the committed weights,
-        may get requests.
+        Only a server with the committed weights, whose group is in a serving state, may get
+        requests. The router must know the number of the group's last start (the epoch).
         """
         fleet = self.harness.fleet
         for entrypoint in fleet.router.entrypoints:
@@ -251,11 +251,12 @@ class HistoryChecker:
 
 
 def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
-    """Return a function. Each call of this function gives new ports to the servers of an engine.
+    """Return a function that gives new ports to the servers of an engine.
 
     Args:
-        ports: Mapping from the index of an engine to the current base port of the engine. Each call
-            of the function changes the base port.
+        ports: Mapping from the index of an engine to the current base port of the engine. The port
+            of a server is the sum of base port and rank. Each call of the function changes the base
+            port.
     """
 
     async def rebind(group: int) -> list[Any]:

@@ -160,7 +160,7 @@ async def test_new_requests_wait_in_order_until_the_commit() -> None:
     requests = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.sleep(50.0)
     assert (served, router.waiting) == ([], 3)
-    # A request that generates no tokens does not wait for the end of the sync.
+    # A request that generates no tokens does not wait for the end of the weight sync.
     router.done(await router.take(None, generates=False))
     await harness.fleet.syncs.commit(sync, 3, {0: 1})
     await asyncio.gather(*requests)
@@ -344,8 +344,8 @@ async def test_restart_that_has_begun_continues_during_a_sync() -> None:
     harness.host.die(0)
     await harness.wait_until(lambda: harness.host[0].is_alive)
 
-    # The sync must not end the restart of the engine. Otherwise a trainer with a sync each minute
-    # would prevent every restart.
+    # The weight sync must not interrupt the restart of the engine. Otherwise the engine would never
+    # be ready if the trainer syncs its weights each minute.
     sync = await begin(harness)
     await asyncio.sleep(60.0)
     await harness.fleet.syncs.commit(sync, 1, {1: 1})
