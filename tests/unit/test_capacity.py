@@ -212,8 +212,8 @@ async def test_silent_cluster_delays_a_caller_only_once(
     reader.answers.set()
     cluster = await _answer(capacity)
 
-    # There were three callers, but the silent cluster was read only twice: for the first caller,
-    # and once in the background.
+    # Three callers asked while the cluster did not answer. But Muster sent only two requests to the
+    # cluster: for the first caller, and once in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 

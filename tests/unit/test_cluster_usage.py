@@ -92,8 +92,8 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # One bundle of the placement group has CPUs, but no GPUs. Its two CPUs count as used by
-    # programs outside the queue.
+    # Two CPUs count as used by other programs: the CPU of the foreign job, and the CPU of the
+    # run's bundle without GPUs.
     assert use.nodes[0].others_cpus == 2
 
 
@@ -453,7 +453,8 @@ async def test_missing_control_store_raises_no_answer(look: ClusterReader, store
     ("code", "error"),
     [
         (grpc.StatusCode.UNAUTHENTICATED, Denied),
-        # the control store of another Ray release lacks the method, which counts as a refusal
+        # the control store does not know the method, for example in another Ray release. The error
+        # is the same as for a refused request
         (grpc.StatusCode.UNIMPLEMENTED, Denied),
         (grpc.StatusCode.INTERNAL, NoAnswer),
     ],
