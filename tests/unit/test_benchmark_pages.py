@@ -22,8 +22,7 @@ def limit(bound: float) -> Limit:
 @pytest.mark.parametrize(
     ("values", "bound", "expected"),
     [
-        # n runs take 5 + 0.5 n milliseconds, so 1,990 runs take 1,000 ms; the result is rounded
-        # down
+        # 1,990 runs take 1,000 ms (5 ms, and 0.5 ms for each run). The result is rounded down
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
@@ -31,10 +30,9 @@ def limit(bound: float) -> Limit:
         # the word "over" and ten times the largest measured number of runs
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # a pass takes 5 ms even without runs, which is above the bound of 1 ms
+        # even without runs, the duration is 5 ms, which is above the bound of 1 ms
         ((10.0, 55.0, 505.0), 1, "0"),
-        # n runs take 5 + 0.5 n milliseconds, so 14 runs take 12 ms. A number with two digits is not
-        # rounded
+        # 14 runs take 12 ms (5 ms, and 0.5 ms for each run). A limit below 100 is not rounded
         ((10.0, 55.0, 505.0), 12, "14"),
     ],
 )
