@@ -177,7 +177,8 @@ def test_failure_event_has_kind_component_log_and_hint(tell: Tell) -> None:
     )
     assert payload["message"] == FAILURE.message
     assert (payload["log"], payload["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
-    # Notifications show the log lines of the event. So the event contains only the last 15 lines.
+    # Notifications show the log lines of the event. The event contains only the last 15 lines, so
+    # that notifications stay short.
     assert payload["log_tail"].splitlines()[-1] == "line 99"
     assert len(payload["log_tail"].splitlines()) == 15
 

@@ -88,7 +88,7 @@ def test_launcher_of_another_environment_is_a_fault_in_an_evaluation(
     [
         ["{other}/bin/torchrun", "train.py"],  # the user has chosen the environment
         ["python"],
-        ["poetry", "run", "python", "train.py"],  # finds the environment of the project itself
+        ["poetry", "run", "python", "train.py"],  # poetry chooses the project's environment
     ],
 )
 def test_other_commands_are_accepted(project: Path, other: Path, command: list[str]) -> None:

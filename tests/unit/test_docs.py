@@ -220,7 +220,7 @@ def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> di
 
     If the key requires other keys in the spec, these keys are also set.
     """
-    # A preset defines the whole rule `kl`, so a spec with a single key of this rule is valid.
+    # The rule `kl` is predefined, so a spec that sets only one key of this rule is valid.
     names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}
     steps = [] if example.part == spec_reference.ROOT else example.part.split(".")
     part: dict[str, Any] = {example.key: example.value}

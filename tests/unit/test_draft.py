@@ -326,7 +326,7 @@ def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path)
     text = draft_spec(folder).text
 
     assert yaml.safe_load(text).get("success") is None
-    # With the metrics module, the user removes the # of this line.
+    # The user removes the # before `success` when the script writes its steps to a metrics file.
     assert yaml.safe_load(text.replace("# success:", "success:"))["success"] == {"step": 39}
 
 

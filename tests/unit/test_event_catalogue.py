@@ -45,7 +45,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
 
 
 def read_names() -> Iterator[tuple[str, str]]:
-    """Yield `FILE:LINE` and the event name for each `case` that matches the name of an event."""
+    """Yield `FILE:LINE` and the event name for each `case` clause with an event name."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):

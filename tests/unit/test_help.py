@@ -19,7 +19,7 @@ from tasks.train.secret_command import app as secret
 
 ROOT = Path(__file__).parents[2]
 #: Help texts of `muster queue` and `muster secret`. The texts are saved when this module is
-#: imported, because `test_list_of_verbs_explains_each_verb` overwrites the help of both verbs.
+#: imported, because `test_list_of_verbs_explains_each_verb` overwrites both texts.
 HELP_OF_QUEUE = queue.help
 HELP_OF_SECRET = secret.help
 #: Programs that people start with `python -m`. A separate test covers `python -m

@@ -71,8 +71,8 @@ def dangers_in(markdown: str) -> list[str]:
 def dangers_in_cell(text: str) -> list[str]:
     """Return the HTML tags, formats and links that a text would create in a cell of a table.
 
-    Prefect's older UI turns an address in a cell into a link before it resolves the escapes of
-    Markdown. So the Markdown source is searched for addresses.
+    Prefect's older UI searches the Markdown source of a cell for addresses, and turns each address
+    into a link. So this function searches the Markdown source, too.
     """
     formats = (
         "a",

@@ -43,7 +43,7 @@ BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
 def rows(view: ObservedRun) -> dict[str, tuple[Standing, str]]:
-    """Return the displayed state of each component, such as ready, with its additional text."""
+    """Return the displayed state, such as ready, and the displayed note of each component."""
     return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 
