@@ -206,7 +206,7 @@ def test_attempt_that_used_up_its_time_counts_as_a_try() -> None:
 @pytest.mark.parametrize(
     ("steps", "counted"),
     [
-        # earlier failures count until an attempt gets further than all attempts before it
+        # earlier failures count until an attempt reaches a step beyond all earlier steps
         ([24, 20], 1),
         ([24, 24], 1),
         ([24, 12, 12], 2),

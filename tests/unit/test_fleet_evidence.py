@@ -67,7 +67,8 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # a failed request (`r`) is not counted if the count would then reach the threshold
+        # a failed request (`r`) is not counted if the number of failures would then reach the
+        # threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),

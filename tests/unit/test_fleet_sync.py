@@ -344,8 +344,8 @@ async def test_restart_that_has_begun_continues_during_a_sync() -> None:
     harness.host.die(0)
     await harness.wait_until(lambda: harness.host[0].is_alive)
 
-    # The weight sync must not interrupt the restart of the engine. Otherwise the engine would never
-    # be ready if the trainer syncs its weights each minute.
+    # The weight sync must not interrupt the restart of the engine. Otherwise an engine with a sync
+    # each minute would never be ready.
     sync = await begin(harness)
     await asyncio.sleep(60.0)
     await harness.fleet.syncs.commit(sync, 1, {1: 1})

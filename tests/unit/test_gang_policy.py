@@ -302,8 +302,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 @pytest.mark.parametrize(
     "case",
     [
-        # the first gang, HEAD, can start in 100 s. A later gang may start now if this gang ends
-        # within 100 s
+        # the first gang, HEAD, can start in 100 s. A later gang that ends within 100 s may start
+        # now
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         # the first gang, HEAD, can start in 100 s. A later gang that needs 101 s would delay HEAD,
