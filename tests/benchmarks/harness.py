@@ -33,7 +33,7 @@ NAMES = ("api", "trainer", "environment")
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
-#: Suffix of the file that a sleeping component creates when it runs.
+#: Suffix of the file that a component creates when it has started. Afterwards, it only sleeps.
 _MARK = ".up"
 #: Environment variable with which tests/conftest.py finds leftover processes of a test.
 _TEST_SESSION = "MUSTER_TEST_SESSION"

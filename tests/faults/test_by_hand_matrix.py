@@ -549,7 +549,7 @@ class WiderChange:
     #: True if the change prevents new runs of the pool from starting.
     holds_pool: bool = False
     #: True if the change deletes the deployment. The Prefect server then also deletes the runs of
-    #: the deployment that have not started yet. A requeued run is cancelled instead.
+    #: the deployment that have not started yet. A requeued run is not deleted, but cancelled.
     deletes_deployment: bool = False
 
 

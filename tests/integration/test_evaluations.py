@@ -128,7 +128,7 @@ def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
 
 
 def read_page(pool: GangPool, training: Run) -> str:
-    """Return the Prefect artifact that lists the evaluations on the page of a training."""
+    """Return the artifact on the page of a training that lists the evaluations."""
     flow_run = {"id": {"any_": [training.flow_run_id]}}
     found = pool.host_env.post(
         "/artifacts/filter", flow_runs=flow_run, artifacts={"key": {"any_": ["evaluations"]}}

@@ -105,7 +105,7 @@ def test_run_with_a_killed_flow_process_is_finished_completely(host_env: HostEnv
     assert f"the flow process (pid {pid}) of this run was killed or lost" in message
     assert [e["event"] for e in run.events()][-3:] == ["reconcile.ended", "run.state", "run.state"]
     assert not (host_env.home / "live" / run.name).exists()
-    # An artifact and an event report the cleanup.
+    # The cleanup made an artifact and an event.
     artifacts = host_env.artifacts()
     assert len(artifacts) == artifacts_before + 1
     assert f"- {run.name}: " in artifacts[-1]["data"]

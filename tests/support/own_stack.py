@@ -199,7 +199,7 @@ class OwnStack:
         return send_request(method, url, content, password=password)
 
     def states(self) -> dict[str, str]:
-        """Return a mapping from run id to state type, with all trainings on the Prefect server.
+        """Return the type of the state of each training on the Prefect server, by run id.
 
         The dict is empty if the server does not answer.
         """

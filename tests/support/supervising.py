@@ -288,8 +288,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # The list includes a descriptor that `listdir` itself uses and closes at the end. With
-            # -1, the limit is the true number of open descriptors: no further file can be opened.
+            # `listdir` counts one descriptor too many, its own. So if `spare` is -1, no
+            # further file can be opened.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

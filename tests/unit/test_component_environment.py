@@ -22,7 +22,7 @@ def spec(gang: dict[str, Any] | None = None, **components: Any) -> Any:
 
 
 def program(**keys: Any) -> dict[str, Any]:
-    """Return the spec of a component that runs a command. The keywords are further keys."""
+    """Return the spec of a component with a command and the given further keys."""
     return {"command": ["run"], **keys}
 
 

@@ -181,7 +181,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": "a"},
             nodes=cluster(4, cpus=1.0),
         ),
-        # the first gang waits until enough running gangs have ended, in the order of their ends
+        # the gangs `early` and `late` end before the gang `unneeded`, so the waiting gang gets the
+        # GPUs of the first two
         Case(
             [waits(1, 8)],
             [held("late", 300, a=4), held("unneeded", 400, b=8), held("early", 200, a=4)],

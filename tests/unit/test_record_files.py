@@ -50,7 +50,7 @@ def record_at(path: Path, **options: Any) -> RunRecord:
 
 
 def play(record: RunRecord, *events: tuple[str, str | None, dict[str, Any]]) -> None:
-    """Notify the record of events. An event is a tuple of its name, component and fields."""
+    """Send events to the record of a run. An event is a tuple of its name, component and fields."""
     for number, (name, component, fields) in enumerate(events):
         record.observe(Event(at=200.5 + number, name=name, component=component, fields=fields))
 

@@ -25,7 +25,12 @@ FLEET: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.po
 
 
 def spec_with(path: str, value: object) -> dict[str, Any]:
-    """Return a minimal spec with one value set. `trainer` stands for `components.trainer`."""
+    """Return a minimal spec with one value set.
+
+    Args:
+        path: Path of the value. The first part may be `trainer`, short for `components.trainer`.
+        value: The value.
+    """
     data = deepcopy(LEAST)
     steps = path.split(".")
     node = data["components"] if steps[0] == "trainer" else data
