@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -33,6 +34,9 @@ T = TypeVar("T")
 _CHECK_WITHIN_S = 2.0
 #: Seconds between two checks whether a component is writing a checkpoint.
 _CHECK_EVERY_S = 0.2
+#: Seconds after which a component that saved no checkpoint is checked again before its stop. A
+#: teardown without a pause checks each component only once, because a check takes time, too.
+_CHECK_AGAIN_AFTER_S = 0.1
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
 _WARN_EVERY_S = 2.0
@@ -84,6 +88,9 @@ class TimeToSave:
     #: Mapping from component name to the remaining seconds for which the end of the component may
     #: be delayed while it saves a checkpoint.
     _left_s: dict[str, float] = field(default_factory=dict)
+    #: Mapping from component name to the time of the last check in which the component saved no
+    #: checkpoint, in CLOCK_MONOTONIC seconds.
+    _not_saving_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:
         """Warn the components before an end of the attempt that is known beforehand.
@@ -182,14 +189,18 @@ class TimeToSave:
     async def until_saved(self, component: RunningComponent) -> None:
         """Wait until a component has saved its checkpoint, or its time to save is over.
 
-        The waits for one component together take at most `stop.save_grace_s` seconds.
+        The waits for one component together take at most `stop.save_grace_s` seconds. A component
+        that saved no checkpoint a moment ago is not checked again.
         """
         since = self.monotonic()
+        if since - self._not_saving_s.get(component.name, -math.inf) < _CHECK_AGAIN_AFTER_S:
+            return
         left_s = self._left_s.setdefault(component.name, component.plan.command.saves_within_s)
         while self._may_wait(component) and self.monotonic() - since < left_s:
             if not await self._is_saving(component) and not await self._has_time_to_react(
                 component
             ):
+                self._not_saving_s[component.name] = self.monotonic()
                 break
             await self.sleep(_CHECK_EVERY_S)
         self._left_s[component.name] = left_s - (self.monotonic() - since)

@@ -415,3 +415,14 @@ async def test_scheduled_shutdown_is_read_from_the_file_of_systemd(
     end = read_scheduled_shutdown(schedule)
 
     assert (end.at if end is not None else None) == at
+
+
+async def test_save_that_begins_after_the_first_check_is_awaited(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, save_grace_s=900.0, is_saving=lambda now: 1005 <= now < 1010)
+
+    first_wait_s = await scene.seconds_until_saved()
+    # Meanwhile, Muster stops another component, which takes 6 seconds.
+    await scene.clock.sleep(6.0)
+    second_wait_s = await scene.seconds_until_saved()
+
+    assert (first_wait_s, second_wait_s) == (0, 4)
