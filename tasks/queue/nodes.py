@@ -102,9 +102,8 @@ _DEVICES_LIFETIME_S = 60.0
 
 #: Message if a run without a Ray cluster waits, but no work pool lists nodes.
 NO_TABLE = (
-    "the work pool lists no nodes, and the spec of the run names no Ray cluster (ray.address). To "
-    "add the machine of this worker, replace GPUS in this command by the number of GPUs of the "
-    f"machine: `muster queue set node.{host_name()}=GPUS`"
+    "the work pool lists no nodes, and the spec names no Ray cluster (ray.address). To add the "
+    f"machine of this worker with N GPUs: `muster queue set node.{host_name()}=N`"
 )
 
 

@@ -31,7 +31,7 @@ _SILENT = ", which does not answer"
 #: Largest number of run or node names in a text.
 _MAX_NAMES = 4
 #: Largest number of characters of an error in a text.
-_MAX_ERROR_CHARACTERS = 200
+_MAX_ERROR_CHARACTERS = 300
 _MINUTE_S = 60.0
 
 
@@ -344,7 +344,7 @@ def describe_free(free: Mapping[str, int]) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return an error as one line of at most 200 characters that the Prefect UI can show."""
+    """Return an error as one line of at most 300 characters that the Prefect UI can show."""
     # Replace `<` and `>` with square brackets. The Prefect UI would take a text such as `<urlopen
     # error ...>` for an HTML tag and not show the text.
     line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))

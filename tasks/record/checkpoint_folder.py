@@ -230,9 +230,18 @@ class _Candidate:
         """
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0
-        if self.kind is NameKind.UNNUMBERED and self.step is not None:
-            return 0
+        if self.kind is NameKind.NUMBERED and self.verdict.stored_step is not None:
+            # A file with a stored step is a checkpoint, even if its name has no word for a step.
+            return NameKind.NAMED_CHECKPOINT
         return int(self.kind)
+
+    @property
+    def is_current(self) -> bool:
+        """True for a file such as `last.pt` with a stored step.
+
+        Trainers often write such a file next to numbered checkpoints, such as `vit_00040.pt`.
+        """
+        return self.kind is NameKind.UNNUMBERED and self.verdict.stored_step is not None
 
 
 def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
@@ -505,18 +514,21 @@ def _judge(
         is_pattern: True if the candidates match a pattern that the user wrote.
         others: Paths whose names show that they are no checkpoints, each with the reason.
     """
-    best_rank = min((candidate.rank for candidate in candidates), default=0)
-    chosen = sorted(
-        (candidate for candidate in candidates if candidate.rank == best_rank),
-        key=lambda candidate: candidate.order,
-    )
+    best_rank = min((one.rank for one in candidates if not one.is_current), default=0)
+    if best_rank > NameKind.NAMED_CHECKPOINT and any(one.is_current for one in candidates):
+        # The numbered files are hardly checkpoints. Only files such as `last.pt` are.
+        chosen = [one for one in candidates if one.is_current]
+    else:
+        chosen = [one for one in candidates if one.is_current or one.rank == best_rank]
+    chosen.sort(key=lambda candidate: candidate.order)
     different = [
         (
             candidate.content.path,
-            f"this is not the same kind of file as the checkpoint {chosen[-1].name}",
+            candidate.verdict.gap
+            or f"this is not the same kind of file as the checkpoint {chosen[-1].name}",
         )
         for candidate in candidates
-        if candidate.rank != best_rank
+        if candidate not in chosen
     ]
     pointer = _find_best_pointer(pointers, chosen)
     gaps = [_find_gap(candidate, chosen) for candidate in chosen]

@@ -17,7 +17,14 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from tasks.record.checkpoint_names import drop_rank, is_partial_name, is_step_named, read_step
+from tasks.record.checkpoint_names import (
+    NameKind,
+    classify_name,
+    drop_rank,
+    is_partial_name,
+    is_step_named,
+    read_step,
+)
 from tasks.record.checkpoint_paths import CheckpointPath, StorePath, walk_files
 from tasks.record.checkpoint_store import call_in_parallel, suppress_file_errors
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
@@ -187,6 +194,9 @@ class ContentVerdict:
     proof: str = ""
     #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
+    #: Training step that is stored in the files of the checkpoint. None if there is none, or if the
+    #: name contains a word such as `step`: the stored step is then not needed.
+    stored_step: int | None = None
     #: True if the layout of the files proves that they contain the state of a training.
     is_training_state: bool = False
 
@@ -485,11 +495,18 @@ def judge_content(content: Content) -> ContentVerdict:
         proof = f"{markers[0]} is there"
     elif not content.is_folder and has_only_known_formats:
         proof = _prove_files(content)
+    name = content.path.name
+    stored_step = None
+    if layout is not None and (not is_step_named(name) or classify_name(name) is NameKind.NUMBERED):
+        with suppress_file_errors():
+            stored_step = layout.read_step(content)
     return ContentVerdict(
         layout=layout.name if layout else "",
         gap=gap,
         proof="" if gap else proof,
-        step=_read_step(content, layout),
+        # The number in the name of the checkpoint is preferred if it is clearly a step.
+        step=read_step(name) if stored_step is None or is_step_named(name) else stored_step,
+        stored_step=stored_step,
         is_training_state=layout is not None and layout.name not in _WEAK_LAYOUTS,
     )
 
@@ -511,21 +528,6 @@ def _prove_files(content: Content) -> str:
 def _count_in(name: str) -> int | None:
     match = _WORLD_RANK.fullmatch(name) or _SHARD.fullmatch(name)
     return int(match["count"]) if match else None
-
-
-def _read_step(content: Content, layout: Layout | None) -> int | None:
-    """Return the training step of a checkpoint, or None if unknown.
-
-    The step in the name is used if a word such as `step` marks it. Otherwise, the step that is
-    stored in the files is preferred.
-    """
-    step = read_step(content.path.name)
-    if is_step_named(content.path.name) or layout is None:
-        return step
-    with suppress_file_errors():
-        stored = layout.read_step(content)
-        return step if stored is None else stored
-    return step
 
 
 def _find_general_gap(content: Content) -> tuple[str, bool]:

@@ -455,3 +455,46 @@ def test_numbered_folders_that_may_be_something_else_are_no_checkpoints(
     write_folders(tmp_path, names, file_names)
 
     assert list_folder(tmp_path).checkpoints == ()
+
+
+@pytest.mark.parametrize("name", ["vit_e00_s{:05}.pt", "vit_step_{:05}.pt", "vit_{:05}.pt"])
+def test_numbered_files_beside_last_are_checkpoints(tmp_path: Path, name: str) -> None:
+    for step in (10, 20):
+        files.write_torch(tmp_path / name.format(step), {"step": step})
+    files.write_torch(tmp_path / "last.pt", {"step": 20})
+
+    listing = list_folder(tmp_path)
+
+    assert {(found.path.name, found.step) for found in listing.complete} == {
+        (name.format(10), 10),
+        (name.format(20), 20),
+        ("last.pt", 20),
+    }
+    assert listing.others == ()
+
+
+def test_numbered_files_without_a_step_are_no_checkpoints_beside_last(tmp_path: Path) -> None:
+    for number in (10, 20):
+        files.write_torch(tmp_path / f"embedding_{number}.pt")
+    files.write_torch(tmp_path / "last.pt", {"step": 20})
+
+    listing = list_folder(tmp_path)
+
+    assert [found.path.name for found in listing.complete] == ["last.pt"]
+    assert len(listing.others) == 2
+
+
+def test_truncated_last_is_refused_because_it_is_truncated(tmp_path: Path) -> None:
+    for step in (10, 20):
+        files.write_torch(tmp_path / f"vit_{step:05}.pt", {"step": step})
+    last = files.write_torch(tmp_path / "last.pt", {"step": 20})
+    last.write_bytes(last.read_bytes()[:-300])
+
+    listing = list_folder(tmp_path)
+
+    assert [found.step for found in listing.complete] == [10, 20]
+    [(path, reason)] = [
+        *listing.others,
+        *((found.path, found.reason) for found in listing.checkpoints if not found.is_complete),
+    ]
+    assert path.name == "last.pt" and "same kind" not in reason

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tasks.processes.identity import host_name
+from tasks.queue import nodes, reasons
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.reasons import (
@@ -270,7 +272,7 @@ def test_demand_is_shown(demand: Demand | None, expected: str) -> None:
         (3599, "59 min"),
         (3600, "1 h 00 min"),
         (86399, "23 h 59 min"),
-        (86400 * 3 + 7200, "3 d 2 h"),
+        (86400 * 3 + 7300, "3 d 2 h"),
     ],
 )
 def test_duration_is_shown_in_two_units(seconds: float, expected: str) -> None:
@@ -287,3 +289,11 @@ def test_error_cannot_be_taken_for_html() -> None:
 
 def test_time_is_shown_in_utc() -> None:
     assert format_date_minute(NOW) == "2026-01-02 13:05 UTC"
+
+
+def test_command_that_adds_a_node_is_not_cut_off() -> None:
+    # The longest name of a host has 64 characters.
+    message = nodes.NO_TABLE.replace(f"node.{host_name()}=", f"node.{'h' * 64}=")
+
+    assert reasons.one_line(message) == message
+    assert message.endswith("=N`")
