@@ -272,7 +272,7 @@ def test_demand_is_shown(demand: Demand | None, expected: str) -> None:
         (3599, "59 min"),
         (3600, "1 h 00 min"),
         (86399, "23 h 59 min"),
-        (86400 * 3 + 7300, "3 d 2 h"),
+        (86400 * 3 + 7200, "3 d 2 h"),
     ],
 )
 def test_duration_is_shown_in_two_units(seconds: float, expected: str) -> None:
