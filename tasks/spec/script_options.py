@@ -88,7 +88,10 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         names = [name for argument in call.args if (name := _read_text(argument))]
         if not names:
             continue
-        name = max(names, key=len) if function != "argument" else names[0]
+        # Click's `option` may also have the name of the function's parameter, without dashes. This
+        # name is not part of the command line.
+        dashed_names = [name for name in names if name.startswith("-")]
+        name = max(dashed_names, key=len) if dashed_names else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         if "action" in keywords or "is_flag" in keywords or "nargs" in keywords:
             # Skip an option that does not have exactly one value. A flag such as `store_true` has

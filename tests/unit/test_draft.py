@@ -27,6 +27,7 @@ TRL_YAML = "model_name_or_path: m\ndataset_name: d\n"
 PRIME_TOML = 'max_steps = 20\n[orchestrator]\nbatch_size = 8\n[trainer.model]\nname = "m"\n'
 TORCHRUN = "import torch.distributed as dist\ndist.init_process_group()\n"
 SAVED = "${run.dir}/checkpoints"
+METRICS = "${attempt.dir}/metrics.jsonl"
 SCRIPT_WITH_OPTIONS = """\
 import argparse
 parser = argparse.ArgumentParser()
@@ -289,6 +290,32 @@ def test_options_of_the_script_are_used(tmp_path: Path) -> None:
     assert spec.progress is not None and spec.progress.total == 60
     assert "# success: {step: 60}\n" in draft.text
     assert draft.missing_arguments == ("--data", "model")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "words"),
+    [
+        ('"--metrics", "metrics_path", default=""', ("--metrics", METRICS)),
+        ('"metrics_path", "--metrics"', ("--metrics", METRICS)),
+        ('"-m", "--metrics", "path_of_metrics_file"', ("--metrics", METRICS)),
+        ('"--ckpts", "checkpoint_folder", default="ckpts"', ("--ckpts", SAVED)),
+        ('"--resume", "checkpoint", default=""', ("--resume", "${attempt.resume_from}")),
+    ],
+)
+def test_click_option_is_used_by_its_name_on_the_command_line(
+    tmp_path: Path, declaration: str, words: tuple[str, ...]
+) -> None:
+    source = f"import click\n@click.option({declaration})\ndef main(): pass\nmain()\n"
+    folder = project(tmp_path, {"train.py": source})
+
+    assert load_draft(folder).processes["trainer"].command == ("python", "train.py", *words)
+
+
+def test_required_click_option_is_reported_by_its_name_on_the_command_line(tmp_path: Path) -> None:
+    source = 'import click\n@click.option("--data", "dataset_path", required=True)\n'
+    folder = project(tmp_path, {"train.py": f"{source}def main(): pass\nmain()\n"})
+
+    assert draft_spec(folder).missing_arguments == ("--data",)
 
 
 @pytest.mark.parametrize(
