@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
-from tasks.spec.script_structure import only_defines, read_imports, starts_own_ranks
+from tasks.spec.script_structure import (
+    only_defines,
+    only_imports,
+    read_imports,
+    starts_own_ranks,
+)
 
 #: YAML file with the training frameworks that Muster recognises, and with templates for their run
 #: specs.
@@ -132,7 +137,11 @@ def draft_spec(
         for path in ([file] if file is not None else _find_candidate_files(directory))
     ]
     scripts.sort(key=lambda script: script.rank)
-    for framework, script in product(templates["ways"], scripts):
+    # A module that only defines names is chosen only if there is no other script.
+    modules = [script for script in scripts if script.is_module]
+    others = [script for script in scripts if not script.is_module]
+    ways = templates["ways"]
+    for framework, script in chain(product(ways, others), product(ways, modules)):
         if not script.is_written_for(framework):
             continue
         if script.starts_own_ranks:
@@ -199,12 +208,27 @@ class _CandidateFile:
         stem = self.file.stem
         ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
         name_rank = min(ranks, default=len(_LIKELY))
+        return self.is_helper, len(self.file.parts), name_rank, not self.is_main, str(self.file)
+
+    @property
+    def is_helper(self) -> bool:
+        """True if the file is hardly ever the main file, according to its name or its content."""
+        return _HELPER.search(self.file.stem) is not None or self._only_defines
+
+    @property
+    def is_module(self) -> bool:
+        """True if the file has no effect as a script, because it only defines names.
+
+        A file that only imports other modules may have an effect.
+        """
+        return self._only_defines and not only_imports(self.content)
+
+    @property
+    def _only_defines(self) -> bool:
         # Only the beginning of a long file was read. The rest may start the training, so a long
         # file does not count as a module.
         is_complete = len(self.content) < _READ_BYTES
-        is_module = self.file.suffix == ".py" and is_complete and only_defines(self.content)
-        is_helper = is_module or _HELPER.search(stem) is not None
-        return is_helper, len(self.file.parts), name_rank, not self.is_main, str(self.file)
+        return self.file.suffix == ".py" and is_complete and only_defines(self.content)
 
     @property
     def is_main(self) -> bool:
@@ -236,7 +260,7 @@ def _find_other_scripts(
         if script.file != chosen.file
         and script.file.suffix in (".py", ".sh")
         and script.content.strip()
-        and not script.rank[0]
+        and not script.is_helper
     ]
     return tuple(others[:_MAX_OTHER_SCRIPTS])
 

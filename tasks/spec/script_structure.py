@@ -84,6 +84,20 @@ def only_defines(source: str) -> bool:
     return tree is not None and all(map(_is_definition, tree.body))
 
 
+def only_imports(source: str) -> bool:
+    """Return True if a Python file consists of imports.
+
+    Such a file may have an effect as a script, because an import runs the imported module.
+
+    Args:
+        source: Source text of the file. If it is empty or not valid Python, the result is False.
+    """
+    tree = parse_source(source)
+    if tree is None or not tree.body:
+        return False
+    return all(isinstance(statement, ast.Import | ast.ImportFrom) for statement in tree.body)
+
+
 def _is_definition(statement: ast.stmt) -> bool:
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.Pass():

@@ -538,6 +538,50 @@ def test_script_is_preferred_to_a_helper_module(tmp_path: Path) -> None:
     assert draft_spec(folder).file == Path("zz.py")
 
 
+@pytest.mark.parametrize(
+    ("helper", "script"),
+    [
+        ("lib/engine.py", "run.py"),
+        ("train_lib.py", "zz.py"),
+        ("train.py", "lib/deep/start.py"),
+        # The name `eval.py` is that of a helper file, but this file at least runs a program.
+        ("engine.py", "eval.py"),
+    ],
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "import click\n@click.command()\ndef main():\n    pass\n"
+        "if __name__ == '__main__':\n    main()\n",
+        "for step in range(3):\n    print(step)\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        "import torch.distributed as dist\ndef train():\n    dist.init_process_group()\n",
+        "from trl import SFTTrainer\nclass MyTrainer(SFTTrainer):\n    pass\n",
+        "LAUNCHER = 'torchrun'\n",
+        '"""Start the training with torchrun."""\n',
+    ],
+)
+def test_module_that_only_defines_names_is_not_chosen_if_there_is_a_script(
+    tmp_path: Path, helper: str, script: str, content: str, definitions: str
+) -> None:
+    folder = project(tmp_path, {helper: definitions, script: content})
+
+    draft = draft_spec(folder)
+
+    assert draft.file == Path(script)
+    assert draft.framework == "a script"
+
+
+def test_module_that_only_defines_names_is_chosen_if_it_is_the_only_file(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"engine.py": "import trl\ndef train():\n    pass\n"})
+
+    assert draft_spec(folder).file == Path("engine.py")
+
+
 @pytest.mark.parametrize(("name", "content"), [("notes.txt", "torchrun"), ("empty.py", "")])
 def test_named_file_that_is_no_script_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
