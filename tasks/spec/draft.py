@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, product
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
+from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_options import Purpose, ScriptOption, read_options
 from tasks.spec.script_structure import (
     only_defines,
@@ -69,11 +70,15 @@ _HELPER = re.compile(
 )
 #: Matches Python code that only the main file of a program contains.
 _MAIN = re.compile(r"__main__|\.parse_args\(|\.backward\(|\.train\(|\.fit\(")
+#: Matches Python code that trains a model, or reads the options of a program.
+_TRAINING_CALL = re.compile(r"\.parse_args\(|\.backward\(|\.train\(|\.fit\(")
 #: Matches the import of a library that computes on GPUs.
 _GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)\b|\bcuda\b")
 #: Matches Python code of scripts whose options are the fields of `TrainingArguments` of
 #: transformers.
 _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentParser)\b")
+#: Matches comments and docstrings of Python code.
+_PROSE = re.compile(r'#[^\n]*|""".*?"""|\'\'\'.*?\'\'\'', re.DOTALL)
 #: Matches a number of training steps in a script, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
 #: Matches a loop over the training steps. The group contains the first argument of `range`.
@@ -132,20 +137,12 @@ def draft_spec(
     """
     templates = parse_yaml(_TEMPLATES.read_text(encoding="utf-8"), _TEMPLATES.name)
     assert isinstance(templates, dict)
-    scripts = [
-        _CandidateFile(file=path, content=_read_beginning(directory / path))
-        for path in ([file] if file is not None else _find_candidate_files(directory))
-    ]
+    files = [file] if file is not None else [*_find_candidate_files(directory)]
+    scripts = _read_candidate_files(make_absolute(directory), files)
     scripts.sort(key=lambda script: script.rank)
-    # A module that only defines names is chosen only if there is no other script.
-    modules = [script for script in scripts if script.is_module]
-    others = [script for script in scripts if not script.is_module]
-    ways = templates["ways"]
-    for framework, script in chain(product(ways, others), product(ways, modules)):
-        if not script.is_written_for(framework):
-            continue
-        if script.starts_own_ranks:
-            framework = framework | templates["own_ranks"]
+    choice = _choose_script(scripts, templates["ways"])
+    if choice is not None:
+        script, framework = choice
         writer = _SpecWriter(templates, framework, script, make_absolute(directory), gpus, guide)
         return Draft(
             framework=writer.framework_name,
@@ -196,6 +193,13 @@ class _CandidateFile:
     file: Path
     #: Beginning of the file.
     content: str
+    #: Beginnings of the project's modules that the file imports, directly or through other modules.
+    imported: tuple[str, ...]
+    #: True if the file is a Python file that only imports modules and defines names.
+    only_defines: bool
+    #: True if the file has no effect as a script, because it only defines names. A file that only
+    #: imports other modules may have an effect.
+    is_module: bool
 
     @property
     def rank(self) -> tuple[bool, int, int, bool, str]:
@@ -213,22 +217,15 @@ class _CandidateFile:
     @property
     def is_helper(self) -> bool:
         """True if the file is hardly ever the main file, according to its name or its content."""
-        return _HELPER.search(self.file.stem) is not None or self._only_defines
+        return _HELPER.search(self.file.stem) is not None or self.only_defines
 
     @property
-    def is_module(self) -> bool:
-        """True if the file has no effect as a script, because it only defines names.
+    def is_wrapper(self) -> bool:
+        """True if the Python file has no options, and leaves the training to another module.
 
-        A file that only imports other modules may have an effect.
+        That module is often a script with options.
         """
-        return self._only_defines and not only_imports(self.content)
-
-    @property
-    def _only_defines(self) -> bool:
-        # Only the beginning of a long file was read. The rest may start the training, so a long
-        # file does not count as a module.
-        is_complete = len(self.content) < _READ_BYTES
-        return self.file.suffix == ".py" and is_complete and only_defines(self.content)
+        return not read_options(self.content) and _TRAINING_CALL.search(self.content) is None
 
     @property
     def is_main(self) -> bool:
@@ -237,17 +234,97 @@ class _CandidateFile:
 
     @property
     def starts_own_ranks(self) -> bool:
-        """True if the file is a Python script that itself starts the ranks of its training."""
-        return self.file.suffix == ".py" and starts_own_ranks(self.content)
+        """True if the file is a Python script that itself starts the ranks of its training.
 
-    def is_written_for(self, framework: Mapping[str, Any]) -> bool:
-        """Return True if the file starts a training with a certain framework.
-
-        Args:
-            framework: An item of `ways` in `draft.yaml`.
+        The ranks may also be started by a module of the project that the script imports.
         """
-        has_command = self.file.suffix in framework["commands"]
-        return has_command and bool(re.search(framework["pattern"], self.content, re.MULTILINE))
+        return self.file.suffix == ".py" and starts_own_ranks((self.content, *self.imported))
+
+
+def _read_candidate_files(directory: Path, files: Iterable[Path]) -> list[_CandidateFile]:
+    """Read files that may start a training, and the project's modules that these files import.
+
+    Args:
+        directory: Absolute path of the directory of the training.
+        files: Paths of the files, relative to the directory.
+    """
+    read = cache(_read_beginning)
+    finder = ImportFinder(find_project_root(directory / "muster.yaml"), read)
+    scripts = []
+    for file in files:
+        path = directory / file
+        content = read(path)
+        # Only the beginning of a long file was read. The rest may start the training, so a long
+        # file does not count as a module.
+        is_complete = len(content) < _READ_BYTES
+        is_helper = file.suffix == ".py" and is_complete and only_defines(content)
+        modules = finder.find_modules(path) if file.suffix == ".py" else ()
+        # Muster's own module for metrics names several frameworks, and uses none of them.
+        imported = tuple(read(module) for module in modules if module.name != HOOK_NAME)
+        scripts.append(
+            _CandidateFile(
+                file=file,
+                content=content,
+                imported=imported,
+                only_defines=is_helper,
+                is_module=is_helper and not only_imports(content),
+            )
+        )
+    return scripts
+
+
+def _choose_script(
+    scripts: Sequence[_CandidateFile], frameworks: Sequence[Mapping[str, Any]]
+) -> tuple[_CandidateFile, Mapping[str, Any]] | None:
+    """Return the script that most probably starts the training, and the framework of the script.
+
+    A module that only defines names is chosen only if there is no other script. The other scripts
+    are compared by their frameworks, and then by their positions in `scripts`. But a script that
+    only calls an imported training comes after the scripts that use the framework themselves.
+
+    Args:
+        scripts: Files that may start the training, the most likely first.
+        frameworks: Content of `ways` in `draft.yaml`.
+
+    Returns:
+        None if no file starts a training with one of the frameworks.
+    """
+
+    # Many scripts may import the same module.
+    @cache
+    def find_framework(suffix: str, text: str) -> int:
+        """Return the index of the first framework of a file, or `len(frameworks)` if none."""
+        for index, framework in enumerate(frameworks):
+            has_command = suffix in framework["commands"]
+            if has_command and re.search(framework["pattern"], text, re.MULTILINE):
+                return index
+        return len(frameworks)
+
+    @cache
+    def remove_prose(text: str) -> str:
+        return _PROSE.sub("", text)
+
+    choices: list[tuple[bool, int, bool, int, int]] = []
+    for position, script in enumerate(scripts):
+        suffix = script.file.suffix
+        own = find_framework(suffix, script.content)
+        index = own
+        # The last framework matches any script. A more specific framework that the script itself
+        # uses counts more than the frameworks of the imported modules.
+        if own >= len(frameworks) - 1:
+            # A comment in a helper module may name a framework that the training does not use.
+            codes = (remove_prose(text) for text in script.imported)
+            index = min((own, *(find_framework(suffix, code) for code in codes)))
+        if index < len(frameworks):
+            # Evaluations often import the training. So the imports of a helper file such as
+            # eval.py are ignored when it is compared with other scripts.
+            compared = own if script.is_helper else index
+            is_wrapper = own > compared and script.is_wrapper
+            choices.append((script.is_module, compared, is_wrapper, position, index))
+    if not choices:
+        return None
+    *_, position, index = min(choices)
+    return scripts[position], frameworks[index]
 
 
 def _find_other_scripts(
@@ -287,12 +364,15 @@ class _SpecWriter:
             guide: Path of the document that explains the keys of a run spec.
         """
         self._templates = templates
-        self._framework = framework
         self._script = script
+        self._starts_own_ranks = script.starts_own_ranks
+        self._framework = framework
+        if self._starts_own_ranks:
+            self._framework = {**framework, **templates["own_ranks"]}
         self._directory = directory
         self._root = find_project_root(directory / "muster.yaml")
         self._guide = guide
-        needs_all = framework["gpus"] == "all"
+        needs_all = self._framework["gpus"] == "all"
         needs_gpus = needs_all or _GPU_LIBRARY.search(script.content) is not None
         #: Number of GPUs that the run requests, or 0 if the spec has no key `gang`.
         self._gpus = gpus if needs_all else min(gpus, 1)
@@ -309,7 +389,7 @@ class _SpecWriter:
         If a script starts its ranks itself, the name is not `torchrun` but `a script`, because
         torchrun must not start this script.
         """
-        is_plain = self._script.starts_own_ranks and self._framework["name"] == "torchrun"
+        is_plain = self._starts_own_ranks and self._framework["name"] == "torchrun"
         return "a script" if is_plain else self._framework["name"]
 
     @property
@@ -358,7 +438,7 @@ class _SpecWriter:
             # Indent this comment like the key `command` in the template.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
-        if self._script.starts_own_ranks:
+        if self._starts_own_ranks:
             command += f"\n{self._templates['own_ranks_comment'].rstrip()}"
         if "PROCESSES" in command and not self._gpus:
             command += f"\n{self._templates['processes_without_gang'].rstrip()}"

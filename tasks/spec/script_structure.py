@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import TypeGuard
 
@@ -34,8 +35,13 @@ _RANK_IN_SHELL = re.compile(r"(?:^|\s)(?:LOCAL_)?RANK=")
 _TORCHRUN = re.compile(r"(?:\S*/)?torchrun(?:\s.*)?|torch\.distributed\.(?:run|launch)", re.DOTALL)
 
 
+@lru_cache(maxsize=2)
 def parse_source(source: str) -> ast.Module | None:
-    """Return the syntax tree of a Python script, or None if the source is not valid Python."""
+    """Return the syntax tree of a Python script, or None if the source is not valid Python.
+
+    Callers often ask several questions about one script, so the last trees are cached. Do not
+    change a returned tree.
+    """
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -118,7 +124,7 @@ def _is_definition(statement: ast.stmt) -> bool:
     return False
 
 
-def starts_own_ranks(source: str) -> bool:
+def starts_own_ranks(sources: Iterable[str]) -> bool:
     """Return True if a Python script itself starts the ranks (processes) of its training.
 
     Such a script must not be started with torchrun: torchrun would start the whole script once for
@@ -130,20 +136,33 @@ def starts_own_ranks(source: str) -> bool:
     - scripts that start torchrun
 
     Args:
-        source: Source text of the script. If it is not valid Python, the result is False.
+        sources: Source texts of the script, and of the modules of the project that it imports. A
+            text that is not valid Python is ignored.
     """
-    tree = parse_source(source)
-    if tree is None:
-        return False
-    nodes = [*ast.walk(tree)]
+    trees = (parse_source(source) for source in sources)
+    files = [[*ast.walk(tree)] for tree in trees if tree is not None]
+    rank_functions = set(chain.from_iterable(map(_list_rank_functions, files)))
+    return any(_starts_ranks(nodes, rank_functions) for nodes in files)
+
+
+def _starts_ranks(nodes: Sequence[ast.AST], rank_functions: Set[str]) -> bool:
+    """Return True if a file starts the ranks of a training.
+
+    Args:
+        nodes: All nodes of the syntax tree of the file.
+        rank_functions: Names of the functions, in this and other files, that use a parameter as the
+            rank of a process.
+    """
     imported = _list_imported_names(nodes)
     calls = [(node, _resolve_name(node.func, imported)) for node in nodes if _is_call(node)]
     if any(_RANK_STARTER.fullmatch(name) for _, name in calls):
         return True
 
     if any(_PROCESS_STARTER.fullmatch(name) for _, name in calls):
-        functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
-        if any(_uses_rank(function, _list_parameters(function)) for function in functions):
+        usable_functions = _list_rank_functions(nodes) | (
+            rank_functions & _list_foreign_names(nodes)
+        )
+        if usable_functions:
             return True
 
     program_starts = [call for call, name in calls if _PROGRAM_STARTER.fullmatch(name)]
@@ -180,6 +199,24 @@ def _list_imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     return names
 
 
+def _list_foreign_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the names in other modules that a script imports or uses.
+
+    Examples: `b` for `from a import b`, and `c` for `import a` and `a.c()`
+    """
+    names: set[str] = set()
+    modules: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+            modules |= {alias.asname or alias.name for alias in node.names}
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+    names |= {node.attr for node in attributes if _resolve_name(node.value, {}) in modules}
+    return names
+
+
 def _resolve_name(function: ast.expr, imported: Mapping[str, str]) -> str:
     """Return the full name of a called function, such as `torch.multiprocessing.spawn`."""
     if isinstance(function, ast.Name):
@@ -187,6 +224,12 @@ def _resolve_name(function: ast.expr, imported: Mapping[str, str]) -> str:
     if isinstance(function, ast.Attribute):
         return f"{_resolve_name(function.value, imported)}.{function.attr}"
     return ""
+
+
+def _list_rank_functions(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of the functions that use a parameter as the rank of a process."""
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    return {node.name for node in functions if _uses_rank(node, _list_parameters(node))}
 
 
 def _list_parameters(function: ast.FunctionDef) -> set[str]:

@@ -15,7 +15,7 @@ from cyclopts import App
 
 from tasks.record.places import CALLERS_UMASK
 from tasks.show.arguments import run
-from tasks.spec.draft import draft_spec
+from tasks.spec.draft import draft_spec, read_hook
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
@@ -737,6 +737,210 @@ def test_script_that_only_starts_other_processes_is_started_with_torchrun(
     tmp_path: Path, source: str
 ) -> None:
     folder = project(tmp_path, {"train.py": source})
+
+    assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
+
+
+ENGINE = "import torch.distributed as dist\ndef train():\n    dist.init_process_group()\n"
+CALL = "if __name__ == '__main__':\n    train()\n"
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(
+    ("script", "modules"),
+    [
+        ("from vit.engine import train\n", {"vit/engine.py": ENGINE}),
+        ("from vit.engine import *\n", {"vit/engine.py": ENGINE}),
+        ("import vit.engine as engine\n", {"vit/engine.py": ENGINE}),
+        ("from vit import engine\n", {"vit/__init__.py": "", "vit/engine.py": ENGINE}),
+        ("from engine import train\n", {"engine.py": ENGINE}),
+        ("def main():\n    from engine import train\n", {"engine.py": ENGINE}),
+        ("from engine import train\n", {"src/engine.py": ENGINE}),
+        (
+            "from vit import train\n",
+            {"vit/__init__.py": "from .engine import train\n", "vit/engine.py": ENGINE},
+        ),
+        (
+            "from vit.loops import train\n",
+            {"vit/loops.py": "from vit.engine import train\n", "vit/engine.py": ENGINE},
+        ),
+        (
+            "from vit.loops.sft import train\n",
+            {"vit/loops/sft.py": "from .. import engine\n", "vit/engine.py": ENGINE},
+        ),
+        # modules that import each other
+        (
+            "import a\n",
+            {"a.py": "import b\n", "b.py": "import a, c\n", "c.py": f"import a, run\n{ENGINE}"},
+        ),
+    ],
+)
+def test_torchrun_starts_a_script_that_imports_a_distributed_training(
+    tmp_path: Path, script: str, modules: dict[str, str], is_named: bool
+) -> None:
+    folder = project(tmp_path, {"run.py": script + CALL, **modules})
+
+    spec = load_draft(folder, gpus=2, file=Path("run.py") if is_named else None)
+
+    command = spec.processes["trainer"].command
+    assert command == ("torchrun", "--standalone", "--nproc-per-node=2", "run.py")
+    assert spec.gang is not None and spec.gang.gpus_per_node == 2
+
+
+@pytest.mark.parametrize("script", ["scripts/run.py", "src/jobs/run.py"])
+def test_modules_in_the_folder_src_of_the_project_are_searched(tmp_path: Path, script: str) -> None:
+    files = {script: f"from vit.engine import train\n{CALL}", "src/vit/engine.py": ENGINE}
+    folder = project(tmp_path, files)
+
+    assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
+
+
+def test_accelerate_starts_a_script_that_imports_a_training_with_accelerate(tmp_path: Path) -> None:
+    engine = "from accelerate import Accelerator\ndef train():\n    Accelerator()\n"
+    folder = project(tmp_path, {"run.py": f"from engine import train\n{CALL}", "engine.py": engine})
+
+    draft = draft_spec(folder)
+
+    assert (draft.framework, draft.file) == ("accelerate", Path("run.py"))
+
+
+@pytest.mark.parametrize(
+    ("script", "modules"),
+    [
+        # The script does not import the module.
+        ("import data\n", {"engine.py": ENGINE, "data.py": ""}),
+        # Installed packages are no modules of the project.
+        ("import fast\n", {".venv/lib/python3.11/site-packages/fast.py": ENGINE}),
+        ("import fast\n", {"fast.txt": ENGINE, "fast/notes.txt": ENGINE}),
+        ("import data\n", {"data.py": '"""Data.\n\nFor torchrun."""\n# accelerate launch\n'}),
+        # Muster's module for metrics names several frameworks.
+        ("import muster_metrics\n", {"muster_metrics.py": read_hook()}),
+        # The import names a folder above the project.
+        ("from .....engine import train\n", {"engine.py": ENGINE}),
+    ],
+)
+def test_other_files_than_imported_modules_do_not_change_the_command(
+    tmp_path: Path, script: str, modules: dict[str, str]
+) -> None:
+    folder = project(tmp_path, {"run.py": script + CALL, **modules})
+
+    assert draft_spec(folder, file=Path("run.py")).framework == "a script"
+
+
+def test_framework_of_the_script_counts_more_than_those_of_imported_modules(tmp_path: Path) -> None:
+    helper = "from accelerate import init_empty_weights\ndef build():\n    pass\n"
+    files = {"train.py": f"from build import build\n{TORCHRUN}", "build.py": helper}
+    folder = project(tmp_path, files)
+
+    assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("content", "chosen"),
+    [
+        (f"from lib.train import main\n{CALL}", "lib/train.py"),
+        (
+            f"from lib.train import main\nimport click\n@click.option('--lr')\n{CALL}",
+            "run.py",
+        ),
+        ("from lib.train import setup\nloss.backward()\n", "run.py"),
+    ],
+)
+def test_script_with_the_options_is_preferred_to_a_script_that_only_calls_it(
+    tmp_path: Path, content: str, chosen: str
+) -> None:
+    training = f"{ENGINE}parser.add_argument('--steps')\n"
+    content = content.replace(CALL, f"def main(): pass\n{CALL}")
+    folder = project(tmp_path, {"run.py": content, "lib/train.py": training})
+
+    draft = draft_spec(folder)
+
+    assert (draft.framework, draft.file) == ("torchrun", Path(chosen))
+
+
+def test_evaluation_that_imports_the_training_is_not_chosen(tmp_path: Path) -> None:
+    files = {
+        "eval.py": f"from engine import train\n{CALL}",
+        "run.py": "for step in range(3):\n    print(step)\n",
+        "engine.py": ENGINE,
+    }
+    folder = project(tmp_path, files)
+
+    assert draft_spec(folder).file == Path("run.py")
+    assert draft_spec(folder, file=Path("eval.py")).framework == "torchrun"
+
+
+@pytest.mark.parametrize(("length", "framework"), [(4, "torchrun"), (5, "a script")])
+def test_imports_are_followed_up_to_a_limit(tmp_path: Path, length: int, framework: str) -> None:
+    chain = {f"m{i}.py": f"import m{i + 1}\n" for i in range(1, length)}
+    files = {"run.py": f"import m1\n{CALL}", **chain, f"m{length}.py": ENGINE}
+    folder = project(tmp_path, files)
+
+    assert draft_spec(folder, file=Path("run.py")).framework == framework
+
+
+@pytest.mark.parametrize(("number", "framework"), [(50, "torchrun"), (51, "a script")])
+def test_number_of_imported_modules_that_are_read_is_limited(
+    tmp_path: Path, number: int, framework: str
+) -> None:
+    modules = {f"m{i}.py": "" for i in range(1, number)}
+    imports = "".join(f"import m{i}\n" for i in range(1, number + 1))
+    files = {"run.py": imports + CALL, **modules, f"m{number}.py": ENGINE}
+    folder = project(tmp_path, files)
+
+    assert draft_spec(folder, file=Path("run.py")).framework == framework
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "run.py": f"from lib.launch import start\n{CALL}",
+            "lib/launch.py": SPAWN.replace('if __name__ == "__main__":', "def start():"),
+        },
+        {
+            "run.py": f"from lib.launch import start\n{CALL}",
+            "lib/launch.py": "from .ranks import start\n",
+            "lib/ranks.py": PROCESSES.replace("for rank", "def start_all():\n  for rank"),
+        },
+        # The script starts the processes, and a function of the module joins the group.
+        {
+            "run.py": "from multiprocessing import Process\nfrom lib.engine import worker\n"
+            "for rank in range(2):\n    Process(target=worker, args=(rank, 2)).start()\n",
+            "lib/engine.py": "import torch.distributed as dist\ndef worker(rank, size):\n"
+            "    dist.init_process_group('gloo', rank=rank, world_size=size)\n",
+        },
+        {
+            "run.py": "import multiprocessing as mp\nimport lib.engine\n"
+            "for rank in range(2):\n"
+            "    mp.Process(target=lib.engine.worker, args=(rank, 2)).start()\n",
+            "lib/engine.py": "import torch.distributed as dist\ndef worker(rank, size):\n"
+            "    dist.init_process_group('gloo', rank=rank, world_size=size)\n",
+        },
+    ],
+)
+def test_script_whose_modules_start_the_ranks_is_started_with_python(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    folder = project(tmp_path, files)
+
+    draft = draft_spec(folder, gpus=2)
+    spec = load_draft(folder, gpus=2)
+
+    assert draft.file == Path("run.py")
+    assert spec.processes["trainer"].command == ("python", "run.py")
+    assert spec.gang is not None and spec.gang.gpus_per_node == 2
+    assert "The script starts its ranks itself" in draft.text
+
+
+def test_module_that_starts_processes_for_its_data_does_not_start_the_ranks(tmp_path: Path) -> None:
+    files = {
+        "run.py": f"import os\nimport data, engine\n{CALL}",
+        "data.py": "from multiprocessing import Pool\ndef load():\n    Pool(4).map(print, [])\n",
+        "engine.py": "import torch.distributed as dist\ndef setup(rank):\n"
+        "    dist.init_process_group('nccl', rank=rank)\n",
+    }
+    folder = project(tmp_path, files)
 
     assert load_draft(folder).processes["trainer"].command[0] == "torchrun"
 
