@@ -81,6 +81,8 @@ _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentPa
 _PROSE = re.compile(r'#[^\n]*|""".*?"""|\'\'\'.*?\'\'\'', re.DOTALL)
 #: Matches a number of training steps in a script, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
+#: Matches the name of the training step as a key, such as `"global_step":` in a dict.
+_STEP_KEY = re.compile(r"""["'](global_step|step|iteration|iter)["']\s*[:\]]""")
 #: Matches a loop over the training steps. The group contains the first argument of `range`.
 _STEP_LOOP = re.compile(
     r"\bfor\s+(?:\w*step\w*|\w*iter\w*|it?|t)\s+in\s+(?:\w+\()?range\(((?:[^(),]|\([^()]*\))*)[,)]"
@@ -426,10 +428,12 @@ class _SpecWriter:
             text = (
                 self._write_variables() if part == "variables" else self._templates["parts"][part]
             )
-            if part.startswith("success") and self.hook is not None:
-                # The script does not write its steps yet. With the key `success`, the run would
-                # fail, because its last step would be unknown.
-                text = self._templates["after_hook"] + text.replace("success:", "# success:")
+            if part.startswith("success") and self._find_step_key() is None:
+                # Muster may not find the training step in the metrics. With the key `success`, the
+                # run would then fail after its last step.
+                text = self._templates["unproven_step"] + text.replace("success:", "# success:")
+            elif part == "steps":
+                text = text.replace("step: step", f"step: {self._find_step_key() or 'step'}")
             parts.append(text)
         command = self._framework["commands"][self._script.file.suffix]
         options = self._write_options()
@@ -507,6 +511,19 @@ class _SpecWriter:
             lines.append(f"  # To resume, the script needs: {resuming}")
             lines.append('  RESUME_FROM: "${attempt.resume_from}"')
         return "\n".join(lines) + "\n" if len(lines) > 1 else ""
+
+    def _find_step_key(self) -> str | None:
+        """Return the key of the training step in the metrics that the training writes.
+
+        Returns:
+            None if the script does not write its metrics yet, or if the key is unknown.
+        """
+        if Purpose.METRICS not in self._used_options:
+            return None
+        for text in (self._script.content, *self._script.imported):
+            if match := _STEP_KEY.search(text):
+                return match[1]
+        return None
 
     def _find_total(self) -> int | None:
         """Return the number of training steps according to the script, or None if unknown."""

@@ -336,7 +336,7 @@ def test_success_is_the_last_step_that_the_script_counts(
 ) -> None:
     source = (
         "parser.add_argument('--steps', type=int, default=40)\n"
-        f"parser.add_argument('--metrics')\n{loop}\n    pass\n"
+        f"parser.add_argument('--metrics')\n{loop}\n    print({{'step': 1}})\n"
     )
     folder = project(tmp_path, {"train.py": source})
 
@@ -355,6 +355,26 @@ def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path)
     assert yaml.safe_load(text).get("success") is None
     # The user removes the # before `success` when the script writes its steps to a metrics file.
     assert yaml.safe_load(text.replace("# success:", "success:"))["success"] == {"step": 39}
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [("{'global_step': 1}", "global_step"), ("row['iter'] = 1", "iter"), ("pass", None)],
+)
+def test_step_key_is_the_key_that_the_script_writes(
+    tmp_path: Path, line: str, key: str | None
+) -> None:
+    source = (
+        "parser.add_argument('--steps', type=int, default=40)\n"
+        f"parser.add_argument('--metrics')\nfor step in range(1, 41):\n    {line}\n"
+    )
+    folder = project(tmp_path, {"train.py": source})
+
+    spec = load_draft(folder)
+
+    assert spec.progress is not None and spec.progress.step == (key or "step")
+    # Without a known key, the run would fail after its last step.
+    assert (spec.success is not None) is (key is not None)
 
 
 def test_script_with_an_unknown_number_of_steps_has_no_success(tmp_path: Path) -> None:
