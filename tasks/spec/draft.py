@@ -516,14 +516,14 @@ class _SpecWriter:
         """Return the key of the training step in the metrics that the training writes.
 
         Returns:
-            None if the script does not write its metrics yet, or if the key is unknown.
+            None if the script does not write its metrics yet, or if the key is unknown. A script
+            with several keys may use one of them only in its checkpoints.
         """
         if Purpose.METRICS not in self._used_options:
             return None
-        for text in (self._script.content, *self._script.imported):
-            if match := _STEP_KEY.search(text):
-                return match[1]
-        return None
+        texts = (self._script.content, *self._script.imported)
+        keys = {key for text in texts for key in _STEP_KEY.findall(text)}
+        return keys.pop() if len(keys) == 1 else None
 
     def _find_total(self) -> int | None:
         """Return the number of training steps according to the script, or None if unknown."""

@@ -359,7 +359,12 @@ def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("line", "key"),
-    [("{'global_step': 1}", "global_step"), ("row['iter'] = 1", "iter"), ("pass", None)],
+    [
+        ("{'global_step': 1}", "global_step"),
+        ("row['iter'] = 1", "iter"),
+        ("pass", None),
+        ("{'global_step': 1}; {'step': 1}", None),
+    ],
 )
 def test_step_key_is_the_key_that_the_script_writes(
     tmp_path: Path, line: str, key: str | None
