@@ -85,7 +85,7 @@ def test_trainer_without_a_handler_survives_the_warning(
     [event] = harness.list_events("component.exited", "trainer")
     assert event.fields["signal"] == "SIGTERM"
     [warning] = harness.list_events("run.warning")
-    assert "none of its processes handles SIGUSR1" in warning.message
+    assert "no process of trainer handles SIGUSR1" in warning.message
 
 
 def test_failure_of_another_component_sends_no_warning(harness: ComponentHarness) -> None:

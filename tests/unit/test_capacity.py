@@ -126,7 +126,7 @@ async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> 
 
 
 async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
-    with pytest.raises(NoCapacity, match=r"lists no nodes.*`muster queue set node.[^ ]+=GPUS`"):
+    with pytest.raises(NoCapacity, match=r"lists no nodes.*`muster queue set node.[^ ]+=N`"):
         await capacity.read_cluster("", {})
 
 
