@@ -34,8 +34,8 @@ class PointHistory:
 
     #: Mapping from training step to the finite value of the metric, sorted by step.
     figures: Mapping[float, float] = field(default_factory=dict)
-    #: Last training step that the run has reached, with or without a value of the metric. 0 if
-    #: unknown.
+    #: Last training step that the run has reached, even if the metric has no value at this step. 0
+    #: if unknown.
     last_step: float = 0.0
     #: True if the run has completed or was stopped early. The run then reports no further values.
     has_ended: bool = False

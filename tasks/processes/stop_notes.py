@@ -23,7 +23,7 @@ def describe_stopped_worker() -> str:
 
 
 def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[Path]:
-    """Write the reason why runs are stopped into the directories of these runs.
+    """Write a reason into the directory of each run that will be stopped.
 
     If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
     that names the user, and then stops the worker, which does not know the user.

@@ -41,8 +41,8 @@ def use_own_temporary_folder() -> Path:
         return folder
     host_folder = muster_home() / "temp" / host_name()
     host_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Lock out other processes until the new folder has its lock. Otherwise another process could
-    # find the folder without a lock, and would remove it as abandoned.
+    # Lock out other processes until the new folder is locked. Another process removes each folder
+    # without a lock, because it takes such a folder for abandoned.
     host_lock = _open_and_lock(host_folder, fcntl.LOCK_EX)
     try:
         _remove_abandoned(host_folder)

@@ -57,7 +57,8 @@ _MAX_LINE_BYTES = 1 << 26
 _START_LOCK = "agents.lock"
 #: Seconds between two tries to take the lock `_START_LOCK`.
 _LOCK_EVERY_S = 0.1
-#: Largest share of an order's time limit that may be spent on the wait for `_START_LOCK`.
+#: Part of the time limit of an order to the agents, after which the wait for the lock `_START_LOCK`
+#: ends.
 _LOCK_SHARE = 0.5
 #: Environment variables that the child process for requests through Ray must not inherit. With the
 #: MUSTER variables, the child process would look like a leftover process of the run and would be

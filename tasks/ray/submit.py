@@ -73,8 +73,8 @@ _NOISY_LOGGERS = {
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
 #: Python code that finds and runs the wrapper program on the node. `python -m` is not used, because
-#: the option puts the working directory first on the import path. A user's file `queue.py` in the
-#: working directory would then replace the module `queue` of the standard library.
+#: Python would then search the working directory first for each import. A user's file `queue.py` in
+#: this directory would replace the module `queue` of the standard library.
 _BOOTSTRAP = (
     "import os,runpy;runpy.run_path(next(p for p in"
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'

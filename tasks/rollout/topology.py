@@ -245,7 +245,8 @@ class Addresses:
 
     #: `hosts[node]` is the address at which the gateway and the other nodes reach a node.
     hosts: tuple[str, ...]
-    #: Mapping from the name of a port, such as `server.0`, to its number. See `ports_needed`.
+    #: Mapping from the name of a port, such as `server.0`, to the port number. The function
+    #: `ports_needed` lists the names.
     ports: Mapping[str, int]
     #: The GPUs that a local fleet may use, one for each rank. If empty, the fleet uses the GPUs 0,
     #: 1, 2 and so on.

@@ -43,6 +43,6 @@ def render_plain(text: str) -> str:
 def _parse_markdown(text: str) -> Markdown:
     """Return a Markdown text for a Rich console.
 
-    The addresses of links are printed as text, so that users can check and copy the addresses.
+    Each link is printed with its address, so that a user can check and copy the address.
     """
     return Markdown(text, hyperlinks=False)

@@ -30,9 +30,9 @@ _HEAD_BYTES = 4096
 def find_command_python(command: Sequence[str], path: str, cwd: Path) -> Path | None:
     """Return the path of the Python interpreter that a command runs.
 
-    - If the command starts with a Python interpreter, this interpreter is returned.
-    - If the command starts with a Python script such as `torchrun`, the interpreter in the first
-      line of the script is returned.
+    - If the command's program is a Python interpreter, the result is its path.
+    - If the program is a Python script such as `torchrun`, the result is the interpreter that the
+      first line of the script names.
 
     Args:
         command: The program and its arguments.

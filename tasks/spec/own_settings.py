@@ -304,8 +304,8 @@ COMPONENT_VARIABLES: Mapping[str, str] = {
     "MUSTER_ATTEMPT": "number of the attempt, from 1",
     "MUSTER_COMPONENT": "name of the component",
     "MUSTER_DEADLINE": (
-        "Unix time in seconds at which the attempt reaches its time limit; only if the spec has "
-        "the key `gang.max_hours`"
+        "time at which the attempt reaches its time limit, in seconds since 1970 (Unix time). The "
+        "variable exists only if the spec has the key `gang.max_hours`"
     ),
     "MUSTER_PROJECT": "folder of the original project, if the run uses a copy of the project's "
     "code",

@@ -70,8 +70,8 @@ _LAUNCHERS = {
     ("accelerate", "launch"): _ACCELERATE_OPTION,
     ("accelerate.commands.launch",): _ACCELERATE_OPTION,
 }
-#: Matches the options of torchrun and `accelerate launch` that have no value. After any other
-#: option, the next argument may be the value of the option, or the script.
+#: Matches the options of torchrun and `accelerate launch` that take no value. Each other option may
+#: take the next argument as its value, so that argument may not be the script.
 _LAUNCHER_FLAG = re.compile(
     r"standalone|run-path|virtual-local-rank|use-env|cpu|multi-gpu|use-deepspeed|use-fsdp|q|quiet"
     r"|debug"

@@ -31,7 +31,7 @@ _RUN_CALL = re.compile(r"\b(?:main|run|train|fit|learn|launch)\(")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 #: Matches a shell command that sets the rank of a process.
 _RANK_IN_SHELL = re.compile(r"(?:^|\s)(?:LOCAL_)?RANK=")
-#: Matches an argument or a shell command that starts torchrun.
+#: Matches a text that starts torchrun: a shell command, or one argument of a command.
 _TORCHRUN = re.compile(r"(?:\S*/)?torchrun(?:\s.*)?|torch\.distributed\.(?:run|launch)", re.DOTALL)
 
 
@@ -116,7 +116,7 @@ def _is_definition(statement: ast.stmt) -> bool:
         # A docstring, or another constant
         case ast.Expr(value=ast.Constant()):
             return True
-        # For example, a module that may be missing is imported within `try`.
+        # A helper module may contain `try`, for example to import a package that may be missing.
         case ast.If() | ast.Try():
             handlers = statement.handlers if isinstance(statement, ast.Try) else []
             blocks = [statement.body, statement.orelse, *(handler.body for handler in handlers)]

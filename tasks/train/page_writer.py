@@ -31,8 +31,8 @@ from tasks.train.session import RunSession
 
 #: Mapping from the key of each artifact to two values: the minimum interval in seconds between two
 #: updates, and the function that returns the content. The function is None for the artifact
-#: `reward`, because `RunPage` draws the curve of the reward. If the training has no reward, the
-#: artifact `reward` shows the loss and has the key `loss`.
+#: `reward`, whose curve is drawn by `RunPage`. If the training has no reward, this artifact shows
+#: the loss, and its key is `loss`.
 _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
     pages.COMPONENTS: (2.0, pages.show_components),

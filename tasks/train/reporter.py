@@ -133,8 +133,8 @@ class Reporter:
         self._reports.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_TIMEOUT_S):
             self._is_closed.set()
-        # Python calls this exit function before the exit function that removes the run from the
-        # registry of active runs. So the run stays registered until the last artifacts are sent. If
+        # Another exit function removes the run from the registry of active runs. Python calls that
+        # function after this one, so the run stays registered until the last artifacts are sent. If
         # this process is killed before then, `muster reconcile` finds the run in the registry.
         atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)

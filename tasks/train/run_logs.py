@@ -100,8 +100,9 @@ def _has_several_components(place: AttemptPlace, *, is_growing: bool) -> bool:
         place: Paths of the attempt's files.
         is_growing: True if the attempt may still start further components.
     """
-    if len(list_logs(place)) > 1 or not is_growing:
-        return len(list_logs(place)) > 1
+    has_several_logs = len(list_logs(place)) > 1
+    if has_several_logs or not is_growing:
+        return has_several_logs
     # Import the YAML parser only here, because the import takes long.
     import yaml
 

@@ -154,8 +154,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     ports = PortsReserved(["server.api"])
     port = ports.numbers["server.api"]
     ports.close()
-    # The typed commands must not get the Prefect settings of the test session, or the options of a
-    # `make` that started the tests.
+    # The commands of the documents must behave as in a user's terminal. So remove the variables of
+    # Prefect and `make` that this test process has inherited.
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(_PREFIXES_TO_REMOVE)
     }

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from tasks.processes.attempt import SupervisedAttempt
-from tasks.processes.component import AttemptPlan, RunningComponent
+from tasks.processes.component import AttemptPlan, ComponentPlan, RunningComponent
 from tasks.processes.ports import PortsReserved
+from tasks.processes.supervisor import Supervisor
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
@@ -187,31 +188,50 @@ def assert_port_conflict(verdict: Verdict) -> None:
     assert "is already used by" in verdict.failure.message
 
 
-def test_component_whose_port_was_taken_restarts_with_another_port(
-    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer]
-) -> None:
-    ports = PortsReserved(["api.port"])
+def supervise_with_moves(
+    harness: ComponentHarness,
+    ports: PortsReserved,
+    list_components: Callable[[ComponentPlan, int], tuple[ComponentPlan, ...]],
+) -> Supervisor:
+    """Supervise a server `api`, which Muster may start again on another port.
+
+    Args:
+        ports: The reserved ports, with the port `api.port`.
+        list_components: Takes the plan of `api` and the present port. Returns the plans of all
+            components, in the order of their start.
+    """
 
     def plan() -> AttemptPlan:
         port = ports.numbers["api.port"]
         ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-        argv = (*python(SERVER), str(harness.directory), str(port))
+        api = harness.component(
+            "api", (*python(SERVER), str(harness.directory), str(port)), ready=ready
+        )
         return AttemptPlan(
             run_id="run-1",
             number=1,
             cwd=harness.directory,
-            components=(
-                harness.component("api", argv, ready=ready),
-                harness.component("trainer", sh(f"echo {port}"), on_exit_zero="complete"),
-            ),
+            components=list_components(api, port),
         )
 
     def replan(component: str) -> AttemptPlan:
         ports.move(component)
         return plan()
 
+    return harness.supervise(*plan().components, ports=ports, replan=replan)
+
+
+def test_component_whose_port_was_taken_restarts_with_another_port(
+    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer]
+) -> None:
+    ports = PortsReserved(["api.port"])
+
     first_port = ports.numbers["api.port"]
-    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+
+    def list_components(api: ComponentPlan, port: int) -> tuple[ComponentPlan, ...]:
+        return api, harness.component("trainer", sh(f"echo {port}"), on_exit_zero="complete")
+
+    supervisor = supervise_with_moves(harness, ports, list_components)
     thread = take_once_spawned(harness, start_stranger, first_port)
 
     supervisor.start("api")
@@ -242,22 +262,7 @@ def test_component_restarts_although_its_port_changes_while_its_log_is_read(
 
     monkeypatch.setattr(SupervisedAttempt, "_port_conflict_of", read_after_move)
 
-    def plan() -> AttemptPlan:
-        port = ports.numbers["api.port"]
-        ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-        argv = (*python(SERVER), str(harness.directory), str(port))
-        return AttemptPlan(
-            run_id="run-1",
-            number=1,
-            cwd=harness.directory,
-            components=(harness.component("api", argv, ready=ready),),
-        )
-
-    def replan(component: str) -> AttemptPlan:
-        ports.move(component)
-        return plan()
-
-    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+    supervisor = supervise_with_moves(harness, ports, lambda api, port: (api,))
     thread = take_once_spawned(harness, start_stranger, first_port)
 
     supervisor.start("api")
@@ -272,25 +277,10 @@ def test_port_used_by_an_earlier_component_is_not_replaced(
 ) -> None:
     ports = PortsReserved(["api.port"])
 
-    def plan() -> AttemptPlan:
-        port = ports.numbers["api.port"]
-        ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-        argv = (*python(SERVER), str(harness.directory), str(port))
-        return AttemptPlan(
-            run_id="run-1",
-            number=1,
-            cwd=harness.directory,
-            components=(
-                harness.component("trainer", sh(f"sleep 600 # {port}")),
-                harness.component("api", argv, ready=ready),
-            ),
-        )
+    def list_components(api: ComponentPlan, port: int) -> tuple[ComponentPlan, ...]:
+        return harness.component("trainer", sh(f"sleep 600 # {port}")), api
 
-    def replan(component: str) -> AttemptPlan:
-        ports.move(component)
-        return plan()
-
-    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+    supervisor = supervise_with_moves(harness, ports, list_components)
     thread = take_once_spawned(harness, start_stranger, ports.numbers["api.port"])
 
     supervisor.start("trainer")

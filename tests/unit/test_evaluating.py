@@ -153,7 +153,7 @@ def states(run: RunSession) -> dict[int | None, str]:
 
 
 def list_superfluous(run: RunSession) -> list[int]:
-    """Return the steps of the checkpoints that Muster removes now because of the key `keep`."""
+    """Return the steps of the checkpoints that the spec's key `keep` allows Muster to remove."""
     record = run.record.content
     paths = find_superfluous_checkpoints(
         run.spec, run.place, record.attempts, record.foreign_checkpoints

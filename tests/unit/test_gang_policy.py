@@ -339,9 +339,9 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w1 needs all GPUs of node a, which are free only at 100 s. A gang gets the node with the
-        # fewest free GPUs, which is node a. There w2 would delay w1, so w2 waits. w3 ends before
-        # 100 s, so w3 starts on node a. Then node a has only one free GPU, so w4 gets node b
+        # node a has fewer free GPUs than node b, so the gangs try node a first. w1 needs all GPUs
+        # of node a, which are free only at 100 s. w2 would delay w1, so w2 waits. w3 ends before
+        # 100 s, so w3 starts on node a. Then node a has one free GPU, so w4 starts on node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],

@@ -158,7 +158,7 @@ def test_gang_worker_overrides_only_checked_methods() -> None:
 
     - The private method in `METHOD`, because other tests check this method.
     - `run`, because every worker class may define this public method.
-    - `__aenter__`, because the method also calls Prefect's method.
+    - `__aenter__`, because Muster's method calls Prefect's `__aenter__` as well.
     """
     overridden = {
         name
