@@ -1499,18 +1499,8 @@ class SupervisedAttempt:
             *(self._end_component(component, left, errors) for component in unused)
         )
         await self._examinations.finish()
-        try:
-            left = {**await self._context.close(), **left}
-        except Exception as error:
-            _log.exception("the teardown of run %s could not be completed", self._plan.run_id)
-            errors["teardown"] = repr(error)
-        if self._plan.progress is not None and self._plan.progress.jsonl is not None:
-            try:
-                # Read the training step once more, after the end of all components. This step shows
-                # whether the attempt has made progress.
-                await self._progress.until_reached(None)
-            except Exception:
-                _log.exception("the last step of run %s could not be read", self._plan.run_id)
+        left_at_close, _ = await asyncio.gather(self._close_context(errors), self._read_last_step())
+        left = {**left_at_close, **left}
         failed_ends = {name: (error,) for name, error in errors.items()}
         self._emit("teardown.ended", left={**left, **failed_ends} or None)
         verdict = await self._make_verdict(self.earliest.decision or decision)
@@ -1528,6 +1518,32 @@ class SupervisedAttempt:
         """Cancel the tasks that watch the attempt and its components, and wait for their end."""
         owners = [self._watchers, *(component.tasks for component in self.components.values())]
         await asyncio.gather(*(owner.cancel() for owner in owners))
+
+    async def _close_context(self, errors: dict[str, str]) -> dict[str, tuple[str, ...]]:
+        """Close the resources of the attempt. See `AttemptContext.close` for the result.
+
+        Args:
+            errors: Mapping from component name to error text. If this function fails, it adds its
+                error under the name "teardown".
+        """
+        try:
+            return await self._context.close()
+        except Exception as error:
+            _log.exception("the teardown of run %s could not be completed", self._plan.run_id)
+            errors["teardown"] = repr(error)
+            return {}
+
+    async def _read_last_step(self) -> None:
+        """Read the training step once more, after the end of all components.
+
+        This step shows whether the attempt has made progress.
+        """
+        if self._plan.progress is None or self._plan.progress.jsonl is None:
+            return
+        try:
+            await self._progress.until_reached(None)
+        except Exception:
+            _log.exception("the last step of run %s could not be read", self._plan.run_id)
 
     async def _end_component(
         self,

@@ -251,9 +251,10 @@ class GuardedProcess:
     """A command under its own guardian process, watched from an asyncio loop.
 
     `prepare` starts the guardian, and `launch` starts the command. The future `exited` resolves
-    with the command's Exit. The future `empty` resolves when the command's whole process tree and
-    the guardian have ended. Both futures resolve even if the guardian is killed. If the
-    calling process ends for any reason, the guardian stops the command.
+    with the command's Exit. The future `empty` resolves when the command's whole process tree has
+    ended. The future `ended` resolves a moment later, when the guardian has ended, too. All futures
+    resolve even if the guardian is killed. If the calling process ends for any reason, the guardian
+    stops the command.
     """
 
     def __init__(
@@ -287,6 +288,7 @@ class GuardedProcess:
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         #: Resolves when processes could not be ended. Their pids are in `stuck`.
         self.has_survivors: asyncio.Future[None] = loop.create_future()
         self._is_in_namespace = is_in_namespace
@@ -432,10 +434,11 @@ class GuardedProcess:
         """Request that the guardian process stops the command.
 
         The guardian sends the stop signal to the process group of the command, and SIGKILL to the
-        processes that remain after the grace period.
+        processes that remain after the grace period. Further calls do nothing.
         """
-        self._is_to_stop = True
-        self._request("stop")
+        if not self._is_to_stop:
+            self._is_to_stop = True
+            self._request("stop")
 
     def kill(self) -> None:
         """Request that the guardian process sends SIGKILL to the whole process tree now."""
@@ -466,30 +469,37 @@ class GuardedProcess:
         Returns:
             Pids that cannot be ended; empty if the whole process tree and the guardian have ended.
         """
-        await self._wait_for_report(within_s)
-        # By now, a working guardian process has reported either that the process tree is empty or
-        # that processes cannot be killed. A guardian without a report was stopped by SIGSTOP. Kill
-        # that guardian, so that this process adopts and ends the descendants of the guardian.
-        if not self.empty.done() and not self.stuck:
+        await self._wait_for_end(within_s)
+        # By now, a working guardian process has ended, or has reported that processes cannot be
+        # killed. A guardian that has done neither was stopped by SIGSTOP. Kill that guardian, so
+        # that this process adopts and ends the descendants of the guardian.
+        if not self.ended.done() and not self.stuck:
             self.abandon_guardian()
-            await self._wait_for_report(KILL_WITHIN_S)
-        return self.leftover_pids
+            await self._wait_for_end(KILL_WITHIN_S)
+        return self.unended_pids
 
-    async def _wait_for_report(self, within_s: float) -> None:
-        """Wait until the guardian reports an empty process tree, or survivors of SIGKILL.
+    async def _wait_for_end(self, within_s: float) -> None:
+        """Wait until the process tree and the guardian have ended, or processes survive SIGKILL.
 
         Args:
             within_s: Time limit in seconds. After this time, the method returns without an error.
         """
-        reports = [self.empty, self.has_survivors]
+        reports = [self.ended, self.has_survivors]
         await asyncio.wait(reports, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+
+    @property
+    def unended_pids(self) -> tuple[int, ...]:
+        """Pids of the processes of the process tree, or of the guardian, that have not ended."""
+        if self.empty.done() and not self.ended.done():
+            return (self.guardian_pid,)
+        return self.leftover_pids
 
     @property
     def leftover_pids(self) -> tuple[int, ...]:
         """Pids of the processes of the process tree that have not ended.
 
-        If only the guardian process of the tree is left, its pid is returned. The result is empty
-        if the guardian has ended, too.
+        Empty if the whole process tree has ended. If it has not ended, but none of its processes
+        can be found, the pid of the guardian process is returned.
         """
         if self.empty.done():
             return ()
@@ -555,6 +565,7 @@ class GuardedProcess:
                 self._owes_processes = False
                 self.stragglers = tuple(message["stragglers"])
                 self.was_killed = message["is_killed"]
+                _resolve(self.empty, None)
 
     def _report_stuck(self, pids: Sequence[int]) -> None:
         self.stuck = tuple(pids)
@@ -626,7 +637,7 @@ class GuardedProcess:
         # process of the namespace end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
-            _resolve(self.empty, None)
+            self._resolve_end()
             return
         if not self.exited.done():
             self._settle_exit(Exit.from_return_code(None, time.monotonic(), note))
@@ -659,7 +670,7 @@ class GuardedProcess:
                     os.waitpid(pid, os.WNOHANG)
             clean_rounds = 0 if children else clean_rounds + 1
             await asyncio.sleep(_KEPT_ROUND_S if children else ROUND_S)
-        _resolve(self.empty, None)
+        self._resolve_end()
 
     async def _end_orphans(self) -> None:
         """Send SIGKILL to the descendants of a killed guardian process, until none remains.
@@ -683,7 +694,11 @@ class GuardedProcess:
         self.stuck = ()
         if self.cgroup is not None:
             cgroup.remove(self.cgroup)
+        self._resolve_end()
+
+    def _resolve_end(self) -> None:
         _resolve(self.empty, None)
+        _resolve(self.ended, None)
 
 
 def _pid_of(pidfd: int) -> int:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from tasks.processes import cgroup, tree
 from tasks.processes.containment import Containment, Level, PidNamespace
@@ -152,9 +152,9 @@ class Guards:
             process = make()
         # Forget processes whose guardian processes have ended. The kernel may reuse the pids of
         # those guardians.
-        self._processes = [other for other in self._processes if not other.empty.done()]
+        self._processes = [other for other in self._processes if not other.ended.done()]
         self._processes.append(process)
-        self._endings = {key: end for key, end in self._endings.items() if not key.empty.done()}
+        self._endings = {key: end for key, end in self._endings.items() if not key.ended.done()}
         self._current[name] = process
         self._prepared.add(name)
         return process
@@ -245,9 +245,10 @@ class Guards:
             await self.end(process, command.ends_within_s)
 
     async def end(self, process: GuardedProcess, within_s: float) -> None:
-        """Wait until a process has ended. Call `process.stop` or `process.kill` before.
+        """Wait until a process tree has ended. Call `process.stop` or `process.kill` before.
 
-        Several callers may wait for the end of one process; the time limit of the first caller
+        The guardian process of the tree may end a moment later; `close` waits for this end. Several
+        callers may wait for the end of one process tree; the time limit of the first caller
         applies.
 
         Args:
@@ -258,7 +259,10 @@ class Guards:
         ending = self._endings.get(process)
         if ending is None:
             ending = self._endings[process] = asyncio.create_task(process.end(within_s))
-        await asyncio.shield(ending)
+        futures: list[asyncio.Future[Any]] = [ending, process.empty]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            await ending
 
     async def dismiss(self, component: str, part: str = "") -> None:
         """End a prepared guardian process that has started no command. Otherwise do nothing.
@@ -285,7 +289,7 @@ class Guards:
             await asyncio.wait(self._endings.values())
         # Leave out processes that SIGKILL could not end. These processes were already reported.
         remaining = [
-            process for process in self._processes if not (process.empty.done() or process.stuck)
+            process for process in self._processes if not (process.ended.done() or process.stuck)
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
@@ -303,7 +307,7 @@ class Guards:
         left = {
             process.name: await describe_survivors(pids)
             for process in self._processes
-            if (pids := process.leftover_pids)
+            if (pids := process.unended_pids)
         }
         namespace = self._namespace
         self._namespace = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -55,12 +56,15 @@ def measure(*, quick: bool) -> Result:
         for name in _TIMES
         for place, title in _PLACES.items()
     }
+    without = "without Muster: SIGTERM to each component, and wait for its end"
+    ways[without] = _measure_without_muster
     taken = interleaved(ways, rounds)
     rows = [
         Row(way=f"Muster: {text}, {title}", values=taken[f"{name}, {title}"], group=name)
         for name, text in _TIMES.items()
         for title in _PLACES.values()
     ]
+    rows.append(Row(way=without, values=taken[without], group="teardown"))
     return Result(
         name="hung_files",
         question="Time of a reaction, a cancel and a teardown while a file of the run is on a file "
@@ -106,6 +110,30 @@ def _measure(name: str, hanging: str) -> float:
         stopped_ns = recorded_ns(place, "environment", "sigterm")
         assert stopped_ns is not None
         return (stopped_ns - began_ns) / 1e6
+
+
+def _measure_without_muster() -> float:
+    """Stop the components of an attempt one after the other, and return the time in milliseconds.
+
+    The components are child processes without guardians. The last started component is stopped
+    first, as in a teardown.
+    """
+    with ExitStack() as stack:
+        place = stack.enter_context(folder())
+        processes = []
+        for component in NAMES:
+            process = subprocess.Popen(part("wait", component, place), start_new_session=True)
+            stack.callback(process.kill)
+            processes.append(process)
+        wait_until(
+            lambda: all((place / f"{component}.ready").exists() for component in NAMES),
+            "the start of the components",
+        )
+        began_ns = time.monotonic_ns()
+        for process in reversed(processes):
+            process.terminate()
+            process.wait()
+        return (time.monotonic_ns() - began_ns) / 1e6
 
 
 def _supervisor_of(place: Path, data: Path, hanging: str, events: EventLog) -> Supervisor:

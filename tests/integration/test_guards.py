@@ -141,6 +141,16 @@ async def test_close_waits_for_a_process_whose_context_was_cancelled_twice(home:
     assert home.entries() == []
 
 
+async def test_close_waits_for_the_end_of_the_guardian(home: Home) -> None:
+    async with home.guards.running("api", "", home.command()) as process:
+        guardian = process.guardian_pid
+
+    await home.guards.close()
+
+    assert not is_alive(guardian)
+    assert process.unended_pids == ()
+
+
 async def test_entry_of_a_later_process_is_kept_when_an_earlier_process_ends(home: Home) -> None:
     early = home.guards.prepare("worker")
     async with home.guards.running("worker", "", home.command()):

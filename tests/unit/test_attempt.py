@@ -52,6 +52,7 @@ class ScriptedProcess:
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
+        self.ended = self.empty
         self.has_survivors: asyncio.Future[None] = loop.create_future()
 
     @classmethod
@@ -91,8 +92,9 @@ class ScriptedProcess:
             self.empty.set_result(None)
 
     end = GuardedProcess.end
-    _wait_for_report = GuardedProcess._wait_for_report
+    _wait_for_end = GuardedProcess._wait_for_end
     leftover_pids = GuardedProcess.leftover_pids
+    unended_pids = GuardedProcess.unended_pids
 
     def abandon_guardian(self) -> None:
         self.requests.append("abandon")
