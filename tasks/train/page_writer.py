@@ -50,7 +50,7 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
 #: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So
 #: artifacts of a long run are updated less often.
 _INTERVAL_PER_AGE = 0.01
-#: Upper limit for the interval that results from `_INTERVAL_PER_AGE`, in seconds.
+#: Upper limit in seconds for the minimum interval that is computed from the age of the run.
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that contain durations. These artifacts are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
@@ -129,7 +129,7 @@ class RunPage:
         self._time_spent = TimeSpent(*([progress.every_s] if progress is not None else []))
 
     def observe(self, event: Event) -> bool:
-        """Process an event of the run. Return True if the event makes an update due earlier."""
+        """Process an event of the run. Return True if an artifact must now be sent earlier."""
         with self._lock:
             previous_due = {**self._due_at_s}
             previous_activity = self._seen.doing

@@ -149,8 +149,8 @@ class Reporter:
     def await_last_artifacts(self) -> None:
         """Wait until the last artifacts are sent, but only for a limited time.
 
-        Reports that were not sent in this time are dropped. Call this method after the context is
-        closed.
+        Artifacts that were not sent in this time are dropped. Call this method after the context
+        is closed.
         """
         self._is_awaited.set()
         self._thread.join(_CLOSE_TIMEOUT_OF_LOST_S)
@@ -213,8 +213,8 @@ class Reporter:
     def _work(self) -> None:
         """Send reports until the context is closed and the last artifacts are sent."""
         # Use a separate client, because the flow closes its own client before the last artifacts
-        # are sent. Disable the retries of Prefect's client, because its pauses are too long.
-        # `_send` retries instead.
+        # are sent. Disable the retries of Prefect's client, because the client waits too long
+        # between two tries. `_send` retries instead.
         with override_client_settings(retries=0), get_client(sync_client=True):
             self._send_all()
         _closing_reporters.discard(self)
@@ -291,8 +291,8 @@ class Reporter:
 
     def _note_activity(self, activity: str, event_name: str) -> None:
         """Log the activity of the run, and queue it as a message for the flow run's state."""
-        # The states of many inference servers change at nearly the same time. Skip a message if the
-        # activity has already changed again.
+        # The states of many inference servers change at nearly the same time. Skip a message about
+        # an activity that is no longer current.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))

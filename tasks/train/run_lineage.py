@@ -134,7 +134,7 @@ class LineageRecorder:
             self._shown = lineage
 
     def _announce(self, lineage: Lineage) -> None:
-        """Send Prefect events about inputs and outputs that are new since the last update."""
+        """Send Prefect events about outputs and inputs that the last update did not contain."""
         announcer = current_announcer.get()
         if announcer is None:
             return

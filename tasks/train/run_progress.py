@@ -59,8 +59,8 @@ class RunProgress:
 def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
     """Return a mapping from run ids to the training step and metric of each run.
 
-    For runs on this machine, both are read from files. For other runs, only the steps are read,
-    with one request to the Prefect server for all runs.
+    For runs on this machine, step and metric are read from files. For other runs, only the steps
+    are read, with one request to the Prefect server for all runs.
     """
     progress: dict[str, RunProgress] = {}
     remote_runs = []

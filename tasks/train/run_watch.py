@@ -96,13 +96,17 @@ class RunWatch:
         self._ask_step_at = 0.0
 
     def show_state(self, state: State[object]) -> None:
-        """Show a new state of the flow run, unless the events of the run already show the state."""
+        """Print a new state of the flow run, unless the state is final.
+
+        The state Running is not printed if this machine has events of the run, because `show_news`
+        prints these events.
+        """
         if not state.is_final() and not (state.is_running() and self._events.has_begun):
             message = f": {state.message}" if state.message else ""
             self._terminal.say(f"{state.name}{message}")
 
     def show_news(self, state: State[object]) -> None:
-        """Show the new events of the run. For a run on another host, show the training step.
+        """Show the new events of the run, or the training step of a run on another host.
 
         Args:
             state: Present state of the flow run.
