@@ -117,8 +117,8 @@ def evaluate_checkpoints(
                 background.end(_REPORT_TIMEOUT_S)
         return
     evaluator = Evaluator(run, partial(connect_to_server, api_url) if api_url else None)
-    # Run the thread with a copy of the context variables, because Prefect stores the credentials
-    # there.
+    # Run the thread with a copy of the context variables, because these variables contain the
+    # credentials for the Prefect server.
     background.start(copy_context().run, evaluator.work, background)
     try:
         yield

@@ -15,7 +15,10 @@ MAX_RUNS = 1000
 
 
 def main(muster_run_id: str) -> None:
-    """Print the id of the parent run in MLflow. If there is no parent run yet, create it first."""
+    """Print the id of the MLflow run that groups the attempts of a run of Muster.
+
+    Create this MLflow run if it does not exist yet. Print nothing if no attempt has an MLflow run.
+    """
     try:
         from mlflow import MlflowClient
     except ImportError:

@@ -32,14 +32,18 @@ def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
 
     Args:
         env: Environment variables of the component in the spec.
-        root: Root folder of the project. If None, the folder in the environment variable for
-            submitted code is used, or else the working directory.
+        root: Root folder of the project. If None, the folder in the environment variable
+            MUSTER_PROJECT is used. If this variable is not set, the working directory is used.
     """
     return find_interpreter(_find_project(root), select_literals(env))
 
 
 def _find_project(root: Path | None) -> Path:
-    """Return the root folder of a run's project; see `component_interpreter`."""
+    """Return the root folder of a run's project.
+
+    The first value that is set is used: `root`, the environment variable MUSTER_PROJECT, or the
+    working directory.
+    """
     return root or Path(os.environ.get(PROJECT) or Path.cwd())
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-#: Environment variables with which a user selects a run of W&B. If one of them is set, Muster sets
-#: no variables of W&B.
+#: Environment variables with which a user selects a run of W&B. If one of these variables is
+#: set, Muster sets no variables of W&B.
 _WANDB_SELECTORS = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 #: Environment variables with which a user selects a run of MLflow, or the tags of a run. If one of
-#: them is set, Muster sets no variables of MLflow.
+#: these variables is set, Muster sets no variables of MLflow.
 _MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
 #: Environment variables that select an MLflow server or experiment. A component with one of these
 #: variables uses MLflow.
@@ -34,14 +34,14 @@ RUN_TAG = "muster.run"
 def tracker_env(
     component: str, run_id: str, attempt: int, env: Mapping[str, str], *, mlflow_parent: str = ""
 ) -> dict[str, str]:
-    """Return the variables for W&B and MLflow that a component gets in addition to its own.
+    """Return the variables for W&B and MLflow that Muster sets for a component.
 
     Args:
         component: Name of the component.
         run_id: Id of the run.
         attempt: Number of the attempt, from 1.
-        env: The other variables of the component. A variable in this mapping is not returned, so
-            the user's value is kept.
+        env: The variables of the component that are already set. The result contains none of these
+            variables, so the user's values are kept.
         mlflow_parent: Id of the parent run in MLflow, or an empty string if there is none.
     """
     variables: dict[str, str] = {}
