@@ -98,7 +98,7 @@ def find_unfit_evaluations(spec: RunSpec) -> tuple[Fault, ...]:
 
 
 def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
-    """Return a pipeline whose steps need the same resources as the evaluations of a run.
+    """Return a pipeline whose stages need the same resources as the evaluations of a run.
 
     The pipeline is never started. It is only compared with the nodes of the queue.
     """

@@ -96,7 +96,8 @@ class PlanInputs:
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)
     #: Function that replaces each secret in a text by `***`.
     mask: Callable[[str], str] = str
-    #: Start of the attempt, in UTC epoch seconds. Not used if `adopted` is set.
+    #: Start of the attempt, in UTC epoch seconds. Ignored if an earlier process of the run started
+    #: the attempt.
     begins_at: float = field(default_factory=time.time)
 
     @property
@@ -160,8 +161,8 @@ class PlanInputs:
         """Return a mapping from names to the alarm rules that apply to the attempt.
 
         Alarms that the attempt has already raised are left out. If the attempt starts from a
-        checkpoint, rules about a constant metric are left out, too: at the end of a training, a
-        metric may be constant without a fault.
+        checkpoint, rules about a constant metric are left out, too: the checkpoint may be close to
+        the end of the training, where a constant metric is no fault.
         """
         raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
         return {
@@ -239,9 +240,9 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # `gpus` is the number of GPUs that the actors of the job must use. The number is known only
-        # if nothing else in the run uses GPUs: no other job, no inference server, and no driver of
-        # the job (`entrypoint_gpus`). Otherwise, `gpus` is 0.
+        # `gpus` is the number of GPUs that the actors of the job must use. The value is 0 (unknown)
+        # if the run has another job or inference servers, or if the driver of the job uses GPUs
+        # (`entrypoint_gpus`).
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # The folder with the submitted code contains symbolic links to data outside of the code. Do
@@ -332,7 +333,7 @@ class GpuGrant:
         """Return a mapping from component names to devices.
 
         A component that reserves GPUs gets devices of its own. All other components share the
-        remaining devices. If no device remains, they share all devices.
+        remaining devices. If no device remains, these components share all devices.
         """
         remaining = self.devices
         reserved: dict[str, tuple[int, ...]] = {}

@@ -95,8 +95,8 @@ def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
     if state is None:
         return "queued"
     if state.is_running() and record is not None:
-        # Return the state in the record, because it is more exact. Prefect's state Running can mean
-        # starting, running or stopping.
+        # Prefect's state Running can mean starting, running or stopping. Only the record
+        # distinguishes these states.
         return record.state.value
     type_name = state.type.value
     return _RUN_STATES.get(state.name or "") or _RUN_STATES.get(type_name, type_name.lower())
@@ -126,8 +126,8 @@ def read_server_runs(
 def read_typed_names(at_most: int) -> dict[str, str]:
     """Return a mapping from flow run ids to the names that people gave to the flow runs.
 
-    A person can type a name in *Custom run*, for example. Muster's scheduler renames the flow run
-    to its run id, and keeps the typed name in a label.
+    For example, a person can type a name in the form *Custom run* of the Prefect UI. Muster's
+    scheduler renames the flow run to its run id, and keeps the typed name in a label.
 
     Args:
         at_most: Largest number of flow runs, newest first, whose names are read.

@@ -10,8 +10,8 @@ from tasks.spec.prefect_address import may_have_server
 def may_have_prefect_server() -> bool:
     """Return True if a Prefect server may be configured, and False if this is impossible.
 
-    The result is always True if Prefect is already imported: asking Prefect is fast then, and this
-    process may have changed the settings of Prefect.
+    If Prefect is already imported, the result is always True, because this process may have changed
+    the settings of Prefect.
     """
     return "prefect" in sys.modules or may_have_server()
 

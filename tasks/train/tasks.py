@@ -121,9 +121,9 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
         run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
             call_body
         )
-        # Give the task run no tags. For each tag, Prefect would write to the server's database.
-        # SQLite allows only one writer, and the reporter may be writing, so the client would wait 2
-        # s and try again.
+        # Give the task run no tags, because Prefect writes each tag to the server's database. If
+        # another process writes to an SQLite database at the same time, the request fails, and is
+        # repeated only after 2 s.
         with TagsContext(current_tags=set()):
             return bool(run_task(return_state=True).is_completed())
 
@@ -380,8 +380,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         try:
             yield run
         except Exception as error:
-            # Muster has a bug, or this machine lacks ports, disk space or processes. Record the
-            # failure, because otherwise the record would never get a final state.
+            # Record the failure, for example a full disk or a bug in Muster. Otherwise, the record
+            # would never get a final state.
             if isinstance(error, CheckpointsUnreadable):
                 run.fail(error.kind, str(error))
             elif is_storage_error(error):

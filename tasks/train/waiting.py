@@ -236,9 +236,9 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # With Ray, a shorter delay is sufficient: some seconds after the end of an attempt, Ray
-        # reports the free GPUs correctly. The shorter delay is a fraction of the full delay, so it
-        # also grows with each requeue.
+        # Ray reports the free GPUs correctly some seconds after the end of an attempt, so a shorter
+        # delay is sufficient. Use a fraction of the full delay, so that the delay still grows with
+        # each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
