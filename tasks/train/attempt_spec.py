@@ -86,8 +86,8 @@ class AttemptSpec:
                 inference servers.
 
         Raises:
-            OSError: No port is free, or the settings of the inference servers already contain the
-                old port.
+            OSError: No port is free, or the running inference servers were started with the old
+                port.
         """
         self.ports.move(component)
         resolved = self._resolve(self._fill_names())

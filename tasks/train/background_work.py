@@ -42,7 +42,7 @@ class BackgroundWork:
     def start(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function with these arguments in a new thread.
 
-        If no thread can be started, the run continues without a call of the function.
+        If no thread can be started, the function is not called, and the run continues.
         """
         thread = threading.Thread(target=function, args=arguments, daemon=True)
         try:
@@ -75,8 +75,8 @@ def record_provenance(
 ) -> None:
     """Write the code, the software versions and the host of an attempt into the run's record.
 
-    If the run uses the files in `root` directly, a copy of this folder is stored, and the record
-    names the copy. But a folder that contains the user's home folder or MUSTER_HOME is copied only
+    If the run has no submitted code, a copy of the folder `root` is stored, and the record names
+    the copy. But a folder that contains the user's home folder or MUSTER_HOME is copied only
     if the folder is the root of a project.
 
     Args:

@@ -37,7 +37,7 @@ def find_record(run: Run) -> RunJson | None:
     """Return the content of a run's `run.json`, or None if the run has no record yet.
 
     If the run is on another host, the server may have a copy of that host's `run.json`. If this
-    machine has a `run.json` of the run, too, the file with more attempts counts.
+    machine has a `run.json` of the run, too, the file with more attempts is returned.
     """
     local_record = read_local_record(run.run_id)
     if local_record is not None and not run.is_on_another_host:

@@ -115,8 +115,8 @@ class RunningAttempt:
         """Return a new plan of the attempt, with new ports for a component whose port was taken.
 
         Raises:
-            OSError: No port is free, or the settings of the inference servers already contain the
-                old port.
+            OSError: No port is free, or the running inference servers were started with the old
+                port.
         """
         fleet = self._plan_inputs.fleet
         self._spec.move_ports(component, fleet_port=fleet.port if fleet is not None else None)

@@ -560,7 +560,7 @@ class RunSession:
             secrets=self._secrets,
         )
         self._attempt_spec = attempt_spec
-        # The `spec.yaml` of an adopted attempt is missing if the attempt started on another host.
+        # An attempt that an earlier process started on another host has no `spec.yaml` here.
         if adopted is None or not place.spec.exists():
             attempt_spec.write()
         self.attempt = place
@@ -640,8 +640,8 @@ class RunSession:
             mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
-        # Pass the template only to the first attempt. The template is a process from which guardian
-        # processes are forked, and the supervisor of the first attempt ends it.
+        # Pass the template process, from which guardian processes are forked, only to the first
+        # attempt. The supervisor of that attempt ends the template process.
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(
