@@ -32,8 +32,7 @@ from tasks.spec.formatting import join_commas, suggest_name
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tasks.train.deploying import TRAIN_FLOW, connect_to_configured_server
 
-#: Names of the flows with deployments that a user creates. `muster deployments` shows the
-#: deployments in this order.
+#: Names of the flows whose deployments `muster deployments` shows, in the order of the table.
 _FLOWS = (TRAIN_FLOW, "pipeline")
 _HEAD = ("deployment", "spec", "schedule", "next start", "pool/queue")
 #: Prefect state types of flow runs without a process. If the deployment of such a flow run is
@@ -172,7 +171,7 @@ def undeploy(
     """Remove a deployment with its schedules.
 
     Waiting runs of the deployment are cancelled. Running runs continue, but are not retried,
-    because an attempt needs the deployment.
+    because a further attempt would need the deployment.
 
     Exit: 0 removed; 1 no server answers; 2 there is no such deployment, and nothing was done.
     """

@@ -146,8 +146,8 @@ def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
     """Return the job variables of a run, which set the working directory of its process.
 
     Returns:
-        The job variables. Empty if the spec names submitted code, because the code is written to a
-        different folder.
+        The job variables. Empty if the spec names submitted code, because the process itself then
+        changes to a folder with this code.
     """
     return {WORKING_DIR: str(root)} if spec.code == LIVE_CODE else {}
 

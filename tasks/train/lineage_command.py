@@ -48,8 +48,8 @@ _PAGE = 100
 #: Largest number of levels in the tree that `muster lineage` prints. The first level is the run
 #: itself. The second level contains the runs that wrote the inputs of this run, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that `muster lineage` lists as users of an output. The same limit applies
-#: to the outputs that are listed below each of these runs.
+#: Largest number of runs that `muster lineage` lists below an output, because these runs used the
+#: output. The same limit applies to the outputs that are listed below each of these runs.
 _MAX_USERS = 20
 
 
@@ -216,7 +216,7 @@ def _add_inputs(
 
 
 def _add_user(node: TreeNode, run_id: str, runs: Mapping[str, Run], index: LineageIndex) -> None:
-    """Add a line for a run that used an output, and lines for the data that the run wrote."""
+    """Add a line for a run that used the data in `node`, and lines for the run's own outputs."""
     line = node.add(f"used by {_describe_run(run_id, runs)}")
     outputs = _list_last_versions(index.lineages[run_id].outputs)
     for output in outputs[-_MAX_USERS:]:
