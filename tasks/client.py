@@ -33,8 +33,8 @@ from tasks.train.run_story import tell_story  # noqa: E402
 from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
 from tasks.train.server_imports import import_server_runs  # noqa: E402
 
-# Import now the modules that functions of this module would otherwise import later. A later import
-# could find a package with the name `tasks` in the user's project.
+# Some functions below need these modules. Import the modules now, because a later import could find
+# a package with the name `tasks` in the user's project.
 import_run_json()
 import_server_runs()
 

@@ -32,7 +32,7 @@ from tasks.spec.service_links import describe_invalid_setting, drop_service_vari
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One verb, which is a subcommand of `muster`, as the help shows it."""
+    """A verb (subcommand of `muster`) with its texts for the help."""
 
     name: str
     #: Function of the verb as `module:function`, which is imported when the verb is called.
@@ -350,8 +350,8 @@ def _build_app(called: str = "") -> App:
                 app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
     if called not in NAMES:
-        # Do not make this call for a verb, because the call imports modules of cyclopts that a verb
-        # does not need.
+        # Add this option only if `called` is no verb, because the option makes cyclopts import
+        # further modules, which takes time.
         app.register_install_completion_command(
             help="Install command-line completion of `muster` for your shell."
         )
