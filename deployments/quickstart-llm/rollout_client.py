@@ -215,8 +215,8 @@ class RolloutClient:
         """Let the gateway send a POST request to every engine that takes part in a weight sync.
 
         Args:
-            path: Path of the URL of the weight sync at the gateway.
-            engine_path: Path of the request at the engines.
+            path: URL path of the weight sync on the gateway.
+            engine_path: URL path of the POST request on each engine.
             body: JSON body of the request, or None.
             timeout_s: Longest time, in seconds, until an engine answers.
 

@@ -83,10 +83,10 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Like `gap`, but recomputed with wrong weights: the weights of the preceding version. The
-    #: check can detect wrong weights only if this value is much larger than `gap`. If the batch has
-    #: answers of several versions, the version with the smallest value counts. None if no earlier
-    #: weights are kept.
+    #: Like `gap`, but recomputed with wrong weights, which are older than the weights that sampled
+    #: the answers. The check can detect wrong weights only if this value is much larger than `gap`.
+    #: The value is computed for each version of the sampling weights, and the smallest value is
+    #: stored here. None if no older weights are kept.
     gap_before: float | None
 
 
@@ -244,7 +244,9 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
 
 
 def _describe_source(answer: Answer) -> str:
-    """Return a text that names the engine, the engine's epoch and the weights of an answer."""
+    """Return a text with the engine of an answer, the number of the engine's start, and the version
+    of the weights.
+    """
     return (
         f"engine {answer.engine} (start number {answer.epoch}) answered with weights of version "
         f"{answer.version}"

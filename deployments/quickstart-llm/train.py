@@ -226,7 +226,7 @@ class Training:
             stats: Metrics of the training step.
             check: Result of the check of the step's answers.
             synced: Result of the weight sync after the step.
-            staleness: Mean age of the weights of the answers, in training steps.
+            staleness: Mean age of the weights that sampled the answers, in training steps.
         """
         metrics: dict[str, Any] = {
             "step": self._step,
@@ -308,9 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
     add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
-    # Do not offer the gateway's third action, `interrupt`. With `interrupt`, an answer could be
-    # sampled with two versions of the weights. The log-probabilities of such an answer could not be
-    # checked.
+    # Do not offer the value `interrupt`, although the gateway accepts it. With `interrupt`, an
+    # answer could be sampled with two versions of the weights. The log-probabilities of that answer
+    # could not be checked.
     actions = ("wait", "abort")
     add(
         "--in-flight",
