@@ -43,8 +43,8 @@ _TAG = "muster"
 #: after the last update by this program. If the present content on the server has another hash, a
 #: user has changed the automation.
 _APPLIED = "applied:"
-#: Fields of an automation that do not come from its file, and are not included in the hash of its
-#: content.
+#: Fields that the YAML file of an automation does not set. The hash of the automation's content
+#: omits these fields.
 _NOT_CONTENT = frozenset({"enabled", "tags", "owner_resource", "id"})
 
 
@@ -145,7 +145,8 @@ def _update(
         replace: True to also update an automation that a user has changed.
 
     Returns:
-        The value of `Applied.what`.
+        `updated`, `as it was` (already current), or `kept` (because a user has changed the
+        automation).
     """
     is_unchanged_by_user = f"{_APPLIED}{digest(existing)}" in existing.tags
     if digest(existing) == digest(automation) and is_unchanged_by_user:
