@@ -49,8 +49,8 @@ class _OwnFinder:
 def _find_folder() -> Path:
     """Return the folder that contains Muster's packages.
 
-    Usually, the packages are in the folder that contains this package. In an editable installation,
-    the packages are in Muster's checkout, which is on the import path.
+    Usually, the folder is the one that contains the package `muster`. In an editable installation,
+    the folder is Muster's checkout, which is on the import path.
 
     Raises:
         ImportError: No folder contains Muster's packages.

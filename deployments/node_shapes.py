@@ -67,8 +67,8 @@ class ShapeEnding:
 
     #: Kind of the child process, a key of `SHAPES`.
     shape: str
-    #: Seconds from the actor's SIGKILL until the last process ended; None if a process kept
-    #: running.
+    #: Seconds from the kill of the actor until its last child process ended. None if a child
+    #: process kept running.
     gone_after_s: float | None
     #: Pids of the processes that kept running until `try_shape` killed them.
     leaked: tuple[int, ...] = ()

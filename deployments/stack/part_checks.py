@@ -179,7 +179,8 @@ def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
     try:
         return read_other_worker(_request_json(client, "GET", variable_url)["value"])
     except _NoAnswer:
-        # The stack's worker has not created the variable yet, or the server does not answer.
+        # The stack's worker has not stored its host and process on the Prefect server yet, or the
+        # server does not answer.
         return ""
 
 

@@ -26,7 +26,7 @@ RAY_TEMP_PREFIX = "muster-ray-"
 #: Name of Ray's directory in a MUSTER_HOME.
 _NAME_IN_HOME = "ray"
 #: Name of the subdirectory in which Ray keeps its files. Ray lets all users read this subdirectory.
-#: So only the user of the stack may enter its parent directory.
+#: So the directory that contains this subdirectory admits only the user of the stack.
 _RAY_OWN_NAME = "r"
 #: Longest path that Linux accepts for a UNIX socket, in bytes. Source: unix(7).
 _LONGEST_SOCKET_PATH = 107
