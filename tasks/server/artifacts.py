@@ -213,7 +213,9 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
 
 
 def upload_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload stored code and its file tree from this machine. A repeated call has no effect.
+    """Upload stored code and its file tree, an archive of the project's files, from this machine.
+
+    A repeated call has no effect.
 
     Args:
         client: Client of the Prefect server.
@@ -243,7 +245,7 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
 
 
 def download_code(client: SyncPrefectClient, name: str) -> bytes | None:
-    """Download stored code, or a file tree that belongs to stored code.
+    """Download stored code, or the file tree of stored code: an archive of the project's files.
 
     Args:
         client: Client of the Prefect server.

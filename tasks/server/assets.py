@@ -33,8 +33,8 @@ REFERENCED = "prefect.asset.referenced"
 MATERIALIZED = "prefect.asset.materialization.succeeded"
 #: Largest number of inputs in one event. The server accepts 100 related resources by default.
 _MAX_INPUTS = 50
-#: Length, in characters, of the hash in an asset key. A key contains a hash only if Prefect does
-#: not accept the unchanged path or URI.
+#: Length, in characters, of the hash in an asset key. A key contains a hash only if the path or URI
+#: of the asset had to be changed, because Prefect does not accept every text as a key.
 _HASH_LENGTH = 12
 _RESTRICTED = re.compile(f"[{re.escape(''.join(RESTRICTED_ASSET_CHARACTERS))}]")
 

@@ -186,8 +186,8 @@ class Announcer:
 
     def _work(self) -> None:
         """Send events until `close` is called. The announcer's thread runs this method."""
-        # With HTTP settings, `get_client` creates a new client. Without them, it would return the
-        # client of the flow in this context, which the flow closes.
+        # Pass HTTP settings, so that `get_client` creates a new client. Otherwise, `get_client`
+        # would return the client of the current flow, and the flow closes that client at its end.
         httpx_settings = {"timeout": _TIMEOUT_S}
         with (
             override_client_settings(retries=0, api_url=self._api_url),

@@ -189,8 +189,8 @@ def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
 
     Raises: ServerAway or ServerRefuses, if a request fails within the context.
     """
-    # With HTTP settings, `get_client` creates a new client. Without them, it would return the
-    # client of the flow in this process, which may use another server.
+    # Pass HTTP settings, so that `get_client` creates a new client. Otherwise, `get_client` would
+    # return the client of the current flow, which may use another server.
     httpx_settings = {"timeout": _TIMEOUT_S}
     with (
         convert_server_errors(api_url),
