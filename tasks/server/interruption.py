@@ -173,7 +173,7 @@ class Interruptible(Protocol):
         """
 
     def hurry(self) -> None:
-        """Skip the remaining grace periods. `interrupt` must have been called before."""
+        """Skip the remaining grace periods of the components. Call this only after `interrupt`."""
 
     def hand_over(self, why: str) -> None:
         """Request that this process ends and the next flow process continues the run or pipeline.
