@@ -422,7 +422,7 @@ def _on_server(
 
 
 def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
-    """Clean up after the previous flow process of a run, and close the attempt that it ran.
+    """Clean up after the previous flow process of a run, and close the attempt of that process.
 
     Does nothing if there was no previous process on this host. If another process, for example
     `muster reconcile`, is already cleaning up, this call waits until that process has finished.

@@ -80,7 +80,7 @@ def _is_working(owner: Owner) -> bool:
 
 
 def _find_end_of_flow_run(owner: Owner) -> str:
-    """Return a phrase about the end of a run's flow run, or an empty string if it has not ended.
+    """Return a phrase about the end of a run's flow run. Empty if the flow run has not ended.
 
     Raises:
         ServerAway: The Prefect server does not answer.

@@ -148,7 +148,8 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line with the numbers of deleted runs, pipelines, files of code, and flow runs.
+        """One line with the number of runs and of pipelines whose files were deleted, the number of
+        deleted entries of the code store, and the number of deleted flow runs.
 
         If problems prevented deletions, the line ends with the problems.
         """
@@ -379,7 +380,7 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
 def _describe_open_work(client: SyncPrefectClient) -> str:
     """Return the ids, names and parameters of all deployments and unfinished flow runs as one text.
 
-    The text contains the ids of the runs and pipelines, and the code versions, that are still used.
+    Callers keep the runs, the pipelines and the stored code that this text names.
     """
     items: list[FlowRun | DeploymentResponse] = [*read_open_flow_runs(client)]
     offset = 0

@@ -244,7 +244,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
 def _close_record(
     note: WaitingRunNote, state: State[Any] | None, page_record: RunJson | None
 ) -> RunState | None:
-    """Write the final state into a waiting run's record, or copy the record of another host.
+    """Write the final state into a waiting run's record, or replace the record with `page_record`.
 
     Args:
         note: Note file about the run.
@@ -263,9 +263,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # If both records have the same number of attempts, `page_record` counts as newer than
-    # `local_record`. Another host may have resumed the last attempt of this host, and then written
-    # `page_record`.
+    # A `page_record` with as many attempts as `local_record` counts as newer. Another host may have
+    # resumed the last attempt, without adding an attempt, and then written `page_record`.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
