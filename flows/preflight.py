@@ -26,7 +26,7 @@ def preflight(
     limits: Limits = DEFAULT_LIMITS,
     within_s: float = STEP_TIMEOUT_S,
 ) -> State[PreflightVerdict]:
-    """Check every node of a Ray cluster, and fail with the remedies if a node is unfit.
+    """Check every node of a Ray cluster. If a node is unfit for runs, fail and report the remedies.
 
     Args:
         address: URL of the Ray dashboard.

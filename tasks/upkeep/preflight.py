@@ -91,8 +91,9 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. For the machine that runs the preflight, there are only two facts:
-    #: problems with its file in the shared directory, and problems with its GPU devices.
+    #: the node was not reached. The machine that runs the preflight has only the facts
+    #: `shared_problem` and `devices_problem`: problems with the shared directory and with the GPU
+    #: devices of that machine, or empty strings.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.
@@ -125,7 +126,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Results of the checks on all nodes of a Ray cluster. `judge_nodes` finds problems in them."""
+    """Results of the checks on all nodes of a Ray cluster."""
 
     #: The results of each node. The first is the machine that runs the preflight.
     nodes: tuple[NodeResult, ...]
