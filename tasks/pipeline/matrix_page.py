@@ -24,16 +24,17 @@ from tasks.spec.pipeline import Stage
 
 _log = logging.getLogger(__name__)
 
-#: Shortest time in seconds between two updates of a matrix's artifact if only numbers have changed.
-#: After a change of a run's state, the artifact is updated at once.
+#: Shortest time in seconds between two updates of a parameter sweep's table and picture, if only
+#: numbers have changed. After a change of a run's state, both are updated at once.
 _FIGURES_EVERY_S = 10.0
 
 
 class MatrixPage:
-    """Shows a picture and a table of each matrix of a pipeline in the Prefect UI.
+    """Shows each parameter sweep of a pipeline as a picture and a table in the Prefect UI.
 
-    A matrix of a stage is a list of sets of values. Each set of values is a point, and the stage
-    is run once for each point. Each matrix has one Prefect artifact, which is updated in place.
+    A parameter sweep is a stage with the key `matrix`, which lists combinations of parameters. The
+    stage is run once for each combination. Each sweep has one Prefect artifact, which is updated in
+    place.
     """
 
     def __init__(
@@ -54,22 +55,22 @@ class MatrixPage:
         self._requests = requests
         self._histories = histories
         self._clock = clock
-        #: Mapping from the name of a stage with a matrix to the content of its artifact at the last
-        #: update.
+        #: Mapping from the name of a stage with a matrix to the present content of the stage's
+        #: artifact.
         self._contents: dict[str, Shown] = {}
-        #: Mapping from the name of a stage with a matrix to the states of its runs at the last
-        #: update of the artifact.
+        #: Mapping from the name of a stage with a matrix to the states of the stage's runs when the
+        #: stage's artifact was last updated.
         self._states: dict[str, list[str]] = {}
-        #: Mapping from the name of a stage with a matrix to the time of the last update of the
-        #: artifact, in seconds of `clock`.
+        #: Mapping from the name of a stage with a matrix to the time at which the stage's artifact
+        #: was last updated, in seconds of `clock`.
         self._updated_s: dict[str, float] = {}
-        #: Mapping from the key of an artifact to the client that updates the artifact.
+        #: Mapping from the key of a Prefect artifact to the client that updates the artifact.
         self._artifacts: dict[str, Artifacts] = {}
 
     def show(self, values: StageValues) -> None:
-        """Update the artifact of each matrix if the content has changed.
+        """Update the Prefect artifact of each parameter sweep if the content has changed.
 
-        A matrix without runs has no artifact. If only numbers have changed, an artifact is updated
+        A sweep without runs has no artifact. If only numbers have changed, an artifact is updated
         at most every ten seconds.
 
         Args:
@@ -207,7 +208,7 @@ def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
 
 
 def _find_figure_key(stage: Stage) -> str:
-    """Return the name of the metric that the picture of a parameter sweep shows.
+    """Return the key of the number that is drawn for each run of a parameter sweep.
 
     Returns:
         The value of `best.by` or `stop_early.by` in the stage. An empty string if the stage has
