@@ -154,8 +154,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     if rule.rule == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
     else:
-        # `min_resource` is the first step at which the pruner compares trials. The trials have a
-        # value only at `step`.
+        # Set `min_resource`, the first training step at which Optuna compares trials, to `step`,
+        # because each trial has a value only at `step`.
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=step, reduction_factor=_REDUCTION_FACTOR
         )
@@ -165,8 +165,9 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         sampler=optuna.samplers.RandomSampler(),
     )
     if rule.rule == "median":
-        # Include the value of the run itself (`best`) in the median. If this value is the median,
-        # Optuna compares two equal numbers. So a rounding error cannot stop the run.
+        # Add the value of the run itself (`best`) to the compared values. Otherwise, the median can
+        # be the mean of two other values, and a rounding error of this mean can stop a run whose
+        # value equals the median.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
             for figure in (*others, best)
@@ -175,8 +176,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
         for figure in others:
             trial = study.ask()
             trial.report(figure, step)
-            # Ignore the result of this call. For successive halving, the call is necessary because
-            # Optuna uses it to store the value of the trial.
+            # Ignore the result. The call is necessary, because the pruner for successive halving
+            # stores the value of the trial only during this call.
             trial.should_prune()
     trial = study.ask()
     trial.report(best, step)

@@ -17,7 +17,7 @@ from tasks.spec.pipeline import PipelineSpec
 
 
 class EarlyStops:
-    """Cancels runs of a parameter sweep whose metric is worse than the metric of the other runs.
+    """Compares the runs of a parameter sweep by a metric, and cancels runs with a bad metric early.
 
     Only stages with the key `stop_early` are affected. The key names the metric and the rule.
     """
@@ -34,7 +34,7 @@ class EarlyStops:
     def stop_points(
         self, spec: PipelineSpec, runs: Sequence[StageRun]
     ) -> Iterator[tuple[StageRun, str]]:
-        """Cancel the runs of parameter sweeps that must be stopped early.
+        """Cancel active runs according to the key `stop_early` of their stage.
 
         The method yields each cancelled run with the reason. If the Prefect server rejects a
         cancellation, the next call repeats the request.
