@@ -143,8 +143,8 @@ def decide(
     never has two active runs.
 
     - After a failed or cancelled run, the unit is run again only if a user has restarted the
-      pipeline since then. Otherwise the pipeline creates no further runs, unless the stage allows
-      it to continue.
+      pipeline since then. Otherwise the pipeline creates no further runs, unless `continues` of
+      the stage is True.
     - A run that the pipeline has stopped early is no failure, and its unit is never run again.
 
     Args:
@@ -215,7 +215,7 @@ def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
     Otherwise, the order of `stages` is kept.
 
     Raises:
-        ValueError: The needs contain a cycle or an unknown stage.
+        ValueError: Stages need each other in a cycle, or a stage needs an unknown stage.
     """
     ordered: list[StagePlan] = []
     waiting = [*stages]
@@ -273,8 +273,8 @@ def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     The result is True in two cases:
 
     - There is no run yet.
-    - All runs have failed or were cancelled, and a user has started or retried the pipeline since
-      then. A run that was stopped early does not count as cancelled.
+    - All runs have failed or were cancelled, and a user has started or retried the pipeline after
+      the last run. A run that was stopped early does not count as cancelled.
     """
     return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
 
@@ -287,11 +287,11 @@ def _needs_no_run(tries: Sequence[StageRun]) -> bool:
 def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
     """Return a mapping from each name in `units` to the last run with this name.
 
-    Names without runs are left out.
+    The result has the order of `units`. Names without runs are left out.
 
     Args:
         units: Names of stages. If a stage has a matrix, the names are `STAGE.N` for each
-            combination of parameters. The keys of the result are in this order.
+            combination of parameters.
         runs: All runs of the stages, in any order.
     """
     last_runs = {run.stage: run for run in sorted(runs, key=lambda run: run.number)}
@@ -315,9 +315,10 @@ def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
 def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
     """Return the time at which a user last started or retried a flow run.
 
-    This is the time of the first state after the last final state. Without a final state, it is the
-    time of the first state. The loss of a flow process does not change the result, because
-    Muster sets no final state before the next process starts.
+    If the flow run has had no final state, the result is the time of its first state. Otherwise,
+    the result is the time of the first state after its last final state. If a process of the flow
+    run is lost and another process continues, the flow run gets no final state in between, and the
+    result stays the same.
 
     Args:
         states: A pair for each state that the flow run has had, in any order: the time of the state
