@@ -84,7 +84,7 @@ async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], Non
                     if is_own_run(event.resource.id.removeprefix(_FLOW_RUN)):
                         wake()
         except Exception as error:
-            # Without events, the pipeline is only slower: it reads the states of its runs every few
+            # Continue without events: the pipeline also requests the states of its runs every few
             # seconds.
             _log.debug(
                 "Muster lost the connection for the events of Prefect, and connects again in %.0f "

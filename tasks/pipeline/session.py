@@ -138,10 +138,10 @@ class PipelineSession:
         self._requests.end_soon()
 
     def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
-        """Check all stages before this process creates a run, and store a fault in `failure`.
+        """Check all stages before this process creates a run, and describe faults in `failure`.
 
-        The method always checks the specs, deployments and secrets of the stages. It checks the
-        functions and resources only if no stage has begun.
+        The specs, deployments and secrets of the stages are always checked. The functions and
+        resources of the stages are checked only if no stage has begun.
 
         Args:
             find_unfit_stages: Function that returns a fault for each stage that can never fit on
@@ -214,11 +214,11 @@ class PipelineSession:
         return True
 
     def wait(self) -> None:
-        """Wait until a run ends, the next read of the runs' states is due, or the pipeline ends.
+        """Wait until the next call of `advance` is due, or until the pipeline must end.
 
-        After the end of a run, the wait continues for twice the duration of the last call of
-        `advance`. So a single call of `advance` can handle several runs of a large matrix that end
-        shortly after each other.
+        A call of `advance` is due after two seconds, or shortly after a run has ended. The wait
+        after the end of a run is twice the duration of the last call of `advance`, so that the next
+        call can handle all runs that end at nearly the same time.
         """
         if self._requests.wait(POLL_INTERVAL_S):
             self._requests.ending.wait(min(POLL_INTERVAL_S, 2 * self._advance_s))
@@ -372,14 +372,14 @@ class PipelineSession:
         self._report.report_new_run(run)
 
     def _use_cache(self, step: Begin, tag: str) -> bool:
-        """Use the result of an earlier run of a stage with the same inputs, if possible.
+        """Use the result of an earlier run instead of creating a planned run, if possible.
 
         Args:
-            step: The planned run of the stage. An earlier run with a usable result replaces it.
-            tag: Tag of the runs with the same inputs.
+            step: The planned run.
+            tag: Tag of all runs that have the same inputs as the planned run.
 
         Returns:
-            True if an earlier run with a usable result was found, so no new run is needed.
+            True if an earlier run with a usable result was found.
         """
         for flow_run in self._requests.ask(lambda client: [*find_cached_runs(client, tag)]):
             cached = describe_stage_run(step.stage, step.number, flow_run)
@@ -426,10 +426,10 @@ class PipelineSession:
         )
 
     def _update_tags(self, client: SyncPrefectClient) -> None:
-        """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
+        """Add tags to the flow run: the tags of the pipeline's spec, and the pipeline's name.
 
-        A flow run that was started on the command line has a tag that names its process. If a
-        worker has started the present process, this old tag is removed.
+        If a worker has started this process, remove the tag that names an earlier process, which a
+        user had started on the command line.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
