@@ -96,7 +96,10 @@ def run_pipeline(
 
 
 def _message_printer() -> Callable[[str], None]:
-    """Return a function that prints a message with the time since this call, in seconds."""
+    """Return a function that prints messages. Each message begins with its time in seconds.
+
+    The time counts from the call of `_message_printer`.
+    """
     started_s = time.monotonic()
 
     def print_message(message: str) -> None:

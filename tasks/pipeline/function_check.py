@@ -64,10 +64,10 @@ def check_functions(client: SyncPrefectClient, pipeline: PipelineSpec, directory
 
 
 def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
-    """Yield the faults of a step's function.
+    """Yield the faults of the function that a step of a pipeline calls.
 
     Args:
-        stage: The step.
+        stage: The step, which is a stage with the key `call`.
         index: Index of the step in the pipeline.
         root: Folder in which the function is looked up.
     """
@@ -76,10 +76,11 @@ def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
 
 
 def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
-    """Check the function of a step in the pipeline's working directory, and yield the faults.
+    """Look up the function of a step in the pipeline's working directory, and yield the faults.
 
-    If the directory is no project folder, all faults are replaced with one fault: the project
-    folder is unknown. For example, Prefect may have created the directory only for this process.
+    If the function has faults and the directory is not the root of a project, only one fault is
+    yielded: the project of the function is unknown. For example, Prefect may have created the
+    directory for this process.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

@@ -19,8 +19,9 @@ from tasks.spec.secrets import mask_nested
 from tasks.spec.step import RESULT_FILE
 from tasks.spec.values import describe_value, get_value
 
-#: Largest size of a value that is inserted into a run spec, in bytes of JSON. The run spec is
-#: stored on the Prefect server, and Linux limits the size of arguments and environment variables.
+#: Largest size of a value that is inserted into a run spec, in bytes of JSON. Larger values are
+#: written to files, because programs get values of the run spec as arguments and environment
+#: variables, whose size Linux limits.
 MAX_INLINE_BYTES = 32 << 10
 #: Stands for the value of a key that the JSON result of a step does not have.
 _MISSING = object()

@@ -201,9 +201,9 @@ def create_child_run(
     deployment = require_deployment(client, deployment_name)
     task_run = _create_task_run(client, parent, unit, number, Pending())
 
-    # Let the run use the working directory of this process, with two exceptions. If the stage names
-    # a deployment, the deployment has its own working directory. If the run has stored code, it
-    # needs no project directory.
+    # Start the run in the working directory of this process, except in two cases: a deployment that
+    # the stage names has its own working directory, and a run with stored code needs no files of
+    # this process's directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if has_own_deployment and not has_stored_code:
@@ -282,7 +282,8 @@ def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
         with_code: True if the files of the project are an input, too.
     """
     inputs = {key: spec.get(key) for key in ("components", "env", "cwd")}
-    # Leave out `launcher`, because a step has the same result as a process and as a Ray job.
+    # Leave out the key `launcher` of each component. The key decides whether the step runs as a
+    # process or as a Ray job, and does not change the result.
     inputs["components"] = {
         name: {key: value for key, value in component.items() if key != "launcher"}
         for name, component in spec["components"].items()

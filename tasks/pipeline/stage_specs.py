@@ -70,8 +70,8 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
 
     If a step or a run spec has no key `code`, the function stores the project's code, and writes
     the name of the stored code into the key. If the key already names stored code, this code must
-    be available. If a run needs the activated Python environment of this shell, its spec also gets
-    the variable VIRTUAL_ENV or CONDA_PREFIX.
+    be available. If a run needs the Python environment that the user has activated for this
+    command, the run's spec also gets the variable VIRTUAL_ENV or CONDA_PREFIX.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.
