@@ -98,7 +98,7 @@ class ClusterNode:
     """
 
     #: Unique name of the node in the cluster: Ray's name for the node. If several living nodes have
-    #: the same name, the start of the node id is appended. The unique name does not change.
+    #: the same name, the start of the node id is appended.
     name: str
     #: Number of GPUs of the node.
     gpus: int
@@ -117,7 +117,7 @@ class ClusterNode:
     #: Mapping from device number to the owner of the lease, for all leased GPU devices. The owner
     #: is the id of a flow run, or an empty string if unknown.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: Mapping from flow run id to run id, for the runs on this machine. Empty if the node is
+    #: Mapping from flow run id to run id, for the runs on the node. Empty if this process runs on
     #: another machine, or if Ray assigns the devices.
     run_ids: Mapping[str, str] = field(default_factory=dict)
     #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
@@ -141,8 +141,7 @@ class ClusterNode:
     def usable_gpus(self) -> int:
         """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        The number is 0 if the node is drained: when the runs on the node have ended, the queue must
-        not grant their GPUs again.
+        The number is 0 if the node is drained, even while runs still hold GPUs of the node.
         """
         if self.is_drained:
             return 0
@@ -371,7 +370,7 @@ class ClusterReader:
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
         """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-        Do nothing if the last snapshot failed, because there is no connection then. See
+        Do nothing if the last snapshot failed, because the failure has closed the connection. See
         `control_store.request_nodes`.
 
         Args:
@@ -451,7 +450,7 @@ class _ControlStore:
         self._submissions: dict[str, str] = {}
 
     def close(self) -> None:
-        """Close the gRPC channel. Requests that have no reply yet fail."""
+        """Close the gRPC channel. Pending requests fail."""
         self._channel.close()
 
     def read(self, within_s: float) -> Cluster:
