@@ -717,8 +717,8 @@ def prepare_driver(gcs_address: str) -> None:
     if not variables:
         return
     os.environ.update(variables)
-    # Ray computes this constant from the environment variables when the module `ray` is imported.
-    # The module may already have been imported, so set the constant, too.
+    # Ray computes the constant ENABLE_RAY_CLUSTER from these environment variables when the module
+    # `ray` is imported. The module may have been imported earlier, so also set the constant.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

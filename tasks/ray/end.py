@@ -59,11 +59,11 @@ async def list_actors_and_groups(dashboard: Dashboard, drivers: Iterable[str]) -
 def describe_actors_and_groups(
     actors_and_groups: ActorsAndGroups, nodes: Iterable[LiveNode]
 ) -> tuple[str, ...]:
-    """Return one phrase for each actor and placement group: its node, its pid and its GPUs.
+    """Return texts that say how many GPUs each actor and placement group holds on which node.
 
     Args:
         actors_and_groups: The actors and placement groups.
-        nodes: The living nodes of the cluster. The phrases contain the addresses of the nodes.
+        nodes: The living nodes of the cluster. The texts contain the addresses of the nodes.
     """
     ips = {node.node_id: node.ip for node in nodes}
     actors, groups = actors_and_groups

@@ -168,9 +168,9 @@ class RayJob(RunningComponent):
         self.is_launched = True
         is_adopted = self._job.may_be_submitted_since is not None
         if is_adopted:
-            # `_files` lists the files that existed before the launch, because an old file does not
-            # prove that the component is ready. But an earlier process of the run may have launched
-            # this job, and the job may have written these files. So accept every file as a proof.
+            # `_files` lists the files that existed before this launch. Usually, these files are too
+            # old to prove that the component is ready. But here, an earlier process of the run may
+            # have launched the job, and the job may have written the files. So clear the list.
             self._files.clear()
         self._emit_event(
             "component.spawned",

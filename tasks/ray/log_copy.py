@@ -131,8 +131,8 @@ class LogCopy:
         start = last_lines.find(searched) if searched else -1
         while start != -1:
             end = start + len(searched)
-            # Equal bytes may occur at several places in the log. So also compare the bytes before
-            # the searched bytes with the copied bytes.
+            # The bytes in `searched` may occur at several places in the log. So compare all bytes
+            # in `_copied_end`, whose end is `searched`.
             if self._copied_end.endswith(last_lines[max(0, end - len(self._copied_end)) : end]):
                 ends.append(end)
             start = last_lines.find(searched, start + 1)
@@ -159,7 +159,7 @@ class LogCopy:
                 bytes_to_skip = max(0, bytes_to_skip - len(chunk))
 
     def _open(self) -> io.FileIO:
-        """Open the local file, and read how much of the log it already contains.
+        """Open the local file. The first call also reads the size and the last bytes of the file.
 
         Raises:
             OSError: The file cannot be opened or read.

@@ -228,8 +228,8 @@ class NodeAgent:
     def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out an order (a request to this agent) that arrives through Ray.
 
-        An order through Ray needs no signature, because any job of the cluster could do the same
-        without the agent.
+        An order through Ray needs no signature, because every job of the cluster can run any
+        program on this node, even without the agent.
 
         Returns:
             The result of `execute_order`, with one more key: `address`, the agent's address.
@@ -401,7 +401,7 @@ def main() -> int:
 
 
 def _read_questions(questions: queue.Queue[dict[str, Any]]) -> None:
-    """Parse each line of stdin as JSON and put it into the queue. Exit when stdin closes."""
+    """Parse each line of stdin as JSON, and put the result into a queue. Exit when stdin closes."""
     for line in sys.stdin:
         questions.put(json.loads(line))
     # The parent process has ended or needs no more answers. Skip Ray's own shutdown, which takes

@@ -217,9 +217,9 @@ class AgentConnection:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, to which the attribute `clock` of
-            this object is added. If the deadline has passed, the result is `{"why": reason}`. If
-            the connection was lost, the result is None.
+            The result of `tasks.ray.node_agent.execute_order`, with one more key: `clock`, whose
+            value is the attribute `clock` of this object. If the deadline has passed,
+            `{"why": reason}`. If the connection was lost, None.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
@@ -429,10 +429,9 @@ class NodeClient:
         return answer
 
     async def end(self) -> None:
-        """Kill the driver process and all processes that it has started.
+        """Kill the driver process and its descendants. Do nothing if no driver process runs.
 
-        The driver process is the child process that sends requests through Ray. Do nothing if it
-        does not run.
+        The driver process is the child process that sends requests through Ray.
         """
         driver = self._driver
         self._driver = None

@@ -332,7 +332,7 @@ async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(slots=True)
 class Submitter:
-    """Submits one Ray job. If a submit request fails, asks the cluster whether it has the job."""
+    """Submits one Ray job. If a submit request fails, asks whether the cluster has the job."""
 
     _plan: JobPlan
     _dashboard: Dashboard

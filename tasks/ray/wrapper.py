@@ -277,12 +277,13 @@ class Keeper:
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
 
     def _stop(self, *, is_sent_by_ray: bool) -> None:
-        """Send the stop signal to the command and start its grace period.
+        """Send the stop signal to the command, and start the command's grace period.
 
         Args:
             is_sent_by_ray: True if Ray requested the stop. Ray then also sends its stop signal to
                 every process of the job. If Ray's stop signal equals the command's stop signal,
-                this method sends no signal. A second signal could interrupt the command's cleanup.
+                this method sends no signal, because a second signal could interrupt the command's
+                cleanup.
         """
         if self._is_stopping:
             return
