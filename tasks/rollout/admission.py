@@ -36,11 +36,11 @@ _STRANGERS = 8192
 #: Largest number of connections without an authorized request from a single user or address, if the
 #: gateway requires a token.
 _STRANGERS_EACH = 4096
-#: Largest number of connections of users other than this user and root, if the gateway requires no
-#: token. The gateway answers all requests of these users with an error.
+#: Largest number of connections of users other than root and the user of this process, if the
+#: gateway requires no token. The gateway answers all requests of these users with an error.
 _REFUSED_STRANGERS = 256
-#: Largest number of connections of a single user other than this user and root, or from a single
-#: address, if the gateway requires no token.
+#: Largest number of connections of a single user other than root and the user of this process, or
+#: from a single address, if the gateway requires no token.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
@@ -69,7 +69,8 @@ def compute_bounds(
     Args:
         open_files: Limit of open files of this process.
         in_use: Number of files that are open already.
-        may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
+        may_be_let_in: True if the gateway has a token. Then every user with the token may use the
+            gateway.
         servers: Number of inference servers of the run. The gateway keeps some open files free for
             each server.
     """
@@ -91,7 +92,8 @@ class Admission:
     """Counts the client connections of one gateway, and decides which connections may stay open.
 
     Args:
-        may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
+        may_be_let_in: True if the gateway has a token. Then every user with the token may use the
+            gateway.
         servers: Number of inference servers of the run. The gateway keeps some open files free for
             each server.
         table: Table of the kernel's sockets, which shows the user who has opened a connection. If
@@ -211,7 +213,7 @@ class Admission:
             del self._strangers[connection.client]
 
     def _note_closed(self, why: str) -> None:
-        """Count a connection that exceeds a limit, and log the count at most every 10 seconds."""
+        """Count a closed connection. Log the count and the reason at most every 10 seconds."""
         self._closed += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOG_EVERY_S:

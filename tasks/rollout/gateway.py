@@ -55,9 +55,9 @@ _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
 class Access:
     """Decides whether a client's request may use the gateway.
 
-    Without a token, only processes of this user and of root may use the gateway. The gateway then
-    also refuses requests that a web page sends from this user's browser, even if DNS rebinding has
-    redirected the page's host name to this machine.
+    Without a token, only root and the user of this process may use the gateway. The gateway then
+    also refuses requests that a web page sends from a browser of this user, even if DNS rebinding
+    has redirected the page's host name to this machine.
 
     Args:
         host: Name or address of the interface that the gateway listens on.
@@ -94,7 +94,7 @@ class Access:
         Args:
             headers: Headers of the request.
             is_order: True if the request would change the fleet.
-            is_own: True if a process of this user or of root has opened the connection.
+            is_own: True if the client is a process of root or of the same user as this process.
             unknown_because: Reason why the user who opened the connection is unknown. Empty if the
                 user is known.
         """
