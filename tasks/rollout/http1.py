@@ -141,8 +141,8 @@ class Body:
         body.
 
         Raises:
-            Exception: The error that was passed to `end`. All bytes that arrived before the error
-                are returned first.
+            Exception: The error that was passed to the method `end`, because the rest of the body
+                will not arrive. All bytes that arrived before the error are returned first.
         """
         while not self._pieces:
             if self._error is not None:
@@ -178,7 +178,8 @@ class Body:
 
         Raises:
             TimeoutError: A piece did not arrive in time.
-            Exception: The error that was passed to `end`.
+            Exception: The error that was passed to the method `end`, because the rest of the body
+                will not arrive.
         """
         pieces: list[bytes] = []
         size = 0
@@ -576,7 +577,7 @@ class ServerConnection(Wire):
         #: Key under which the connections of the client are counted: a user of this machine, or a
         #: network address.
         self.client = ""
-        #: True if a process of this user or of root has opened the connection.
+        #: True if the client is a process of root or of the same user as this process.
         self.is_own = False
         #: Reason why the user who opened the connection is unknown. Empty if the user is known.
         self.unknown_because = ""
@@ -648,8 +649,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # If `data` contains the end of the final request of this connection, `_parse` has set
-        # `_ignores_input`. A fault in the bytes after the final request is ignored.
+        # If `data` completes a request after which the connection is closed, `_parse` has set
+        # `_ignores_input`. Then ignore a fault in the bytes after this request.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True

@@ -32,8 +32,8 @@ _KEPT_S = 4.0
 _MOST_INTERIM = 16
 #: HTTP methods whose requests have the header `Content-Length` even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Largest number of attempts to open a connection to a server. An attempt is repeated only if other
-#: sockets began to listen at the server's address during the attempt.
+#: Largest number of attempts to open a connection to a server. An attempt is repeated only if
+#: the sockets that listen at the server's address changed during the attempt.
 _MOST_CONNECTS = 3
 #: Control characters, which must not occur in a status line.
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -294,9 +294,8 @@ class ServedConnection(Wire):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # The connection is not reusable during a response. `on_headers_complete` sets `_is_kept` to
-        # True again if the server keeps the connection open. If the server sends a second response
-        # to the same request, which is an error, `_is_kept` stays False.
+        # The connection cannot be reused during a response. If the response is valid and the server
+        # keeps the connection open, `on_headers_complete` sets `_is_kept` to True again.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:
