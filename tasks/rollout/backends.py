@@ -256,8 +256,8 @@ class Vllm(Backend):
         return index == 0
 
     def questions(self) -> Questions:
-        # vLLM's HTTP server answers /health with 200 even if its engine hangs. Only the token
-        # request finds such an engine.
+        # vLLM's HTTP server answers /health with 200 even if its engine hangs. Only a request that
+        # generates a token finds a hanging engine.
         return Questions(
             ready=_HEALTH,
             token=self._completion("--served-model-name"),
@@ -283,8 +283,8 @@ class Vllm(Backend):
 
         Args:
             index: Index of the server among the servers of its engine.
-            host: Host of the engine's meeting address.
-            port: Port of the engine's meeting address.
+            host: Host at which the servers of the engine connect to each other.
+            port: Port on this host at which the servers connect to each other.
         """
         nodes = self.fleet.nodes_per_engine
         replicas = self.fleet.data_parallel

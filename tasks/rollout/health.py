@@ -49,9 +49,9 @@ class Evidence:
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
-    #: Number of failed requests among the failures in `misses`.
+    #: Number of failed requests among the consecutive failures.
     requests: int = 0
-    #: Number of failed probes in `misses` that were answered, but with a status other than 200.
+    #: Number of probes among the consecutive failures that got a status other than 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -60,8 +60,8 @@ class Evidence:
     def after_tokens(self) -> Evidence:
         """Return the new counts after the server generated a token for a request.
 
-        All counts are reset, because the server works. But if a probe was answered with a status
-        other than 200, the counts stay unchanged.
+        Usually, all counts are reset, because the server works. But if a probe was answered with a
+        status other than 200, only a later successful probe resets the counts.
         """
         return self if self.refusals else Evidence()
 
@@ -256,8 +256,8 @@ class Health:
         if not watch.evidence.misses or watch.is_cut:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
-            # A request to this server failed a moment ago, and this token belongs to another
-            # request. Keep the failures: only a later token proves that the server works again.
+            # A request to this server failed a moment ago. A token that another request gets so
+            # soon afterwards does not prove that the server works. So keep the counted failures.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -293,8 +293,9 @@ class Health:
             watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
     def _stop_probes(self, watch: _Watch) -> None:
-        # Do not cancel the current task, because its next `asyncio.timeout` could swallow the
-        # cancellation. The task ends by itself when its server is no longer checked.
+        # If the task that probes the server calls this method, do not cancel the task. An
+        # `asyncio.timeout` in the task could swallow the cancellation, and the task ends by itself
+        # when the server is no longer checked.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
