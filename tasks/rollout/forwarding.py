@@ -336,9 +336,9 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # `_try_entrypoint` must know which tasks this method has cancelled. So remove these
-            # tasks from the set. A task that is cancelled because its client has left stays in the
-            # set.
+            # Remove these tasks from the set, because `_try_entrypoint` treats a missing task as
+            # cancelled by this method. A task that is cancelled because its client has left stays
+            # in the set.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
@@ -455,8 +455,8 @@ class _ForwardedRequest:
                 continue
             if not (generates and router.is_closed):
                 return entrypoint
-            # After the router chose the entrypoint, a weight sync has closed the router. Release
-            # the entrypoint. The next iteration waits until the router is open again.
+            # A weight sync has begun after the router chose the entrypoint. Release the entrypoint.
+            # The next iteration waits until the sync has ended.
             router.done(entrypoint)
 
     async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:

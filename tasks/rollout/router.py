@@ -206,7 +206,7 @@ class Router:
         self._is_closed = True
 
     def open(self) -> None:
-        """Let requests that generate tokens get entrypoints again, after a call of `close`."""
+        """Let requests that generate tokens proceed. After `close`, they had to wait."""
         self._is_closed = False
         self._notify(())
 

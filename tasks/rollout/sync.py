@@ -127,7 +127,8 @@ class WeightSyncs:
         """
         Args:
             fleet: The parts of the fleet that the weight syncs work with.
-            router: Router of the fleet's rollout requests. It is closed while a sync is open.
+            router: Router of the fleet's rollout requests. While a sync is open, requests that
+                generate tokens wait in the router.
             health: Health checks of the fleet. They pause while a sync is open.
             recovery: Recovery of the fleet. It starts no engine while a sync is open.
             on_end: Function that is called after each sync, committed or not.
@@ -151,8 +152,9 @@ class WeightSyncs:
     async def begin(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
         """Begin a weight sync.
 
-        The call closes the router. Then, depending on `in_flight`, it waits for the end of the
-        outstanding requests, cancels them, or pauses them.
+        Until the sync ends, new requests that generate tokens have to wait. Depending on
+        `in_flight`, the call waits for the end of the running requests, cancels them, or pauses
+        them.
 
         Args:
             timeout_s: Time limit of the whole sync in seconds. A sync that is still open after this
@@ -245,9 +247,7 @@ class WeightSyncs:
             raise FleetRefused(f"{next(filter(None, reasons))}: begin the sync again")
 
     def _describe_group(self, group: GroupView) -> dict[str, Any]:
-        """Return the description of a target engine for the trainer, as a part of the result of
-        `begin`.
-        """
+        """Return a description, for the trainer, of an engine that can receive new weights."""
         slots = self._fleet.states.view.updated(group)
         return {
             "engine": group.index,
