@@ -581,11 +581,11 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too few engines serve requests, or if too few can still be restarted.
+        """Fail the run if too many engines are given up (retired), or if too few serve requests.
 
         Args:
-            checks_min_active: True to compare the number of serving engines with `min_active`.
-                Before the fleet has started and during a weight sync, the number is not compared.
+            checks_min_active: True to fail the run if fewer than `min_active` engines serve
+                requests. This is not checked before the fleet has started and during a weight sync.
         """
         view = self.registry.view
         min_active = self.settings.recovery.min_active or 0

@@ -66,8 +66,9 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the restarts that are already counted. Each server group numbers its restarts from
-    #: 0. Restarts with the same number count as one restart, even in several groups.
+    #: Numbers of the restarts that have used up one of the allowed recoveries. Each server group
+    #: numbers its restarts from 0. If several groups make a restart with the same number, these
+    #: restarts use up only one recovery.
     paid: set[int] = field(default_factory=set)
 
 
@@ -335,7 +336,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        # Values of the event below if the restart is cancelled.
+        # Fields of the event `rollout.recovery.ended`, if the restart is cancelled.
         outcome = "abandoned"
         message = "the fleet is stopped"
         try:

@@ -41,7 +41,7 @@ class GroupView:
     state: GroupState = GroupState.STARTING
     #: Number of the last start of the server group. 1 is the first start; 0 means never started.
     epoch: int = 0
-    #: True if processes of the server group's last start may still run.
+    #: True if processes from the last start of the server group may still run.
     is_begun: bool = False
     #: Version of the server group's weights, or None if it is unknown.
     version: int | None = None
@@ -348,7 +348,10 @@ class Registry:
             self._change(view, unreachable=tuple(sorted([*view.unreachable, rank])), cause=why)
 
     def reachable(self, rank: int, epoch: int) -> None:
-        """Record that the gateway can reach a server again. Its group's state does not change."""
+        """Record that the gateway can reach a server again.
+
+        The state of the server's group does not change.
+        """
         view = self._find_current(rank, epoch)
         if view is not None and rank in view.unreachable:
             still_unreachable = tuple(other for other in view.unreachable if other != rank)
