@@ -190,11 +190,10 @@ class ServerActor:
 
     @ray.method(concurrency_group="questions")
     async def list_listeners(self, host: str, port: int) -> tuple[list[str], str]:
-        """Return the listening sockets at an address of this machine, if the server owns the
-        sockets.
+        """Return the sockets that listen at an address, if only this actor's server owns them.
 
         Args:
-            host: The address.
+            host: An address of this machine.
             port: The port.
 
         Returns:

@@ -366,7 +366,7 @@ class FleetPlan(BaseModel):
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of the fleet's own process: this plan, and the gateway's token."""
+        """Environment variables of the fleet's process, with the plan and the gateway's token."""
         token = {TOKEN_ENV: self.token} if self.token else {}
         return {**token, PLAN_ENV: self.model_dump_json(exclude_unset=True)}
 
@@ -484,7 +484,7 @@ def fleet_component(
     component_env = {**env, **plan.env}
     margin_s = _START_MARGIN_S
     if plan.ray is not None:
-        # The list of Ray clusters may contain tokens, so other components do not get it.
+        # The list of Ray clusters may contain tokens, so only this component gets the list.
         ray_clusters = os.environ.get(CLUSTERS_VARIABLE, "")
         component_env |= _QUIET_RAY | {CLUSTERS_VARIABLE: ray_clusters}
         margin_s = _RAY_START_MARGIN_S

@@ -39,9 +39,9 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the exit code of the ended fleet process is unknown, `failure.has_ended` is False, but
-    # `failure.rule` is `exit`. The exit code is unknown if the parent of the fleet process has died
-    # at the same time.
+    # If the parent of the fleet process has died at the same time, the exit code of the fleet
+    # process is unknown. Then `failure.has_ended` is False, although the process has ended, but
+    # `failure.rule` is `exit`.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict

@@ -49,7 +49,7 @@ class _LocalServer:
     log_began_at: int
     #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_stopping: bool = False
-    #: Exit stack that holds the context in which the server runs.
+    #: Exit stack of the running server. Closing the stack ends the server and releases its log.
     running: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     @property

@@ -57,8 +57,8 @@ EXIT_NOT_STARTED = 2
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds that this process waits, at its end, until the last events are on the disk.
 _WRITTEN_WITHIN_S = 2.0
-#: Time in seconds in which open requests may end when the fleet is stopped. Afterwards, the gateway
-#: answers them with an error.
+#: Seconds that open requests have to end when the fleet is stopped. Afterwards, the gateway answers
+#: them with an error.
 _ANSWERS_WITHIN_S = 2.0
 #: Libraries with long logs. Only their warnings are logged.
 _VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")
@@ -332,13 +332,13 @@ def _log_event(event: Event) -> None:
 
 
 def _print_last_line(reason: str, status: int) -> int:
-    """Print the reason for the end of this process as the last line, and return the exit status.
+    """Print the reason for the end of this process, and return the exit status.
 
-    The run reports the last line as the cause of its failure. Quoted lines, such as log lines of a
-    server, are printed before the last line.
+    The run reports the last printed line as the cause of its failure. So the first line of `reason`
+    is printed last, after the quoted lines.
 
     Args:
-        reason: The reason in the first line, and quoted lines after it.
+        reason: The reason in the first line, and then quoted lines, such as log lines of a server.
         status: The exit status to return.
     """
     first_line, _, quoted_lines = reason.partition("\n")

@@ -62,7 +62,7 @@ _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster has already granted
 #: these GPUs to the run, so other programs should free the GPUs soon.
 _ROOM_WITHIN_S = 300.0
-#: Seconds that fetching the end of a stopped server's log may take.
+#: Time limit in seconds to fetch the last part of a stopped server's log.
 _LOG_END_WITHIN_S = 5.0
 #: Seconds between two reads of a server's log.
 _LOG_EVERY_S = 1.0
