@@ -246,7 +246,7 @@ class _TracebackParser:
         self._is_inside = False
         #: True if the next traceback belongs to the same chain of exceptions as the last traceback.
         self._is_chained = False
-        #: True if the exception of the next traceback was caught.
+        #: True if an earlier line says that the next traceback belongs to a caught exception.
         self._is_next_caught = False
 
     def parse_line(self, message: str) -> tuple[int, str]:
@@ -295,8 +295,8 @@ def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
             step is None if the line reports no step.
 
     Returns:
-        The position after which the log shows exactly STEPS_OF_SURVIVAL new steps, or 0 if the log
-        shows fewer steps.
+        The position after which the log reports exactly STEPS_OF_SURVIVAL completed steps, or 0 if
+        the log reports fewer steps.
     """
     advances = 0
     later_position = 0
@@ -454,8 +454,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Number of the last traceback with a match, for each process and each role. Tracebacks of
-    #: caught exceptions do not count.
+    #: Number of the last traceback that matches a rule, for each process and each role of the rule.
+    #: Tracebacks of caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line

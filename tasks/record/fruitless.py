@@ -98,6 +98,8 @@ def describe_fruitless_attempts(
 ) -> str:
     """Return a sentence about the last attempts if they failed without a lasting result.
 
+    A lasting result is a new checkpoint; see `list_fruitless_attempts`.
+
     Example: `3 attempts of 10 h ended before their first checkpoint; save a checkpoint more often
     than every 100 steps`.
 

@@ -128,8 +128,8 @@ class RankFailure:
     #: Description of a child process of a rank: `a child process` or `a data loader worker`. Empty
     #: if the process is the rank itself.
     child: str = ""
-    #: Position of the process, from 0, among the processes that its parent has started with the
-    #: same program. For a child process of a rank, the position of the rank. None if unknown.
+    #: Index of the process among all processes with the same parent and the same program. For a
+    #: child process of a rank, the index of the rank. None if unknown.
     number: int | None = None
     #: Number of the rank. None if the launcher does not report a rank.
     rank: int | None = None
@@ -246,7 +246,8 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
     match = matches[-1]
     number = _SIGNALS[match["signal"]]
     if number == signal.SIGTERM:
-        # A failing rank may stop its workers with SIGTERM, so this signal does not show the cause.
+        # A rank may stop its data loader workers with SIGTERM after its own failure. So a worker
+        # that got SIGTERM is probably not the cause.
         return None
     rank: int | None = None
     line_start = text.rfind("\n", 0, match.start()) + 1
@@ -325,8 +326,8 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     may_be_own = is_exception and not failure.others_failed and not is_of_other_rank
     if _LOST_PEER.search(line):
         return not may_be_own
-    # A process that waited too long for another process ends with the exit code of an exception, or
-    # with SIGABRT if the watchdog of NCCL ends the process.
+    # If the failed process itself waited too long for another process, the line shows the cause.
+    # The failed process then ended with an exception, or with SIGABRT from the watchdog of NCCL.
     is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT) and not is_of_other_rank
     has_waited = prefix is not None and _WAITED_IN_VAIN.search(line) is not None
     return has_waited and not is_end_of_waiting
