@@ -84,7 +84,7 @@ _STATE_SUFFIXES = frozenset(
 _EXPORT_SUFFIXES = frozenset({".safetensors", ".bin", ".model", ".zip", ".nemo", ".keras"})
 #: Suffixes of files, such as JSON files, that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
-#: Smallest permitted size of a file, relative to the size of the same file in the other
+#: Smallest permitted size of a file, relative to the size of the corresponding file in the other
 #: checkpoints. If a file is smaller, the checkpoint is incomplete. Used only for checkpoints of an
 #: unknown format.
 _SMALLEST_SHARE = 0.5
@@ -516,7 +516,7 @@ def _judge(
     """
     best_rank = min((one.rank for one in candidates if not one.is_current), default=0)
     if best_rank > NameKind.NAMED_CHECKPOINT and any(one.is_current for one in candidates):
-        # The numbered files are hardly checkpoints. Only files such as `last.pt` are.
+        # Files such as `last.pt` are the checkpoints. The numbered files are probably not.
         chosen = [one for one in candidates if one.is_current]
     else:
         chosen = [one for one in candidates if one.is_current or one.rank == best_rank]
@@ -648,7 +648,7 @@ def _is_description(name: str) -> bool:
 
 
 def _key_of(content: Content, name: str) -> str:
-    """Return a key that is equal for the same file in two checkpoints of a folder.
+    """Return a key that is equal for corresponding files in two checkpoints of a folder.
 
     The key is the path of the file without numbers, because the numbers may be training steps. If
     the checkpoint is a single file, the key is the suffix of the file.

@@ -194,8 +194,8 @@ class ContentVerdict:
     proof: str = ""
     #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
-    #: Training step that is stored in the files of the checkpoint. None if there is none, or if the
-    #: name contains a word such as `step`: the stored step is then not needed.
+    #: Training step that is stored in the files of the checkpoint. None if the files contain no
+    #: step, or if the name of the checkpoint shows the step, as in `step-20`.
     stored_step: int | None = None
     #: True if the layout of the files proves that they contain the state of a training.
     is_training_state: bool = False

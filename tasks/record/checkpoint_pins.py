@@ -49,8 +49,8 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
     # Another run may be deleting the checkpoint at this moment. That run first renames the
-    # checkpoint. If the run then finds the pin, it gives the checkpoint its old name back. So wait
-    # until the checkpoint has its old name.
+    # checkpoint, and then looks for the file `pin`. If the file exists, that run restores the old
+    # name of the checkpoint. So wait until the checkpoint has its old name.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:

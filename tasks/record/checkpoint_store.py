@@ -284,7 +284,7 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """Visible files below the folder, and removal lists.
+        """Two mappings: the visible files below the folder of this store, and the removal lists.
 
         A removal list is a small file that names files to delete.
 

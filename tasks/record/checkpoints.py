@@ -354,10 +354,10 @@ def _why_incomplete(checkpoint: Checkpoint) -> str:
 def _foreign_checkpoints(
     place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that checks whether a checkpoint belongs to another run.
+    """Return a function that says why this run must not use a checkpoint.
 
-    The returned function returns the reason why a checkpoint belongs to another run, or an empty
-    string for a checkpoint of this run.
+    The argument of the returned function is a checkpoint. The result is a reason, or an empty
+    string if the run may use the checkpoint.
 
     Args:
         place: Directory of the run.
@@ -380,7 +380,7 @@ def _rivals_of(place: RunPlace, number: int, name: str) -> list[Rival]:
 
 
 def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
-    """Return a warning for each active run that writes its checkpoints to the folder of this run.
+    """Return a warning for each other active run that uses the checkpoint folder of this run.
 
     Args:
         spec: The spec of the run.
@@ -790,7 +790,8 @@ class _FileState:
 class CheckpointGrowth:
     """Finds the time at which a trainer last wrote to a checkpoint.
 
-    Each call compares the files with their state at the previous call, which may be hours ago.
+    Each call of `seconds_since_growth` compares the files with their state at the previous call.
+    The previous call may be hours ago.
     """
 
     def __init__(self, written: str, root: Path, clock: Callable[[], float] = time.time) -> None:
@@ -955,10 +956,10 @@ def _is_alarmed(why: str) -> bool:
 def _unfit_checkpoints(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that checks whether an attempt may start from a complete checkpoint.
+    """Return a function that says why no attempt should start from a complete checkpoint.
 
-    The returned function returns the reason why no attempt should start from a checkpoint, or an
-    empty string. There are two possible reasons:
+    The argument of the returned function is the checkpoint. The result is a reason, or an empty
+    string if an attempt may start from the checkpoint. There are two possible reasons:
 
     - An attempt could not load the checkpoint.
     - The checkpoint was saved during an alarm that ended an attempt.
@@ -1052,8 +1053,8 @@ def _folder_of_attempt(
         place: Directory of the run.
         number: Number of the attempt.
         component_name: Name of the component that writes checkpoints.
-        spec: The spec of the run, in which placeholders are not replaced yet. Used if the attempt
-            ran on another host, so that this host has no spec file of the attempt.
+        spec: The spec of the run, in which placeholders are not replaced yet. Used if this
+            host has no spec file of the attempt, because the attempt ran on another host.
 
     Returns:
         - The directory from which a relative path starts.
