@@ -224,9 +224,9 @@ class HeldLog:
     def hold(self) -> None:
         """Open the log file, so that it can be read even after log rotation has deleted it.
 
-        Call this method shortly before a program opens the log, so that log rotation does not
-        replace the file in between. A missing file is created. If `hold` was called before, the
-        earlier file is closed.
+        Call this method shortly before a program opens the log. If more time passes, log rotation
+        may replace the file, and the program opens a different file. A missing file is created. If
+        `hold` was called before, the earlier file is closed.
 
         Raises:
             OSError: The file cannot be opened or created.
@@ -348,8 +348,8 @@ class LogFile:
         """Open the log file and its older files before the first read.
 
         The lines of the older files will be returned first. An older file is skipped if the log
-        file still contains the same lines. The log file is opened before the older files, so that
-        no lines are lost if log rotation renames the log file in between.
+        file still contains the same lines. The log file is opened first. So no lines are lost
+        if log rotation then renames the log file.
         """
         self._open(self._path)
         current = self._open_logs

@@ -50,8 +50,8 @@ class FileFingerprint(Recorded):
     def at(file: BinaryIO, length: int) -> FileFingerprint:
         """Return the fingerprint of the first `length` bytes of a file.
 
-        If lines were only appended to the file, the file had the same fingerprint when its size was
-        `length`.
+        If lines were only appended since the file was `length` bytes long, the result equals the
+        fingerprint from that time.
         """
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 
@@ -68,7 +68,7 @@ class MetricsFile:
     """Reads the JSON lines that a training appends to its metrics file.
 
     If the training replaces, truncates or rewrites the file, the new content is read from its
-    beginning. If the file was renamed or deleted, its last lines are read first.
+    beginning. If the file was renamed or deleted, its last lines are read before the new file.
     """
 
     def __init__(self, path: Path, *, since: FileFingerprint | None = None) -> None:
@@ -164,8 +164,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Move the read position to the beginning if the content that was read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # At the first read, do not count a replacement: the caller has no lines of the old
-            # file yet.
+            # Count the replacement only if the caller already has lines of the old content. At the
+            # first read, the caller has none.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()
