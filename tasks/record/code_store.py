@@ -52,8 +52,8 @@ _MADE_AT = 946684800
 #: Largest number of characters in the stored patch with the changes since the last commit. The rest
 #: of the patch is cut off.
 _DIFF_BYTES = 16_384
-#: Minimum age in seconds of the entries that may be deleted. A new run may need a younger entry of
-#: the code store.
+#: Age in seconds from which an entry of the code store may be deleted. A new run may need a younger
+#: entry.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
@@ -306,9 +306,9 @@ def list_import_folders(project: Path, place: Path, environment: Path | None) ->
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A .pth file contains the path of the folder in which the packages are. The import
-                # finder of an editable package contains the path of the package itself, so return
-                # the parent folder of the package.
+                # A .pth file contains the path of a folder with packages. Return this folder. A
+                # file `__editable__*.py` contains the path of a package itself. Return the parent
+                # folder of the package.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None

@@ -370,7 +370,8 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     """
     if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Check again, because another user may have created Muster's home directory.
+        # Check again that Muster's home directory is safe. Another user may have created the
+        # directory in the meantime.
         muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -434,7 +435,7 @@ class AttemptPlace:
 
     @property
     def fleet_events(self) -> Path:
-        """Path of the event log that the process of the inference servers writes."""
+        """Path of the event log of the inference fleet."""
         return self.directory / "rollout.jsonl"
 
     @property
