@@ -91,7 +91,7 @@ def _make_row(one: EvaluatedCheckpoint, best: EvaluatedCheckpoint | None) -> lis
 
 
 def _choose_figure(evaluated: Sequence[EvaluatedCheckpoint], keep_best: KeepBest | None) -> str:
-    """Return the name of the number that the curve shows, such as `math.accuracy`.
+    """Return the name of the number to draw as a curve over the steps, such as `math.accuracy`.
 
     Returns:
         An empty string if no evaluation has written a number.

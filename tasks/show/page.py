@@ -388,7 +388,7 @@ _STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MUL
 
 
 def find_step(headline: str) -> tuple[float, float | None] | None:
-    """Return the current step and the number of steps of a run, or None without a step.
+    """Return the current step and the number of steps of a run, or None if no step is shown.
 
     If the number of steps is unknown, the second value is None.
 

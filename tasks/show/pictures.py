@@ -253,7 +253,7 @@ def _draw_curve(points: Sequence[Point], color: str = _CURVE_COLOR) -> Iterator[
 class MatrixCurve:
     """Curve of one run or pipeline step of a matrix, in the picture with all curves."""
 
-    #: Number of the run or pipeline step in the matrix, from 1.
+    #: Number of the combination of parameters in the matrix, from 1.
     number: int
     #: At least one point of the curve, as a pair of x and y. All values are finite, and the points
     #: are sorted by x.

@@ -96,8 +96,8 @@ class ServerSeen:
 
 #: The speed of a training is computed from the steps in its last `_WINDOW_S` seconds.
 _WINDOW_S = 120.0
-#: Smallest number of training steps from which the speed is computed, even if some steps are older
-#: than `_WINDOW_S`.
+#: Smallest number of training steps from which the speed is computed, even if some of them were
+#: completed more than `_WINDOW_S` seconds ago.
 _MIN_KEPT_STEPS = 6
 
 
@@ -234,8 +234,8 @@ class ObservedRun:
         self.is_stopping = False
         #: True if all components are ready and the teardown has not begun.
         self._is_running = False
-        #: True if `doing` has a warning about slow progress. The next training
-        #: step removes the warning.
+        #: True if the text `doing` is a warning about slow progress. The next training step removes
+        #: the warning.
         self._is_slow = False
         #: Cause of the attempt's failure, or None.
         self.failure: Failure | None = None

@@ -37,8 +37,8 @@ _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
-#: Smallest number of readings of the current step in the time that the recent steps took. With
-#: fewer readings, the measured duration of a step would be too inexact.
+#: The number of the current training step is read at regular intervals. The recent steps must
+#: together take at least this number of intervals, so that their durations are exact enough.
 _MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -113,10 +113,10 @@ _Pace = tuple[float, float]
 
 
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
-    """Return the duration of a training step in the last 10 measurements, and in earlier ones.
+    """Return the duration of a training step in the last 10 measurements, and before them.
 
-    The earlier duration is a median of means, each over ten consecutive steps. A median of single
-    steps would be too low if, for example, each tenth step also evaluates the model.
+    The earlier duration is a median of means, each over ten consecutive measurements. A median of
+    single measurements would be too low if, for example, each tenth step also evaluates the model.
 
     Args:
         paces: The measurements, oldest first. There must be at least one.
@@ -307,8 +307,9 @@ def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
     """Return the durations of a step, adjusted so that the parts add up to the whole step.
 
     - If the metrics do not contain the duration of the whole step, the sum of the parts is used.
-    - The part `rollout` is removed if it seems to have run in parallel to the training: a waiting
-      time was reported, and all other parts together take longer than the step.
+    - The part `rollout` is removed if the rollouts probably ran in parallel to the training. This
+      is assumed if the metrics contain a waiting time, and the other parts together take longer
+      than the whole step.
     - Waiting time that overlaps with other parts is not counted twice.
     - Time that belongs to no part becomes the part `other`.
 
