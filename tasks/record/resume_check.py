@@ -25,8 +25,8 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
-    # A trainer first reports the step of the loaded checkpoint, or the next step. So the trainer may
-    # have loaded a refused checkpoint whose step is `first_step` or `first_step - 1`.
+    # A trainer first reports the step of the loaded checkpoint, or the next step. So the trainer
+    # may have loaded a refused checkpoint whose step is `first_step` or `first_step - 1`.
     other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
     if chosen is None:
         if other is None or first_step <= 1:
