@@ -123,7 +123,7 @@ class DiskThread:
         self._failing_files: dict[Path, str] = {}
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
-        """Let the disk thread replace the content of a file. The call itself does not wait.
+        """Let the disk thread replace the content of a file. The call returns immediately.
 
         After a power failure, the file has either the old or the new content; see `replace_file`.
 

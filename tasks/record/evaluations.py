@@ -112,7 +112,7 @@ class EvaluationsJson(Recorded):
     def current_numbers(self) -> frozenset[int]:
         """Numbers of the checkpoints that are still stored at their path.
 
-        A newer checkpoint at the same path replaces an older one.
+        A newer checkpoint at the same path replaces an older checkpoint.
         """
         return frozenset({one.path: one.number for one in self.checkpoints}.values())
 

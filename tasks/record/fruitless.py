@@ -20,8 +20,8 @@ from tasks.spec.run import RunSpec
 
 #: Kinds of failure that end an attempt before its components are started.
 _NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
-#: If a single attempt without a saved checkpoint was shorter than this number of seconds, Muster
-#: does not report it, because little work was lost.
+#: A single attempt without a saved checkpoint is reported only if it took at least this number of
+#: seconds. A shorter attempt loses little work.
 _REPORTED_ALONE_S = 600.0
 #: Attempts count as equally long if the longest took at most this multiple of the shortest.
 _EQUAL_DURATIONS = 1.5
