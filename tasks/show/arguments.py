@@ -79,7 +79,7 @@ def run_alone(verb: Callable[..., int], name: str) -> int:
 
     Args:
         verb: Function that does the work and returns an exit code.
-        name: Name of the program that its help text shows.
+        name: Name of the program, which the help text shows.
     """
     return run(App(name=name, default_command=verb, default_parameter=DEFAULT))
 
@@ -92,7 +92,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 
     Args:
         app: The command `muster` with its subcommands.
-        arguments: The command-line arguments. None means those of this process.
+        arguments: The command-line arguments. None means the arguments of this process.
 
     Returns:
         The exit code of the subcommand, or of the error that it raised. 2 after wrong arguments,
@@ -167,8 +167,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
             lines.append(f"--{option}: {fault['msg']}")
         return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # A command such as `muster queue` has subcommands, but also works without one. So cyclopts
-        # reports a mistyped subcommand as an unused word.
+        # A command such as `muster queue` also works without a subcommand. So cyclopts reports
+        # a mistyped subcommand as an unused word.
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:

@@ -22,7 +22,7 @@ _NO_HANG_REPORT = (
 
 
 class Fact(NamedTuple):
-    """One line of a text about a failure or a run: a label and its text."""
+    """One labelled line about a failure or a run."""
 
     #: Label, such as `first failure`.
     label: str
@@ -47,8 +47,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     if failure.line and failure.line not in failure.message:
         yield Fact("log line", failure.line, is_code=True)
 
-    # Give the general advice, such as "start the run again", only after the last attempt. Before
-    # that, Muster itself starts the next attempt.
+    # Give the general advice, such as "start the run again", only after the last attempt.
+    # After every other attempt, Muster itself starts the next attempt.
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if not failure.component:
