@@ -69,15 +69,16 @@ _SPARE_BYTES = 1 << 15
 _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
 #: when a program starts. A forked process does not read these variables again. So a run is forked
-#: only if it has the same values as the fork server.
+#: only if these variables have the same values in the run and in the fork server.
 _READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
-#: Exceptions from _READ_AT_START: environment variables that have no effect on a run, so their
-#: values may differ.
+#: Environment variables with a prefix in _READ_AT_START that have no effect on a run. Their values
+#: in the run and in the fork server may differ.
 _WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 #: Longest time, in seconds, that the fork server may take to answer with the pid of a new process.
 #: After that time, the worker starts the run without the fork server.
 _FORKS_WITHIN_S = 10.0
-#: Modules that runs import after their start. The fork server imports them in advance.
+#: Modules that the process of a run imports after its start. The fork server imports these modules
+#: in advance.
 _LATE_MODULES = (
     "encodings.idna",
     "flows.pipeline",
@@ -684,10 +685,10 @@ def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], max_bytes: int
 
 
 def fingerprint() -> str:
-    """Return a hash of the sizes and modification times of the files that a fork server imports.
+    """Return a hash of the sizes and modification times of the files that a fork server reads.
 
-    The files are Muster's modules, the files with Prefect's settings, and the list of installed
-    packages. A different hash means that one of these files has changed.
+    The files are Muster's modules, the files with Prefect's settings, and the `.dist-info` folders
+    of installed packages. A different hash means that one of these files has changed.
     """
     settings = get_current_settings()
     paths: list[str | Path] = [settings.profiles_path, settings.logging.config_path]

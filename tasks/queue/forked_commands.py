@@ -287,7 +287,7 @@ class Caller:
 
 
 def _is_in_same_namespaces(pid: int) -> bool:
-    """Return True if the process with the given pid has the same Linux namespaces as this one."""
+    """Return True if the process with the given pid is in the Linux namespaces of this process."""
     return all(
         os.path.samestat(
             Path(f"/proc/{pid}/ns/{namespace}").stat(), Path(f"/proc/self/ns/{namespace}").stat()
