@@ -60,7 +60,8 @@ class Shares:
     held: Mapping[UUID, Mapping[str, int]]
     #: `moved[flow_run_id][node_name]` is the number of GPUs that a run uses on a node. The mapping
     #: contains only runs that Ray has placed on other nodes than those in their grants. The
-    #: scheduler can change these grants, because the GPUs are granted to no other run.
+    #: scheduler can change the grant of such a run, because no other run has a grant for the GPUs
+    #: that the run uses.
     moved: Mapping[UUID, Mapping[str, int]]
 
 

@@ -129,7 +129,7 @@ class _ExpectedEnd(BaseModel):
 
     #: Expected end of the run, in UTC epoch seconds.
     ends_at: FiniteFloat
-    #: Time at which the run wrote the label, in UTC epoch seconds.
+    #: Time at which the run reported its expected end, in UTC epoch seconds.
     at: FiniteFloat
 
 
@@ -304,8 +304,8 @@ async def set_state(
     if not history or history[-1].id != answer.state.id:
         return None
     # Find the states that other processes have set since `current_run` was read. Ignore states with
-    # the name of the new state: this call may have set them, because Prefect's client may send a
-    # request twice.
+    # the name of the new state. This function may have set two states with this name, because
+    # Prefect's client may send a request twice.
     overwritten = [
         earlier
         for earlier in history[:-1]

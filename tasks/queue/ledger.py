@@ -458,8 +458,9 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # The first call of this method calls `_read_holding` twice. Otherwise the method
-                # would miss a run that is requeued just after the waiting runs were read.
+                # Put the runs that hold GPUs into the empty cache. If such a run is requeued
+                # just after the waiting runs were read, the request for missing runs below finds
+                # the run.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
