@@ -144,7 +144,7 @@ def drain(*node: Node, pool: Pool = _POOL) -> int:
 
 @app.command
 def undrain(*node: Node, pool: Pool = _POOL) -> int:
-    """Start new runs on drained nodes again."""
+    """Allow new runs on drained nodes again."""
     return _run_with_client(lambda client: _drain(client, node, pool, is_drained=False))
 
 

@@ -133,7 +133,7 @@ class Capacity:
     #: Mapping from the address of a cluster to its `ClusterReader`.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
     #: Clusters that did not answer in time: a mapping from address to the error and a task. The
-    #: task repeats the request in the background until the cluster answers.
+    #: task requests the nodes of the cluster in the background until the cluster answers.
     _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     #: GPU devices of this machine, and the time (a value of `clock`) at which they were read.
     #: Before the first reading, the devices are None.

@@ -127,7 +127,7 @@ class Scheduler:
         Args:
             may_start: Function that returns True if this process should start a run on given nodes.
             in_flight: Ids of runs that this process is submitting.
-            never_refused: Ids of runs that must not fail if their cluster is too small.
+            never_refused: Ids of runs that wait instead of failing if their cluster is too small.
             changed: Ids of the flow runs in the events since the last call. None if events may have
                 been missed.
             full_read_interval_s: Longest time, in seconds, between two complete readings of the

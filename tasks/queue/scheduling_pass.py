@@ -116,7 +116,7 @@ class QueueReader:
             changed: Ids of waiting runs that must be read again.
             in_flight: Ids of runs that this process is submitting. The GPU grants of these runs do
                 not expire.
-            never_refused: Ids of runs that must not fail if their cluster is too small.
+            never_refused: Ids of runs that wait instead of failing if their cluster is too small.
             is_unchanged: True if nothing has changed on the server since the last pass, according
                 to its events. In that case the pass reads the clusters, but not the server.
 
@@ -137,8 +137,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. Let the next scheduling pass read just enough windows
-                # for the present waiting runs. A window is a group of 200 runs.
+                # All waiting runs were read. Let the next scheduling pass read only as many windows
+                # as the present waiting runs need. A window is a group of 200 runs.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -155,7 +155,7 @@ class QueueReader:
             ledger: The waiting runs and the runs that hold GPUs.
             in_flight: Ids of runs that this process is submitting. The GPU grants of these runs do
                 not expire.
-            never_refused: Ids of runs that must not fail if their cluster is too small.
+            never_refused: Ids of runs that wait instead of failing if their cluster is too small.
         """
         settings, troubles = self._read_settings(ledger.pools)
         ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).cluster_of_pool)
@@ -431,14 +431,14 @@ class QueueReader:
     def _find_largest_cluster(
         self, entry: QueueEntry, scheduling_pass: SchedulingPass
     ) -> Cluster | None:
-        """Return the largest snapshot of a run's cluster so far.
+        """Return the snapshot in which a run's cluster had the most GPUs.
 
-        A Ray cluster can be smaller now, for example because a node reboots. For a run without Ray,
-        the snapshot contains the nodes that the run's work pool lists.
+        A Ray cluster can have fewer GPUs now, for example because a node reboots. For a run without
+        Ray, the snapshot contains the nodes that the run's work pool lists.
 
         Returns:
-            The snapshot. None if the cluster could not be read, or if a Ray cluster has had no GPUs
-            so far.
+            The snapshot. None if the cluster could not be read, or if the Ray cluster has not had
+            any GPUs yet.
         """
         key = entry.request.cluster
         cluster = scheduling_pass.clusters.get(key)

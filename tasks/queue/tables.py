@@ -229,7 +229,7 @@ def _drop_columns(rows: list[Row], *, if_equal: Sequence[str], if_empty: str) ->
 
 
 def _choose_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]:
-    """Return the names of the first columns of a table that fit into a width.
+    """Return the names of the first columns of a table, as many as fit into a width.
 
     Args:
         rows: The rows of the table.
@@ -490,7 +490,8 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
     # The keys of a node's field `held` are run ids. The name of a flow run is usually its run id,
-    # but a new flow run may still have a random name from Prefect. So search for both.
+    # but a new flow run may still have a random name from Prefect. So search for the name and for
+    # the run id.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({format_count(node.held[name], 'GPU')})"
