@@ -213,9 +213,8 @@ class _Admission:
     async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
         """Change the state of the flow run from Running back to PendingResources.
 
-        If a user sets the state of the flow run by hand, another thread of this process replaces
-        the user's state with Running. A waiting run with the state Running is not in the queue and
-        would get no GPUs.
+        If a user changes the state by hand, another thread of this process sets Running again. In
+        the state Running, the waiting run is not in the queue and would get no GPUs.
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:

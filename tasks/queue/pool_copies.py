@@ -98,7 +98,7 @@ def parse_copy(variable: Variable | None) -> PoolCopy | None:
 
 
 async def read_copy(client: PrefectClient, pool_name: str) -> PoolCopy | None:
-    """Return the copy of a work pool's settings from the server, or None without a copy.
+    """Return the copy of a work pool's settings from the server, or None if there is no copy.
 
     Raises:
         httpx.HTTPError: The server did not answer.
@@ -152,7 +152,10 @@ class PoolCopies:
                 await self._update_pool(pool, copy)
 
     async def _update_pool(self, pool: WorkPool, copy: PoolCopy) -> None:
-        """Restore the settings of a work pool, or write a copy of the settings to the server."""
+        """Write the changed settings of a work pool into the copy on the server.
+
+        If the work pool was deleted and created again, restore its settings from that copy instead.
+        """
         stored_copy = await read_copy(self._client, pool.name)
         if is_empty(pool) and stored_copy is not None and stored_copy.pool_id != pool.id:
             await self._restore(pool, stored_copy)

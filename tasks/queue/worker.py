@@ -431,7 +431,7 @@ class GangWorker(ProcessWorker):
     #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. If
     #: the leader offers a run to the workers, the pass starts earlier.
     _next_pass_at = -math.inf
-    #: True if the leader has offered a run since the last scheduling pass.
+    #: True if the leader has offered a run to the workers since the last scheduling pass.
     _was_offered = False
 
     def __init__(self, work_pool_name: str, name: str | None = None, **options: Any) -> None:
@@ -514,9 +514,9 @@ class GangWorker(ProcessWorker):
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def _complete_end(self, flow_run_id: UUID, began_at: float) -> None:
-        """Set a final state for a flow run whose process has ended without setting one.
+        """Correct the state of a flow run whose process has ended without setting a final state.
 
-        - If the run had completed or failed, the flow run gets the state of this result.
+        - If the run's `run.json` says completed or failed, the flow run gets the same state.
         - Otherwise, if the flow run is being cancelled, it becomes Cancelled.
         - If the flow run lost its concurrency lease before its start, it returns to the queue.
 

@@ -41,11 +41,13 @@ def name_variable(pool: str, worker: str) -> str:
 
 
 def read_other_worker(value: object) -> str:
-    """Return the host and process id of another worker with the same name, or an empty string.
+    """Return the host and process id of the second worker, if two workers have the same name.
+
+    Otherwise, return an empty string.
 
     Args:
-        value: Value of the Prefect variable into which all workers with this name write their host
-            and process id.
+        value: Value of the Prefect variable into which both workers write their host and process
+            id.
     """
     other = value.get("other") if isinstance(value, dict) else ""
     return other if isinstance(other, str) else ""
