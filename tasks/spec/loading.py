@@ -141,8 +141,8 @@ def locate_spec(path: Path) -> Path:
 def make_absolute(path: Path) -> Path:
     """Return the absolute path of a file or folder, without the parts `..`.
 
-    A folder before `..` is not above the file, so it must not stay in the path. Symbolic links are
-    kept, apart from those before the last `..`.
+    Symbolic links before the last `..` are replaced by their targets. All later symbolic links are
+    kept.
     """
     parts = path.absolute().parts
     if ".." not in parts:

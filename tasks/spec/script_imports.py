@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tasks.spec.script_structure import parse_source
 
-#: Largest number of imports that lead from a script to a module. A script imports the modules of
-#: level 1 itself, and these modules import the modules of level 2.
+#: Largest number of imports that lead from a script to a module. If the script imports module `a`,
+#: and `a` imports module `b`, the number is 1 for `a` and 2 for `b`.
 _MAX_LEVELS = 4
 #: Largest number of modules that are returned for a script.
 _MAX_MODULES = 50
@@ -43,7 +43,8 @@ class ImportFinder:
         self._root = root
         self._read = read
         self._imports: dict[Path, tuple[_Import, ...]] = {}
-        #: Mapping from the folder of a script, and a file, to the modules that the file imports.
+        #: Imported modules of each file. A key consists of the folder of the script and the path of
+        #: the file.
         self._modules: dict[tuple[Path, Path], tuple[Path, ...]] = {}
         self._files: dict[tuple[Path, tuple[str, ...]], Path | None] = {}
 
@@ -77,22 +78,22 @@ class ImportFinder:
     def _list_search_folders(self, script: Path) -> tuple[Path, ...]:
         """Return the folders of the project in which the modules of a script may be.
 
-        These folders are the folder of the script, the folders above it up to the root of the
-        project, and the folder `src` of each.
+        These are the folder of the script, its parent folders up to the root of the project, and
+        the subfolder `src` of each of these folders.
         """
         above = [folder for folder in script.parents if folder.is_relative_to(self._root)]
         folders = dict.fromkeys((script.parent, *above))
         return tuple(path for folder in folders for path in (folder, folder / "src"))
 
     def _resolve(self, file: Path, folders: Sequence[Path]) -> Iterator[Path]:
-        """Yield the modules of the project that a file itself imports."""
+        """Yield the modules of the project that a file imports directly."""
         if file not in self._imports:
             self._imports[file] = tuple(_list_imports(self._read(file)))
         for item in self._imports[file]:
             searched = folders
             if item.dots:
                 searched = file.parents[item.dots - 1 : item.dots]
-            # The last part may be a function in the module that the other parts name.
+            # The last part may be a function. Then only the other parts are the name of the module.
             for parts in (item.parts, item.parts[:-1]):
                 modules = (self._find_file(folder, parts, item.dots > 0) for folder in searched)
                 module = next(filter(None, modules), None)
@@ -104,9 +105,9 @@ class ImportFinder:
         """Return the file of a module, or None if the folder does not contain the module.
 
         Args:
-            folder: A folder in which Python searches for modules.
-            parts: Parts of the module's name. Empty for the package that the folder contains.
-            is_package: True if the folder itself is a package.
+            folder: A folder in which Python searches for modules, or the folder of a package.
+            parts: Parts of the module's name. Empty for the package whose folder is `folder`.
+            is_package: True if `folder` is the folder of a package.
         """
         if not parts and not is_package:
             return None

@@ -35,7 +35,7 @@ def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]
 def list_ancestors(name: str, needs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the names of all stages that must end before a stage starts.
 
-    These are the stages that this stage waits for, the stages that those wait for, and so on.
+    Example: if stage A waits for B, and B waits for C, the result for A is B and C.
 
     Args:
         name: Name of the stage.
