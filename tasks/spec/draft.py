@@ -281,8 +281,8 @@ def _choose_script(
     """Return the script that most probably starts the training, and the framework of the script.
 
     A module that only defines names is chosen only if there is no other script. The other scripts
-    are compared by their frameworks, and then by their positions in `scripts`. But a script that
-    only calls an imported training comes after the scripts that use the framework themselves.
+    are compared by their frameworks. Among scripts with the same framework, scripts that only call
+    an imported training come last. Remaining ties are decided by the positions in `scripts`.
 
     Args:
         scripts: Files that may start the training, the most likely first.
@@ -292,10 +292,17 @@ def _choose_script(
         None if no file starts a training with one of the frameworks.
     """
 
-    # Many scripts may import the same module.
+    # Cache the results, because many scripts may import the same module.
     @cache
     def find_framework(suffix: str, text: str) -> int:
-        """Return the index of the first framework of a file, or `len(frameworks)` if none."""
+        """Return the index in `frameworks` of the first framework that a file uses.
+
+        If the file uses no framework, return `len(frameworks)`.
+
+        Args:
+            suffix: Suffix of the file name, such as `.py`.
+            text: Text of the file.
+        """
         for index, framework in enumerate(frameworks):
             has_command = suffix in framework["commands"]
             if has_command and re.search(framework["pattern"], text, re.MULTILINE):
@@ -318,8 +325,8 @@ def _choose_script(
             codes = (remove_prose(text) for text in script.imported)
             index = min((own, *(find_framework(suffix, code) for code in codes)))
         if index < len(frameworks):
-            # Evaluations often import the training. So the imports of a helper file such as
-            # eval.py are ignored when it is compared with other scripts.
+            # An evaluation script often imports the training. So ignore the imports of a helper
+            # file such as eval.py.
             compared = own if script.is_helper else index
             is_wrapper = own > compared and script.is_wrapper
             choices.append((script.is_module, compared, is_wrapper, position, index))
@@ -492,7 +499,8 @@ class _SpecWriter:
 
         A variable passes a path to a script that has no command-line option for this path. The path
         is that of the metrics file, the folder of checkpoints, or the checkpoint from which the
-        script resumes. The variable PYTHONPATH has the folders of `_find_import_folders`.
+        script resumes. The variable PYTHONPATH contains the folders in which Python must also
+        search for modules.
         """
         lines = ["env:"]
         if import_folders := self._find_import_folders():
@@ -516,8 +524,8 @@ class _SpecWriter:
         """Return the key of the training step in the metrics that the training writes.
 
         Returns:
-            None if the script does not write its metrics yet, or if the key is unknown. A script
-            with several keys may use one of them only in its checkpoints.
+            The key. None if the script does not write its metrics yet, or if the code does
+            not contain exactly one possible key.
         """
         if Purpose.METRICS not in self._used_options:
             return None
