@@ -61,8 +61,9 @@ _ACCELERATE_OPTION = re.compile(
     r"|gpu-ids|main-process-(?:ip|port)|dynamo-backend|gradient-accumulation-steps"
     r"|deepspeed-config-file|zero-stage"
 )
-#: Commands that start the ranks of a Python script, each with a pattern of the options that have a
-#: value. `python -m torch.distributed.run` is the same as torchrun.
+#: Mapping from commands that start the ranks of a Python script to patterns. A pattern matches
+#: those options of the command that have a value. `python -m torch.distributed.run` is the same as
+#: torchrun.
 _LAUNCHERS = {
     ("torchrun",): _TORCHRUN_OPTION,
     ("torch.distributed.run",): _TORCHRUN_OPTION,
@@ -70,8 +71,8 @@ _LAUNCHERS = {
     ("accelerate", "launch"): _ACCELERATE_OPTION,
     ("accelerate.commands.launch",): _ACCELERATE_OPTION,
 }
-#: Matches the options of torchrun and `accelerate launch` that take no value. Each other option may
-#: take the next argument as its value, so that argument may not be the script.
+#: Matches the options of torchrun and `accelerate launch` that take no value. After any other
+#: option, the next argument may be the value of the option, or the script.
 _LAUNCHER_FLAG = re.compile(
     r"standalone|run-path|virtual-local-rank|use-env|cpu|multi-gpu|use-deepspeed|use-fsdp|q|quiet"
     r"|debug"
@@ -109,8 +110,8 @@ class Interpreter:
     #: Virtual environment or conda environment of the interpreter. None for Muster's own
     #: interpreter.
     environment: Path | None = None
-    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. In messages, it follows
-    #: the path of the interpreter.
+    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. Messages show the reason
+    #: after the path of the interpreter.
     reason: str
 
     def __str__(self) -> str:

@@ -124,7 +124,10 @@ class Sizes(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of one engine: its GPUs, or its servers if there are no GPUs."""
+        """Number of ranks of one engine: one for each GPU.
+
+        An engine without GPUs has one rank for each server.
+        """
         return self.gpus or self.servers
 
 

@@ -63,7 +63,8 @@ _SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
 _SECRET_KEY_PREFIXES = frozenset(
     {"API", "ACCESS", "PRIVATE", "SECRET", "SIGNING", "ENCRYPTION", "MASTER", "ACCOUNT"}
 )
-#: If one of these words precedes KEY at the end of a name, KEY is harmless: PUBLIC_KEY.
+#: If the name of a variable ends with one of these words and KEY, as in PUBLIC_KEY, the word KEY
+#: does not make the variable secret.
 _OPEN_KEY_PREFIXES = frozenset(
     {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "GROUP", "STEP", "METRIC"}
 )
@@ -177,7 +178,7 @@ def mask_env(env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_env_secrets(env: Mapping[str, object]) -> frozenset[str]:
-    """Return the secret values of environment variables, and the passwords in their URLs.
+    """Return the secrets in environment variables: whole secret values, and passwords in URLs.
 
     Values that are too common to be masked are left out.
     """

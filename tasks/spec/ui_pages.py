@@ -10,7 +10,7 @@ from __future__ import annotations
 #: The older UI at `/` shows an error instead.
 #: Source: prefect/server/api/server.py, _resolve_ui_base_urls.
 _UI_PATH = "/v2"
-#: Start of the UI of Prefect Cloud, which has no path `/v2`.
+#: Beginning of each URL in the UI of Prefect Cloud. This UI has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
 #: Pages whose path begins with this text fail after a login, because the UI adds the query `?tab=`
 #: twice. A link to the login form with `redirectTo` opens these pages with and without a login.

@@ -310,8 +310,8 @@ class Alarms:
         self._last_step: float | None = None
         #: Metrics of the rules with the condition `finite`, each as a tuple of possible names.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: Metrics whose last value is NaN or infinite, or null in so many lines that an alarm was
-        #: raised. Each key lists the possible names of one metric. Each value contains the name in
+        #: Metrics whose last value is NaN or infinite, and metrics whose null values have raised an
+        #: alarm. Each key lists the possible names of one metric. Each value contains the name in
         #: the metrics file, the last value (`nan`, `inf`, `-inf` or `null`), and the first step of
         #: the period without a finite value.
         self._not_finite: dict[tuple[str, ...], tuple[str, str, float]] = {}
@@ -391,7 +391,8 @@ class _RuleState:
         #: first of these lines.
         self._null_count = 0
         self._null_since = 0.0
-        #: Largest number of null values in a row that were followed by a number.
+        #: Length of the longest series of null values that has already ended. A number ends the
+        #: series.
         self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
