@@ -404,7 +404,7 @@ class PipelineSpec(Document):
         return self.stage(unit.partition(".")[0])
 
     def run_spec(self, unit: str) -> dict[str, Any]:
-        """Return the run spec of a stage, or of one run or step of its matrix, as plain data.
+        """Return the run spec of a run or step of the pipeline, as plain data.
 
         The placeholders `${stage.NAME.KEY}` are not replaced. For a step, the run spec is created
         from the keys of the step.

@@ -31,8 +31,7 @@ class Kind(Enum):
 
     #: Plain text. The value of a placeholder is inserted unchanged.
     TEXT = "text"
-    #: Regular expression. The value of a placeholder is escaped before it is inserted, so that it
-    #: matches only itself.
+    #: Regular expression. Special characters in the value of a placeholder are escaped.
     PATTERN = "pattern"
     #: Argument of a command. An argument that is only `${rollout.engines}` becomes several
     #: arguments: one for each inference engine.

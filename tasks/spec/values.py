@@ -51,7 +51,7 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for large fields, which the form shows last.
 LAST = 1000
 #: Name of an additional entry in the JSON schema of a mapping. The entry lists all keys in the
-#: order of the pydantic model. The schema itself lists the keys that the form hides separately.
+#: order of the pydantic model, including the keys that the form hides.
 _ALL_KEYS = "x-keys"
 
 
@@ -495,7 +495,7 @@ class Document(Model):
 
     @classmethod
     def prepare(cls, data: object) -> object:
-        """Return the data to validate. Subclasses may override this to change the data."""
+        """Return the data to validate. Subclasses may override this method to change the data."""
         return data
 
     @model_validator(mode="wrap")
