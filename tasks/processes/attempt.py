@@ -252,8 +252,8 @@ def make_failure(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # Some causes, such as the log line "Killed", have the kind UNKNOWN. Then keep the argument
-        # `kind`.
+        # If the kind of the cause is UNKNOWN, keep the argument `kind`. For example, the log line
+        # "Killed" has the kind UNKNOWN.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -343,9 +343,10 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         return death
     is_crash = death.signal_name in _FATAL_SIGNALS
     if logged is not None and logged.exit_code is not None:
-        # DeepSpeed may name the wrong rank, because it checks its ranks one after the other, once
-        # per second. The named rank may have failed only because the rank that had died first no
-        # longer answered. `torch.multiprocessing.spawn` checks its processes in any order, too.
+        # The launcher may not name the rank that failed first. DeepSpeed checks its ranks one after
+        # the other, once per second, and `torch.multiprocessing.spawn` checks its processes in any
+        # order. Meanwhile, other ranks may fail, because they lose the connection to the first
+        # failed rank.
         is_exception = logged.exit_code == 1
         is_later = is_exception and (
             death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))
@@ -355,12 +356,12 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     cause = find_cause(text, is_consequence=partial(is_consequence, failure=death))
     is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
-        # `death` may be a worker that its own program has killed after another failure. So if the
-        # log explains the failure, `death` is the cause only if it crashed.
+        # The process `death` failed first if it crashed, or if the log shows no other failure.
+        # Otherwise the program itself has probably ended the process, after the failure in the log.
         return death if is_crash or not is_explained else None
-    # Two processes have failed: the kernel has reported `death`, and `logged` has written a
-    # traceback into the log. If the traceback explains the failure, `logged` failed first. But if
-    # `death` crashed, `death` failed first.
+    # Two processes have failed: the kernel has reported the end of the process `death`, and the
+    # process `logged` has written a traceback into the log. If `death` crashed, `death` failed
+    # first. If `death` did not crash, and the log explains the failure, `logged` failed first.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
@@ -382,7 +383,8 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     if loader is None:
         return None
     cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
-    # Return the worker only if the log line that best explains the failure reports its kill.
+    # `cause` is the line of the log that best explains the failure. Return the worker only if this
+    # line reports that a worker was killed.
     is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
     return loader if is_explained else None
 
@@ -624,8 +626,8 @@ class SupervisedAttempt:
             self._context.readers,
             self._context.log_reader,
         )
-        #: Files and folders that do not answer and were reported to the user: mapping from path to
-        #: reader.
+        #: Mapping from path to reader. Contains each file or folder that does not answer and was
+        #: reported to the user.
         self._reported: dict[str, PlaceReader] = {}
         #: Mapping from component name to the size of the log in bytes before Muster examined or
         #: stopped the component. Contains only components that failed while they were still alive.
