@@ -115,7 +115,8 @@ class AttemptPlan:
     #: Longest time in seconds from the last step of the training to the end of the attempt. None if
     #: there is no limit.
     finish_within_s: float | None = None
-    #: Longest time in seconds without progress and output. None if there is no limit.
+    #: Longest time in seconds without a sign of work, such as a new step or new output. None if
+    #: there is no limit.
     stall_after_s: float | None = None
     #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
     #: None if there is no limit.

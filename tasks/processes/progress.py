@@ -132,8 +132,8 @@ class HttpProgress:
 
         See `StepSource.explain_missing_step`.
         """
-        # A server may omit the step until the training has begun. So report a missing step only
-        # after the end of the training.
+        # Until the training has begun, a server may report no step. Muster cannot see whether the
+        # training has begun. So report a missing step only after the end of the training.
         return self._problem if is_over and not self._has_step else None
 
 
@@ -880,8 +880,8 @@ class ProgressWatch:
     def note_line(self, step: float) -> None:
         """Record the step in the first line that this attempt adds to the metrics file.
 
-        Calls for further lines do nothing. The step of the first line must be recorded separately:
-        `_read` takes several new lines at once, and uses only the step of the last one.
+        Called for each line, but only the first call has an effect. `_read` does not see the first
+        line if it reads several lines at once, because it gets only the step of the last line.
         """
         if self._first_line is None:
             self._first_line = step
@@ -891,7 +891,8 @@ class ProgressWatch:
 
         Args:
             first_line: Step in the first line that this attempt has added to the metrics file.
-            step: Step in the last of the lines that were read together with the first line.
+            step: Step in the last line, if several lines were read at once. Otherwise equal to
+                `first_line`.
 
         Returns:
             An empty string if the steps fit the checkpoint, or cannot be compared with it.
@@ -902,7 +903,9 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     async def explain_missing_step(self) -> MissingStep | None:
-        """Return the reason why the last training step is unknown when the training ends or stalls.
+        """Return the reason why the last training step is unknown.
+
+        Call this when the training has ended or makes no progress.
 
         Returns:
             None if the last step is known.
