@@ -97,9 +97,9 @@ def end_all(
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # New processes appeared until the time limit. Their parent, which could not be killed, may
-        # start more of them. So report the processes of this last round as remaining, even if they
-        # end now.
+        # A process could not be killed, or new processes appeared until the time limit. In both
+        # cases, further processes may appear. So report the processes of this last round as
+        # remaining, even if they end a moment later.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left

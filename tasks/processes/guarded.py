@@ -489,7 +489,10 @@ class GuardedProcess:
 
     @property
     def unended_pids(self) -> tuple[int, ...]:
-        """Pids of the processes of the process tree, or of the guardian, that have not ended."""
+        """Pids of the processes of the process tree that have not ended.
+
+        If only the guardian process has not ended, the value contains only the pid of the guardian.
+        """
         if self.empty.done() and not self.ended.done():
             return (self.guardian_pid,)
         return self.leftover_pids
@@ -619,10 +622,9 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The recorded end times must show in which order the processes ended. Pidfds may report the
-        # ends late, but in the right order. The ends of the processes in `earlier` were reported
-        # before the end of this process. If such a process has a later recorded end time, correct
-        # that time.
+        # The recorded end times must show in which order the processes ended. A pidfd may report an
+        # end late, but the reports come in the right order. So each process in `earlier` ended
+        # before this process, and gets an earlier recorded end time.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]

@@ -337,8 +337,8 @@ class _Service:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> _Death:
-        # An unknown exit status means that the guardian process, the parent of the process, was
-        # killed. The kernel has then killed the process, too.
+        # The exit status is unknown if the guardian process, the parent of the process, was killed.
+        # When a guardian ends, the kernel sends SIGKILL to its child.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
         # Do not read the log of a process that was killed from outside: the log cannot contain the
         # reason for the kill.

@@ -26,8 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
 #: `mark_own` can use its value to mark processes. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-#: Smallest mark of `mark_own`. A smaller limit on file locks is not a mark: an administrator has
-#: set this limit.
+#: Smallest mark. `mark_own` stores a mark in the resource limit on file locks. A smaller value of
+#: this limit is not a mark, but a limit that an administrator has set.
 _MARK_BASE = 1 << 62
 #: Byte that `spawn` writes to the new process to permit the execution of its program.
 _GO = b"g"
@@ -70,7 +70,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper(is_one: bool = True) -> None:
-    """Make this process a subreaper: the kernel makes it the parent of its orphaned descendants.
+    """Make this process a subreaper.
+
+    If the parent of a descendant ends, the kernel makes this process the new parent.
 
     Args:
         is_one: False to make this process an ordinary process again.
@@ -653,7 +655,7 @@ def kill_once(
 
     First, SIGSTOP stops all of them, so that they cannot start new processes. Then SIGKILL kills
     them. Then, for a few milliseconds, each new process of the machine is checked and killed if it
-    belongs to the set. A list of processes would miss processes that fork and exit quickly.
+    belongs to the set. Without this check, processes that fork and exit quickly would be missed.
 
     Args:
         send_all: Lists the processes of the set, sends a signal to each, and returns their pids.
