@@ -38,8 +38,8 @@ _PAUSE_AT_LEAST_S = 0.25
 _PAUSE_AT_MOST_S = 5.0
 #: Smallest pause after a search, as a multiple of the duration of the search.
 _PAUSE_PER_SEARCH = 50.0
-#: Time limit in seconds for a search for descendants. Reading /proc can block for a process that is
-#: stuck in the kernel.
+#: Time limit in seconds for a search for descendants. If a process is stuck in the kernel, reading
+#: its files in /proc can block.
 _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time. Each needs an open file.
 _WATCHED_AT_MOST = 512
@@ -91,9 +91,9 @@ class _Process:
     #: of a data loader. A process without the variable RANK counts as a rank if its parent has
     #: several Python child processes with the same command apart from numbers.
     is_rank_itself: bool
-    #: True if the process is a worker of its parent. A worker is a rank, a child process that
-    #: `multiprocessing` has started, a fork of its parent that executes the same program, or one of
-    #: several Python processes with the same parent and the same command apart from numbers.
+    #: True if the process is a worker of its parent. A worker is one of the following: a rank; a
+    #: child process that `multiprocessing` has started; a fork that executes the program of its
+    #: parent; one of several Python child processes whose commands differ only in numbers.
     is_worker: bool
     #: Position of the process among its parent's workers with the same command, which are ordered
     #: by their start time. The first position is 0.
@@ -314,9 +314,9 @@ class DescendantWatch:
         kernel_log = oom_killer.read_kernel_log()
         logged = oom_killer.find_logged_kills(kernel_log, pids, since_s=since_s)
         if kernel_log and not logged and exit.signal is not None:
-            # The kernel log names each process that the OOM killer has killed, and names no process
-            # of this component. If the counter of the cgroup shows a kill, another process in the
-            # same cgroup was killed, for example a process of another run.
+            # The OOM killer has killed no process of this component: the kernel log would name the
+            # process. If the counter of the cgroup shows a kill, another process in the same cgroup
+            # was killed, for example a process of another run.
             return ""
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:

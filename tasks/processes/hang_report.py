@@ -614,9 +614,9 @@ class Diagnosis:
         """
         if handles_signal(pid, self.command.stop_signal):
             return False
-        # The stop signal ends only processes in the process group of the component's first process.
-        # Abort a process outside this group only if the first process saves no checkpoint after the
-        # signal. Otherwise, the first process may need the other process to save the checkpoint.
+        # The stop signal reaches only the process group of the component's first process. If the
+        # first process handles the signal, it may then save a checkpoint with the help of processes
+        # outside this group. So do not abort these processes in that case.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
         return not saves or _read_group(pid) == _read_group(first)
@@ -648,8 +648,8 @@ class Diagnosis:
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
                 # py-spy has found no place in the program's own code. For example, the kernel may
-                # allow py-spy to read only its own child processes. So take the place from the call
-                # stack that faulthandler has written into the log.
+                # forbid py-spy to read a process that py-spy has not started. So take the place
+                # from the call stack that faulthandler has written into the log.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = (
                     f"{frame} (on node {host_name()}, in a descendant of process "

@@ -105,10 +105,10 @@ def measure_process_limits() -> tuple[HostLimit, ...]:
 
 
 def describe_file_limits() -> str:
-    """Return a text about the limits of open files, RLIMIT_NOFILE, after an error of a component.
+    """Return a text about the limit of open files (RLIMIT_NOFILE) of each process that reached it.
 
-    The text names the processes that have reached their limit now. If no such process exists any
-    more, the text names the limit that the run's components inherit from this process.
+    If there is no such process now, the text names the limit that the run's components inherit from
+    this process.
     """
     limits: list[HostLimit] = []
     with suppress(OSError):
