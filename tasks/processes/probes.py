@@ -96,7 +96,7 @@ class ComponentProbe(ABC):
 
     @abstractmethod
     def glance(self) -> object:
-        """Return a value that changes when a new check may have another result.
+        """Return a value that changes when the result of the check may have changed.
 
         The call takes little time and never waits. For example, the probe of a server returns
         whether its port accepts connections.

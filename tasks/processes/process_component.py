@@ -43,8 +43,8 @@ _WARN_WITHIN_S = 5.0
 _HOLD_LOG_WITHIN_S = 30.0
 #: Time limit in seconds of the search for the processes that listen on a port.
 _LISTENERS_WITHIN_S = 10.0
-#: Pause between two published status messages of a component, as a share of the time since its
-#: start.
+#: Pause between two published status messages of a component, as a share of the time since the
+#: component's start.
 _STATUS_PART = 0.01
 #: Smallest pause between two published status messages, in seconds.
 _STATUS_AT_LEAST_S = 1.0
@@ -162,12 +162,12 @@ class ProcessComponent(RunningComponent):
         await asyncio.wait([self.process.empty])
 
     async def _hold_log(self) -> int:
-        """Open the log, and return its size in bytes before the launch."""
+        """Open the log, and return its size in bytes. Call this before the program is executed."""
         await self._context.hold_log(self.name)
         return await self._context.log_reader.ask(self.log.size, _HOLD_LOG_WITHIN_S)
 
     async def _finish_holding_log(self) -> int:
-        """Wait until the log is open, and return its size in bytes before the launch.
+        """Wait until `_hold_log` has opened the log, and return the size of the log in bytes.
 
         A call of `end` interrupts the wait.
 

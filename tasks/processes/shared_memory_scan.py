@@ -48,7 +48,7 @@ def choose_pause_s(cpu_s: float) -> float:
 class SharedMemoryScan:
     """Reports the shared memory segments that the processes of a run make, until `close`.
 
-    A thread scans the directory. If the directory cannot be read, nothing is reported.
+    A thread scans /dev/shm. If /dev/shm cannot be read, nothing is reported.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SharedMemoryScan:
         self._wake.set()
 
     def _scan_for_new_file(self) -> None:
-        """Request a scan because of a new file, unless the scans have used up their CPU time."""
+        """Request a scan because of a new file. Do nothing in the pause after the last scan."""
         if time.monotonic() >= self._next_scan_at:
             self._wake.set()
 

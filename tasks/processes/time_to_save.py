@@ -34,8 +34,8 @@ T = TypeVar("T")
 _CHECK_WITHIN_S = 2.0
 #: Seconds between two checks whether a component is writing a checkpoint.
 _CHECK_EVERY_S = 0.2
-#: Seconds after which a component that saved no checkpoint is checked again before its stop. A
-#: teardown without a pause checks each component only once, because a check takes time, too.
+#: The result that a component is writing no checkpoint is valid for this number of seconds. If the
+#: result is older, the component is checked again before it is stopped.
 _CHECK_AGAIN_AFTER_S = 0.1
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
@@ -93,11 +93,11 @@ class TimeToSave:
     _not_saving_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:
-        """Warn the components before an end of the attempt that is known beforehand.
+        """Warn the components that the attempt will end at a known time.
 
         Each component gets its warning signal `stop.warn_s` seconds before the end, or at once if
-        less time is left. The coroutine returns at the time of the end. Cancel it if the attempt
-        ends earlier.
+        less time is left. The coroutine returns at the time of the end. Cancel the coroutine if the
+        attempt ends earlier.
 
         Args:
             end_at: Time at which the attempt will end, in UTC epoch seconds.
