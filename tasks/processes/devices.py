@@ -58,11 +58,11 @@ class Devices:
     def here() -> Devices:
         """Return the devices of this machine that Muster may grant.
 
-        The GPU driver reports the GPUs. Two environment variables change the result:
+        The GPU driver reports the GPUs of the machine. Environment variables change the result:
 
         - If MUSTER_GPUS is set, only the GPUs in MUSTER_GPUS are returned.
         - Otherwise, if CUDA_VISIBLE_DEVICES is set, only the GPUs in that variable are returned.
-        - On a machine without GPUs, MUSTER_GPUS alone defines the devices.
+        - On a machine without GPUs, each number in MUSTER_GPUS counts as a device.
 
         Raises:
             BadDevices: MUSTER_GPUS is malformed or names a missing GPU.

@@ -474,7 +474,7 @@ class LostRun:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if the supervising process was started in this boot of the machine or container.
+        """True if the machine or container has not restarted since the supervising process started.
 
         If the value is False, no process of the run can exist any more.
         """

@@ -272,9 +272,9 @@ def _read_table(family: int) -> list[list[str]]:
 
 
 def _list_local_addresses(host: str) -> frozenset[bytes]:
-    """Return the local addresses with which a socket receives connections to `host`.
+    """Return the addresses of listening sockets that accept connections to `host`.
 
-    The result contains the address itself, its IPv6 form, and the address 0 (`0.0.0.0` or `::`) of
+    The result contains the address `host`, its IPv6 form, and the address 0 (`0.0.0.0` or `::`) of
     sockets that listen on all addresses. Each address has 16 bytes.
     """
     is_v6 = ":" in host

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe_stopped_worker() -> str:
-    """Return the reason to record for runs whose worker is stopped on this machine."""
+    """Return the reason for the end of a run whose worker on this machine was stopped."""
     return f"cancelled, because the worker on {host_name()} was stopped"
 
 
@@ -26,15 +26,15 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     """Write a reason into the directory of each run that will be stopped.
 
     If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
-    that names the user, and then stops the worker, which does not know the user.
+    that names the user, and then stops the worker. The worker writes a reason without the user.
 
     Args:
         reason: Reason for the end of the runs, for the user.
-        is_stopped: Called with the process that supervises a run. Returns True if the run is
-            stopped.
+        is_stopped: Called with the process that supervises a run. Returns True if the run will
+            be stopped.
 
     Returns:
-        The directories of the stopped runs.
+        The directories of the runs that will be stopped.
     """
     directories = []
     try:

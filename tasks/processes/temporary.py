@@ -41,8 +41,8 @@ def use_own_temporary_folder() -> Path:
         return folder
     host_folder = muster_home() / "temp" / host_name()
     host_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Lock out other processes until the new folder is locked. Another process removes each folder
-    # without a lock, because it takes such a folder for abandoned.
+    # Hold the lock of `host_folder` until the new folder is locked. Otherwise another process could
+    # remove the new folder, because `_remove_abandoned` removes every folder that is not locked.
     host_lock = _open_and_lock(host_folder, fcntl.LOCK_EX)
     try:
         _remove_abandoned(host_folder)
@@ -65,8 +65,8 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
 def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
     for folder in host_folder.iterdir():
-        # After an OSError, do not remove `folder`. Either a living process holds the lock of the
-        # folder, or the path `folder` is no folder, but the lock file of `host_folder`.
+        # Keep `folder` after an OSError. The error means that a living process holds the lock of
+        # `folder`, or that `folder` is the lock file of `host_folder`.
         with suppress(OSError):
             fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
