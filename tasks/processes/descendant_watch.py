@@ -63,7 +63,7 @@ class DeathEvidence:
     """Facts that the kernel knows about the deaths of a component's processes."""
 
     #: Clause about the kill by the kernel's OOM killer, with the memory limit. Empty if the OOM
-    #: killer has killed no process of the component shortly before its end.
+    #: killer has killed no process of the component shortly before the component's end.
     oom_kill: str = ""
     #: Sentence with the evidence that the OOM killer did not send SIGKILL. Empty without evidence.
     no_oom_kill: str = ""

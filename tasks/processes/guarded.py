@@ -511,7 +511,7 @@ class GuardedProcess:
     def dismiss(self) -> None:
         """Close the connection to the guardian process.
 
-        The guardian then stops its command, if it has started one, and ends.
+        If the guardian has started a command, it stops the command. Then the guardian ends.
         """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)

@@ -490,8 +490,8 @@ class _Output:
         return not is_known
 
     def _is_known(self, partial_line: str) -> bool:
-        # The line is incomplete, so more digits may follow a number at its end. Leave out such a
-        # number, so that the line is compared only up to the number.
+        # The line is incomplete. If the line ends with a number, more digits may follow. So compare
+        # only the text before this number.
         shape = _shape_of(partial_line)
         shape = shape.rstrip(" 0.,:+-") or shape
         return any(known.startswith(shape) for known in self._shapes)

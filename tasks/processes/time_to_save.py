@@ -66,7 +66,7 @@ class _Warned:
 
 @dataclass(kw_only=True)
 class TimeToSave:
-    """Warns the components of one attempt before its end, and waits for their checkpoints."""
+    """Warns the components before their attempt ends, and waits for their checkpoints."""
 
     #: Function that returns the components that were launched.
     components: Callable[[], Iterable[RunningComponent]]
