@@ -163,10 +163,9 @@ class FleetProcess:
             self.post(f"{server['url']}/weights", version=version)
 
     def commit_loaded_versions(self) -> dict[str, Any]:
-        """Commit the weights that the servers have already loaded; return the gateway's answer.
+        """Commit the newest weight version that an engine has loaded; return the gateway's answer.
 
-        The method asks each server for its loaded version, and commits the engines with the newest
-        version.
+        The commit request names all engines that have loaded this version.
         """
         url = f"http://127.0.0.1:{self.port}/muster/rollout/sync"
         url = f"{url}/{self.post(url)['sync']}"

@@ -87,7 +87,8 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=make_rebind(9000),  # Never called, because no other program takes a port.
+            # Called only if another program takes a port, so never in these tests.
+            rebind=make_rebind(9000),
         )
 
     def pid(self, rank: int) -> int:
@@ -224,8 +225,8 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
         assert "all 1 allowed restarts are used up" in reason
         assert "killed by SIGKILL" in reason
 
-    # Servers that die at about the same time count as one recovery. So the test waits for the end
-    # of the recovery before it kills the servers again.
+    # `budget=1` allows one recovery. Servers that die at about the same time are restarted in one
+    # recovery. So the scenario kills the servers again after the first recovery has ended.
     play(scenario, budget=1)
 
 

@@ -41,7 +41,7 @@ PROMPTS = ("one", "two", "three", "four")
 
 
 class VllmFleet:
-    """A fleet of two engines with fake vLLM servers, and the trainer's client of the fleet.
+    """A fleet of two engines with fake vLLM servers, and a client that controls the fleet.
 
     The object remembers the weights of every version, to check the answers of the engines.
     """
