@@ -197,8 +197,8 @@ def supervise_with_moves(
 
     Args:
         ports: The reserved ports, with the port `api.port`.
-        list_components: Takes the plan of `api` and the present port. Returns the plans of all
-            components, in the order of their start.
+        list_components: Function that returns the plans of all components, in the order of their
+            start. Its arguments are the plan of `api` and the current port of `api`.
     """
 
     def plan() -> AttemptPlan:

@@ -50,7 +50,10 @@ def read_port(gateway: Gateway) -> int:
 
 
 async def read_line(process: subprocess.Popen[bytes], line_to_send: str = "") -> str:
-    """Send a line to the program's stdin, if any, and return the next line of its stdout."""
+    """Return the next line that the program prints.
+
+    If `line_to_send` is not empty, first send this line to the program.
+    """
     assert process.stdin is not None and process.stdout is not None
     if line_to_send:
         process.stdin.write(f"{line_to_send}\n".encode())

@@ -28,8 +28,8 @@ def shared() -> Iterator[Path]:
     The file has the name of the folder that Prefect's runner wants to create there.
     """
     with shared_folder() as directory:
-        # The attacker creates a file, not a folder: the tests may run as root, and root could write
-        # into the folder of another user.
+        # The attacker creates a file. A folder would not hinder a runner that belongs to root,
+        # because root may write into the folders of other users.
         attack("touch", directory / "runner_storage")
         yield directory
 
