@@ -186,7 +186,7 @@ def test_overlap_sets_the_concurrency_limit_on_the_server(
         """Deploy the spec with the option `--overlap`. An empty `overlap` leaves the option out.
 
         Returns:
-            The limit and the collision strategy that the Prefect server has for the deployment.
+            The concurrency limit and the collision strategy of the deployment on the server.
         """
         options = ["--overlap", overlap] if overlap else []
         assert do(["deploy", str(spec), *options]) == 0

@@ -301,8 +301,7 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
         holder = pool.hold({"p1": 8})
         pool.start_worker(type="process")
         run = pool.submit(pool.spec(gpus=8))
-        # Wait for RUNNING first: the worker of another pool may have written the same message
-        # before the run started.
+        # A scheduler may write the same message before the run starts. So wait for RUNNING first.
         run.wait_for_state("RUNNING")
         wait_for_message(run, "waits for holder-p1 to end")
         assert (run.state()[0], pool.read_lines_of(run)) == ("RUNNING", [])
@@ -360,10 +359,10 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
 def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
-    """One worker, the leader, finds due runs for the workers of all pools.
+    """One worker finds the due runs of all pools. Each run is started by a worker of its own pool.
 
-    In this test, the leader is the worker `n1` of the pool `gang`. The leader finds a run for the
-    worker of the other pool.
+    In this test, the worker `n1` of the pool `gang` finds a run of the pool `other`. The worker
+    `n9` of the pool `other` must start this run.
     """
     other_host = host("n9", tmp_path, pool.host_env.api)
     other_pool = GangPool(host_env=other_host, server=pool.server, name="other", nodes={"n9": 2})

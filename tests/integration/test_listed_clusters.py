@@ -37,7 +37,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[GuardedDashboard]:
-    """Yield a proxy of the cluster. The pool lists the address of this proxy.
+    """Yield a proxy of the Ray dashboard. The work pool of the tests lists the proxy's address.
 
     The proxy uses TLS and accepts only requests with the header `X-Key`.
     """
@@ -74,7 +74,7 @@ def pool(
 
 
 def build_spec(directory: Path, **ray: Any) -> dict[str, Any]:
-    """Return the spec of a Ray job whose code is written below the directory."""
+    """Write a training program, and return the spec of a Ray job with this program."""
     code = directory / "code"
     code.mkdir()
     (code / "train.py").write_text(CODE)

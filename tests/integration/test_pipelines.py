@@ -253,7 +253,7 @@ def pipelines(served: GangPool, tmp_path: Path) -> Iterator[Pipelines]:
             served.host_env.post(path, state={"type": "CANCELLED"}, force=True)
         for stage in pipelines.runs(run["id"]):
             served.record_run(stage["id"], stage["parameters"]["spec"])
-    # Also wait for the process in which Prefect may still report the end of a flow run.
+    # If all runs have ended, wait until the processes of the runs have ended, too.
     until(
         lambda: not list_leftovers(served) or not all_ended(served),
         "no process of the pool remains",

@@ -93,6 +93,6 @@ def test_old_flow_runs_of_the_upkeep_are_deleted_but_not_trainings(
 
 
 def _read_final_state(host_env: HostEnvironment, flow_run_id: str) -> dict[str, Any]:
-    """Return the final state of the flow run, or an empty dictionary before its end."""
+    """Return the final state of the flow run, or {} if the flow run has not ended."""
     state: dict[str, Any] = host_env.get(f"/flow_runs/{flow_run_id}")["state"]
     return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else {}
