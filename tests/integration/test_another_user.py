@@ -27,8 +27,7 @@ from tests.support.supervised_components import processes_with
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a-key-to-the-bucket"
-#: A training program that ends as soon as a file exists. Its second argument is the path of the
-#: file.
+#: A training program that ends as soon as the file in its second argument exists.
 TRAINER = """
 import os, pathlib, sys, time
 place = pathlib.Path(sys.argv[1])

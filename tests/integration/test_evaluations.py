@@ -128,7 +128,7 @@ def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
 
 
 def read_page(pool: GangPool, training: Run) -> str:
-    """Return the artifact on the page of a training that lists the evaluations."""
+    """Return the artifact with the list of a training's evaluations, or "" if there is none."""
     flow_run = {"id": {"any_": [training.flow_run_id]}}
     found = pool.host_env.post(
         "/artifacts/filter", flow_runs=flow_run, artifacts={"key": {"any_": ["evaluations"]}}
@@ -176,7 +176,7 @@ def test_each_checkpoint_is_evaluated_once_and_a_failure_does_not_fail_the_train
     trace = read_trace(tmp_path)
     assert Counter(line["step"] for line in trace) == {10: 1, 20: 1, 30: 1}
     assert all(line["content"] == f"weights {line['step']}" for line in trace)
-    # Each evaluation sees only its own GPU. The training holds the other GPU.
+    # Each evaluation during the training sees only one of the node's two GPUs.
     assert {line["devices"] for line in trace[:2]} <= {"0", "1"}
     tags = {tag for one in list_evaluations(pool, training) for tag in one["tags"]}
     assert {f"evaluation-of:{training.name}"} <= tags

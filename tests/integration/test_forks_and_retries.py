@@ -20,8 +20,8 @@ from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-#: Trainer that saves a checkpoint every 10 steps. At step 35, the trainer kills itself, unless the
-#: file in its argument `room` exists.
+#: Trainer that saves a checkpoint every 10 steps. At step 35, the trainer kills itself if the file
+#: `room` does not exist.
 TRAINER = """
 import json, os, pathlib, signal, sys
 

@@ -153,5 +153,6 @@ def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
         # An attempt counts as complete even if W&B lacks its last step. The trainer may have been
         # interrupted after this step, before it reported the step to W&B.
         complete += len(shown) >= len(trained) - 1
-    # W&B loses steps only after SIGKILL. At least two attempts ended in another way.
+    # W&B loses steps only of attempts that SIGKILL ended. At least two attempts ended without
+    # SIGKILL.
     assert complete >= 2
