@@ -97,7 +97,7 @@ def end_while_hanging(
 
     Args:
         harness: Creates the components and the supervisor.
-        data: Folder on a file system whose calls the function can block.
+        data: The folder, which is on a file system that can block all calls.
         how: Function that ends the attempt, one of ENDS.
         places: Files in the folder: "metrics", "log" or "checkpoints".
 

@@ -54,8 +54,8 @@ def test_resumed_supervisor_finds_a_ready_component_after_its_deadline(
     flow_process.kill(signal.SIGSTOP)
     wait_until(lambda: flow_process.state() == "T", "the supervisor is stopped")
     (harness.directory / "ready").touch()
-    # The readiness deadline of the trainer is 2 s after the start of the trainer. The suspended
-    # supervisor writes no event at the deadline, so wait for the time, with a margin of 0.5 s.
+    # The readiness deadline of the trainer is 2 s after the start of the trainer. Read the clock to
+    # wait until 0.5 s after the deadline, because the suspended supervisor writes no event.
     deadline_time = flow_process.wait_for_event("component.spawned", "trainer")["at"] + 2.5
     wait_until(lambda: time.time() > deadline_time, "the deadline has passed")
     flow_process.kill(signal.SIGCONT)

@@ -70,7 +70,7 @@ def test_leftovers_of_a_drained_component_are_ended_at_once(harness: ComponentHa
         # The last line has no newline, but contains a complete JSON object.
         ('{"step": 59}\n{"step": 60}', RunState.COMPLETED),
         ('{"step": 61, "loss": NaN}\n', RunState.COMPLETED),
-        # An incomplete last line is ignored.
+        # The incomplete last line is ignored, so the last step is 59.
         ('{"step": 59}\n{"step": 6', RunState.FAILED),
         ('{"step": "60"}\n', RunState.FAILED),
         ("", RunState.FAILED),
