@@ -157,7 +157,7 @@ print(verdict.state.value, verdict.message, verdict.failure and verdict.failure.
 def supervise_as_nobody(directory: Path, *arguments: str) -> str:
     """Run a Python program as a component of the user nobody.
 
-    The limit on the user's processes (`ulimit -u`) permits 80 more processes than now.
+    A limit (`ulimit -u`) allows this user to start at most 80 further processes and threads.
 
     Returns:
         Final state and message of the attempt.

@@ -31,8 +31,8 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
-#: A mark, and the pids of two processes with this mark: a process and its daemon. The mark is a
-#: number in a resource limit. Child processes inherit the number, so Muster can find all
+#: A mark, and the pids of two processes with this mark. A mark is a number that Muster sets as a
+#: resource limit of a process. Child processes inherit the limit, so Muster can find all
 #: descendants of a marked process.
 Marked = tuple[int, tuple[int, int]]
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Program that adopts a process of the user root, and prints the pid of this process. The program
 #: then tries once to kill all its own descendants.
 #:
-#: After the kill, Muster searches the newest pids of the machine for new child processes. The
-#: program replaces `tree.last_pid`, so that the pid of root's process counts as the newest pid.
+#: After the kill, Muster checks whether the processes with the newest pids of the machine are new
+#: descendants. The program replaces `tree.last_pid`, so that Muster also checks root's process.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree

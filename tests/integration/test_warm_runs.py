@@ -334,9 +334,10 @@ def test_process_of_a_run_is_forked_and_survives_its_fork_server(
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
+                # Equal auxiliary vectors show that the process was forked from the fork server.
+                assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 # Muster and `ps` find flow processes by parent, command line and environment. So
                 # these values must be the same for a forked process as for an ordinary process.
-                assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
                     *ENGINE,
