@@ -40,7 +40,8 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
         (demand(1, 9), [node(8), node(8)]),
         # the cluster has one node too few, so the gang can never start
         (demand(3, 8), [node(8), node(8)]),
-        # the node has one CPU too few, so verl's placement group would wait forever
+        # the gang needs 24 CPUs (3 for each GPU), but the node has only 23, so the gang can never
+        # start
         (demand(1, 8), [node(8, cpus=23)]),
         # the only node of the cluster is a head node without GPUs, so the gang can never start
         (demand(1, 1), [node(0)]),

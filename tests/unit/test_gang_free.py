@@ -231,7 +231,7 @@ def test_grant_moves_with_a_run_if_no_other_run_was_granted_the_gpus() -> None:
 
 
 def test_gpus_of_the_old_grant_are_free_after_a_move() -> None:
-    """Ray has placed a run on other nodes than granted, so the granted GPUs are free.
+    """If Ray places a run on other nodes than granted, the granted GPUs count as free.
 
     Otherwise the first waiting run would wait for GPUs that no run uses.
     """

@@ -182,7 +182,7 @@ def check(case: Case, policy: Policy) -> None:
             nodes=cluster(4, cpus=1.0),
         ),
         # the gangs `early` and `late` end before the gang `unneeded`, so the waiting gang gets the
-        # GPUs of the first two
+        # GPUs of `early` and `late`
         Case(
             [waits(1, 8)],
             [held("late", 300, a=4), held("unneeded", 400, b=8), held("early", 200, a=4)],
@@ -220,7 +220,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="red")},
             limits={"red": 7},
         ),
-        # GPUs that a gang holds on a node that has disappeared still count for the limit of a tag
+        # the gang `h` holds 4 GPUs on a node that has disappeared. These GPUs still count for the
+        # limit of the tag
         Case(
             [waits(1, 3, tags="red"), waits(2, 2, tags="red")],
             [held("h", a=2, gone=4, tags="red")],
@@ -339,16 +340,18 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # node a has fewer free GPUs than node b, so the gangs try node a first. w1 needs all GPUs
-        # of node a, which are free only at 100 s. w2 would delay w1, so w2 waits. w3 ends before
-        # 100 s, so w3 starts on node a. Then node a has one free GPU, so w4 starts on node b
+        # w1 will start at 100 s, with all GPUs of node a. Each other gang tries only the fullest
+        # node that has enough free GPUs. w2 tries node a and would delay w1, so w2 waits. w3 ends
+        # before 100 s, so w3 starts on node a. Then only one GPU of node a is free, so w4 starts on
+        # node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # too few GPUs are free for w2. The reported reason is that w2 waits behind w1
+        # too few GPUs are free for w1 and w2. Only the first waiting gang, w1, is reported to wait
+        # for GPUs. w2 is reported to wait behind w1
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
@@ -360,8 +363,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": "a", "w3": "b"},
             {"w2": reason(GPUS, "w1", in_s=300)},
         ),
-        # h1 and h2 end at the same time. w1 needs only the GPUs of h1, so no GPUs of node b are
-        # reserved for w1, and w2 may start there
+        # h1 (on node a) and h2 (on node b) end at the same time. w1 needs only the GPUs of h1, so
+        # no GPUs of node b are reserved for w1, and w2 may start on node b
         Case(
             [waits(1, 8), waits(2, 2)],
             [held("h2", place=2, b=6), held("h1", place=1, a=8)],
