@@ -67,8 +67,8 @@ def decide_without_jitter(
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
         # failures of different kinds are counted together
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
-        # attempts without a failure also count. For example, a user cancelled an attempt and later
-        # started the run again
+        # attempts without a failure also count against the limit of attempts. For example, a user
+        # cancelled an attempt and later started the run again
         (
             NODE,
             (None, None),
@@ -104,7 +104,7 @@ def test_decision_follows_from_the_failure_kinds_and_the_limit_of_attempts(
         ((FULL,), 20),
         ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
-        ((FULL,) * 4, 100),  # no delay is longer
+        ((FULL,) * 4, 100),  # the longest delay
         # an attempt that started its components (NODE, None or FLEET) resets the delay to 10 s
         ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),
@@ -222,7 +222,8 @@ def test_record_without_decisions_has_empty_cells() -> None:
         (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
         (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),
         (FailureKind.COLLECTIVE_TIMEOUT, "[rank7] on 10.0.0.20 timed out", ["10.0.0.20"]),
-        # without the number of a rank, no node is blamed for a timeout of a collective operation
+        # the log line names no rank such as [rank7], so no node is blamed for the timeout of the
+        # collective operation
         (FailureKind.COLLECTIVE_TIMEOUT, "on 10.0.0.20: timed out", []),
         # no node is blamed for a failure of the kind CUDA_OOM
         (FailureKind.CUDA_OOM, "on 10.0.0.20: out of memory", []),

@@ -48,11 +48,11 @@ class Run:
                 file.write(json.dumps({"at": at, "event": "run.progress", "step": step}) + "\n")
 
     def resume(self) -> tuple[str, dict[str, str]]:
-        """Return the checkpoint to resume from, and the checkpoints that must not be used.
+        """Return the checkpoint to resume from, and the checkpoints that the run must not use.
 
         Returns:
-            The name of the checkpoint to resume from, and a mapping from the name of each other
-            checkpoint to the reason why this checkpoint is not used.
+            The name of the checkpoint to resume from, and a mapping from the name of each forbidden
+            checkpoint to the reason.
         """
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         refused = {Path(one.path).name: one.why for one in plan.refused}

@@ -318,7 +318,8 @@ def test_keep_never_removes_incomplete_checkpoints(store: Store) -> None:
 def test_run_of_another_host_finds_its_checkpoints(store: Store) -> None:
     run = Run(store.url)
     store.write(files.hugging_face, 10)
-    # The new host has the record of the run, but no files of the run's attempts.
+    # The run continues on another host. This host has the record of the run, but no files of the
+    # run's attempts.
     run.place.attempt(1).spec.unlink()
 
     assert run.resume() == f"{store.url}/checkpoint-10"

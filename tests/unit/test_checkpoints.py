@@ -386,10 +386,10 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        # four attempts fail because of the same checkpoint. The first failure is blamed on the
-        # checkpoint, so only three failures count against the retry limit. If `api` fails instead
-        # of the trainer, all four failures count
+        # four attempts fail with the same checkpoint. At most one failure is blamed on a
+        # checkpoint, so the other three failures count against the retry limit
         (None, {}, 3),
+        # `api` fails instead of the trainer, so no failure is blamed on the checkpoint
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         # a progress metric is configured, but the attempts report no step: the first failure is
         # blamed on the checkpoint and is not counted
@@ -477,7 +477,8 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
         spec, place, attempts(2, resume_from=str(first / "step-20.pt"))
     )
 
-    # The newest checkpoint is kept, and the checkpoint before it, in case the newest is damaged.
+    # `found` contains the checkpoints to delete. The newest checkpoint (step 50) is kept. Step 40
+    # is also kept, in case step 50 is damaged.
     assert found == [first / "step-10.pt", second / "step-35.pt"]
 
 

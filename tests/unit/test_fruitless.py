@@ -78,7 +78,8 @@ def attempt(
             "1 attempt of 10 h ended without a checkpoint after step 200; save a checkpoint more "
             "often than every 50 steps",
         ),
-        # An attempt that found no free GPUs has not run, so this attempt does not count.
+        # An attempt that found no free GPUs has not run, so the text counts only the other
+        # two attempts.
         (
             [
                 attempt(2, 10, False),
