@@ -378,7 +378,8 @@ def test_step_key_is_the_key_that_the_script_writes(
     spec = load_draft(folder)
 
     assert spec.progress is not None and spec.progress.step == (key or "step")
-    # Without a known key, the run would fail after its last step.
+    # If Muster does not know the key of the training step, a run with `success` would fail at the
+    # end. So the spec has no `success`.
     assert (spec.success is not None) is (key is not None)
 
 
@@ -569,7 +570,8 @@ def test_script_is_preferred_to_a_helper_module(tmp_path: Path) -> None:
         ("lib/engine.py", "run.py"),
         ("train_lib.py", "zz.py"),
         ("train.py", "lib/deep/start.py"),
-        # The name `eval.py` is that of a helper file, but this file at least runs a program.
+        # `eval.py` is a usual name of a helper file. But `engine.py` only defines names, so
+        # `eval.py` is chosen.
         ("engine.py", "eval.py"),
     ],
 )
@@ -838,7 +840,7 @@ def test_accelerate_starts_a_script_that_imports_a_training_with_accelerate(tmp_
         ("import fast\n", {".venv/lib/python3.11/site-packages/fast.py": ENGINE}),
         ("import fast\n", {"fast.txt": ENGINE, "fast/notes.txt": ENGINE}),
         ("import data\n", {"data.py": '"""Data.\n\nFor torchrun."""\n# accelerate launch\n'}),
-        # Muster's module for metrics names several frameworks.
+        # Muster's own module `muster_metrics` names several frameworks, so Muster ignores it.
         ("import muster_metrics\n", {"muster_metrics.py": read_hook()}),
         # The import names a folder above the project.
         ("from .....engine import train\n", {"engine.py": ENGINE}),
@@ -928,7 +930,8 @@ def test_number_of_imported_modules_that_are_read_is_limited(
             "lib/launch.py": "from .ranks import start\n",
             "lib/ranks.py": PROCESSES.replace("for rank", "def start_all():\n  for rank"),
         },
-        # The script starts the processes, and a function of the module joins the group.
+        # The script starts the ranks. Each rank calls a function of the module `lib.engine`, which
+        # joins the process group.
         {
             "run.py": "from multiprocessing import Process\nfrom lib.engine import worker\n"
             "for rank in range(2):\n    Process(target=worker, args=(rank, 2)).start()\n",
