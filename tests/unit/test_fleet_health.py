@@ -48,7 +48,7 @@ async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
 class Answer:
     """Fake `ServedConnection` with the response of a server.
 
-    If `whole` is False, the response never ends after its last piece.
+    If `whole` is None, the response sends its `pieces` and then never ends.
     """
 
     status: int = 200

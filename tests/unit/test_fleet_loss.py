@@ -118,8 +118,8 @@ def test_killed_or_crashed_fleet_is_lost(
         ),
         # the log named an error before the fleet's process was killed, so this error is the cause
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # the fleet ran out of memory. This would happen again, so the failure is HOST_OOM and not
-        # FLEET_LOST
+        # the fleet ran out of memory. A new fleet would run out of memory again, so the failure is
+        # HOST_OOM and not FLEET_LOST
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
         # another component than the fleet failed, so the fleet is not lost

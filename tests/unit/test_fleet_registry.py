@@ -38,7 +38,7 @@ def serving(registry: Registry) -> list[int]:
 def registry_with_group_in(state: GroupState) -> Registry:
     """Return a registry with one group, which is in this state.
 
-    The epoch of the group (the number of its starts) is 1 or 2.
+    The group was started twice if the state is RECOVERING, and once otherwise.
     """
     registry = Registry(make_topology(1), serves_as_loaded=state is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {

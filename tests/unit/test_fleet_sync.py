@@ -367,7 +367,7 @@ async def test_engines_are_not_probed_during_a_sync() -> None:
 
     assert len(harness.prober.asked) == asked
     assert harness.states() == [A, A]
-    # If the trainer never ends the sync, the probes resume at the time limit of the sync.
+    # If the trainer never ends a sync, engines are probed again after the time limit of the sync.
     await begin(harness, timeout_s=20.0)
     harness.host[1].answers = "503"
     assert await harness.wait_until_failed(1) <= 20.0 + 3 * 10.0 + 0.1
