@@ -92,8 +92,8 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # Two CPUs count as used by other programs: the CPU of the foreign job, and the CPU of the
-    # run's bundle without GPUs.
+    # `others_cpus` is the number of CPUs that the queue cannot grant: the CPU of the foreign job,
+    # and the CPU of the run's bundle without GPUs.
     assert use.nodes[0].others_cpus == 2
 
 
@@ -293,7 +293,7 @@ class Store(
 
 
 class FakeDashboard:
-    """Fake dashboard that reports the address of the control store."""
+    """Fake Ray dashboard that reports the address of Ray's control store."""
 
     def __init__(self, gcs_address: str) -> None:
         self.now = gcs_address

@@ -161,8 +161,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # no worker starts another process of a pipeline that has no deployment, or that a person
-        # started without a worker (GONE_TAG contains the id of the ended process)
+        # a person started the pipeline without a worker, and the process has ended (GONE_TAG
+        # contains its id). So no worker starts another process, and the pipeline has crashed
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -277,8 +277,8 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, closed(RunState.FAILED, by_loss=True), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
-        # if the flow run is scheduled, pending or finished, or does not exist on the server, the
-        # server's state is not changed
+        # the server gets no new state if the flow run is scheduled, pending or finished, or if the
+        # flow run does not exist on the server
         (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
         (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
         (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),

@@ -87,7 +87,8 @@ def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
     [
         ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang last reported 12 s ago"),
         ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines last reported"),
-        # the worker's clock is ahead of the server's clock, so the age is negative: 0 s is shown
+        # the worker's clock is ahead of the server's clock, so the last report seems to come from
+        # the future: 0 s is shown
         ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang last reported 0 s ago"),
         (
             {"gang": [("there", 500.0)]},

@@ -153,8 +153,8 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # this variable selects the processes of all attempts of the run, so the processes of this
-        # active job would be ended, too
+        # MUSTER_RUN_ID selects the processes of all attempts of the run, so the active job of
+        # attempt 7 would be ended, too
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
