@@ -349,7 +349,8 @@ def test_damaged_code_is_rejected_and_replaced(project: Path, muster_home: Path)
     check_out(read_code(name), muster_home / "out")
 
 
-#: Program that stores the code of a project and is killed after half of its first file.
+#: Program that stores the code of a project. The program is killed after it has written half of
+#: the first file.
 KILLED = """
 import os, pathlib, signal, sys
 from tasks.record.code_store import store_project

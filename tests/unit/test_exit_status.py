@@ -47,7 +47,7 @@ ENDS = [
 def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
     """Yield the pidfd, the identity and the parent of a zombie.
 
-    A zombie is a process that has ended, but that its parent has not reaped.
+    A zombie is a process that has ended and is not reaped yet.
 
     Args:
         code: Shell code that ends the process.

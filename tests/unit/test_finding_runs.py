@@ -400,7 +400,7 @@ def test_why_works_on_a_record_if_the_server_does_not_answer(
 
 
 def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what `muster show --diff` prints about the runs OLD and FAILED."""
+    """Return the output of `muster show --diff` for the runs OLD and FAILED."""
     assert run_verb(SHOW, ["--diff", OLD, FAILED]) == 0
     return capsys.readouterr().out
 

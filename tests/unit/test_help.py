@@ -109,7 +109,7 @@ def test_program_help_explains_purpose_options_and_exit_codes(
     assert code == 0
     assert output.lower().startswith(f"usage: python -m {command.split()[0]}")
     assert re.search(r"\bExit: 0 ", output), output
-    # A sentence about the purpose is between the usage line and the arguments.
+    # A sentence between the usage line and the arguments describes the purpose of the program.
     assert re.search(r"\n\n[A-Z][^\n]{20,}", output), output
     undocumented_options = re.findall(
         r"^  (--?[\w-]+(?: [A-Z]\w*)?)\n(?!  {6,})", output, re.MULTILINE
@@ -132,7 +132,7 @@ def test_verb_help_explains_purpose_options_and_exit_codes(
     assert code == 0
     assert output.startswith(f"Usage: muster {verb}")
     assert verb in SUBCOMMANDS or re.search(r"\bExit: 0 ", output), output
-    # A sentence about the purpose is between the usage line and the arguments.
+    # A sentence between the usage line and the arguments describes the purpose of the command.
     assert re.search(r"\n\n[A-Z][^\n]{20,}", output), output
     row = r"^│ (?:[* ] {2})?(--[\w-]+|[A-Z][A-Z=]+)(?: [A-Z.]+)? *(?:\[.*)?│$"
     undocumented_options = re.findall(row, output, re.MULTILINE)

@@ -149,8 +149,8 @@ READ = ("read",)
             ],
             ["a", "b", "c", "e", "d"],
         ),
-        # before the rename, only a part of a line is written; the rest of this line is in the
-        # renamed file
+        # a process writes the first part of a line before the rename, and the rest of the line to
+        # the renamed file
         (
             [
                 ("write", "a-"),

@@ -54,7 +54,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """Return a folder with a single package, `muster`, which is the same as in Muster's wheel."""
+    """Return a folder that contains only the package `muster` of Muster's wheel."""
     folder = tmp_path / "site-packages"
     (folder / "muster").mkdir(parents=True)
     shutil.copy(ROOT / "deployments" / "muster_package.py", folder / "muster" / "__init__.py")
