@@ -1,4 +1,8 @@
-"""Benchmark of `muster logs` with a large log of a run on this machine, beside `cat`."""
+"""Benchmark of `muster logs` with a large log of a run on this machine, beside `cat`.
+
+The run has a second component with a short log. So `muster logs` without a component writes the
+name of the component before each line.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,14 @@ _LOG_BYTES = 4 << 30
 _QUICK_LOG_BYTES = 1 << 26
 #: Number of bytes of output between two reads of the memory of a command.
 _READ_BYTES = 1 << 24
+#: Number of bytes in one read from the pipe of a command whose duration is measured.
+_PIPE_READ_BYTES = 1 << 16
 #: Matches the line of /proc/PID/status with the largest resident memory that the process has used.
 _PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 def measure(*, quick: bool) -> Result:
-    """Compare `muster logs` with `cat`: CPU time, memory, and time until the first line."""
+    """Compare `muster logs` with `cat`: CPU time, duration, memory, and time to the first line."""
     with folder() as place:
         log = _write_log(place, _QUICK_LOG_BYTES if quick else _LOG_BYTES)
         env = {**os.environ, "MUSTER_HOME": str(place)}
@@ -39,6 +45,9 @@ def measure(*, quick: bool) -> Result:
             "whole": partial(_measure_cpu_ms, (*logs, "trainer"), env),
             "whole, cat": partial(_measure_cpu_ms, cat, env),
             "prefixed": partial(_measure_cpu_ms, logs, env),
+            "wall": partial(_measure_wall_ms, (*logs, "trainer"), env),
+            "wall, cat": partial(_measure_wall_ms, cat, env),
+            "wall, prefixed": partial(_measure_wall_ms, logs, env),
             "last": partial(_measure_cpu_ms, (*logs, "--tail", "1"), env),
             "first": partial(_measure_first_line_ms, (*logs, "trainer"), env),
             "first, cat": partial(_measure_first_line_ms, cat, env),
@@ -47,6 +56,7 @@ def measure(*, quick: bool) -> Result:
         }
         taken = interleaved(ways, 1 if quick else 5)
     cpu = "user and system CPU time, output to /dev/null"
+    wall = "from the start of the command to its end; a reader discards the output"
     rows = [
         Row(way="Muster: whole log of a component", values=taken["whole"], note=cpu, group="whole"),
         Row(way="cat: whole log", values=taken["whole, cat"], note=cpu, group="whole"),
@@ -55,6 +65,19 @@ def measure(*, quick: bool) -> Result:
             values=taken["prefixed"],
             note=cpu,
             group="whole",
+        ),
+        Row(
+            way="Muster: whole log of a component, to a pipe",
+            values=taken["wall"],
+            note=wall,
+            group="pipe",
+        ),
+        Row(way="cat: whole log, to a pipe", values=taken["wall, cat"], note=wall, group="pipe"),
+        Row(
+            way="Muster: whole log with the name of the component before each line, to a pipe",
+            values=taken["wall, prefixed"],
+            note=wall,
+            group="pipe",
         ),
         Row(way="Muster: last line", values=taken["last"], note=cpu, group="last"),
         Row(way="Muster: start to first line", values=taken["first"], group="first"),
@@ -70,11 +93,11 @@ def measure(*, quick: bool) -> Result:
 
 
 def _write_log(home: Path, size: int) -> Path:
-    """Write the log of a run's first attempt, and return its path.
+    """Write the logs of a run's first attempt, and return the path of the large log.
 
     Args:
         home: The MUSTER_HOME of the run.
-        size: Approximate size of the log, in bytes.
+        size: Approximate size of the large log, in bytes.
     """
     place = RunPlace.of(_RUN, home).attempt(1)
     place.directory.mkdir(parents=True)
@@ -83,6 +106,7 @@ def _write_log(home: Path, size: int) -> Path:
     with log.open("wb") as file:
         for _ in range(size >> 20):
             file.write(block)
+    place.log("environment").write_bytes(_LINE)
     return log
 
 
@@ -98,6 +122,23 @@ def _measure_cpu_ms(command: Sequence[str], env: dict[str, str]) -> float:
     if process.returncode:
         raise RuntimeError(f"{command} exited with {process.returncode}")
     return 1000 * (usage.ru_utime + usage.ru_stime)
+
+
+def _measure_wall_ms(command: Sequence[str], env: dict[str, str]) -> float:
+    """Run a command whose output goes to a pipe, and return the milliseconds until its end.
+
+    Raises:
+        RuntimeError: The command failed.
+    """
+    began = time.monotonic()
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        buffer = bytearray(_PIPE_READ_BYTES)
+        while process.stdout.readinto(buffer):  # type: ignore[attr-defined]
+            pass
+    if process.returncode:
+        raise RuntimeError(f"{command} exited with {process.returncode}")
+    return 1000 * (time.monotonic() - began)
 
 
 def _measure_memory_mb(command: Sequence[str], env: dict[str, str]) -> float:
