@@ -25,17 +25,17 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the data classes for a spec, from the loading of the spec to the start of its program.
+#: Names of the data classes that Muster uses from the loading of a spec to the start of a program.
 #: If a function gets an argument of one of these classes, the module of the function is on the path
 #: from the spec to the start of the program (`ModulePaths.to_exec`).
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the data classes for the result of a program, from the end of the program to the final
-#: state of the flow run. If a function gets an argument of one of these classes, the module of the
-#: function is on the path from the end of the program to the final state (`ModulePaths.to_state`).
+#: Names of the data classes that Muster uses after the end of a program. If a function gets an
+#: argument of one of these classes, the module of the function is on the path from the end of the
+#: program to the final state of the flow run (`ModulePaths.to_state`).
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the data classes that describe a flow run until its process gets GPUs. If a function
-#: gets an argument of one of these classes, the module of the function is on the path from the
-#: queue to the GPUs (`ModulePaths.to_gpus`).
+#: Names of the data classes that Muster uses while a flow run waits for GPUs. If a function gets an
+#: argument of one of these classes, the module of the function is on the path from the queue to the
+#: GPUs (`ModulePaths.to_gpus`).
 WAIT = frozenset(
     {
         "FlowRun",
@@ -135,9 +135,10 @@ class ModulePaths:
 
 
 def trace_run() -> ModulePaths:
-    """Trace a failing run in a new MUSTER_HOME, and return the modules that were called.
+    """Trace a run in a new MUSTER_HOME, and return the modules that were called.
 
-    The modules are in the attributes `to_exec` and `to_state` of the result.
+    The attribute `to_exec` of the result has the modules that were called before the program of the
+    run started. The attribute `to_state` has the modules that were called later.
     """
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
@@ -214,7 +215,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the modules on each of the three paths through Muster."""
+    """Print the modules that start a program, handle its end, and give GPUs to a waiting run."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (
