@@ -200,9 +200,9 @@ def judge(
 def list_holds(run: History) -> Iterator[Hold]:
     """Yield the periods in which a run held its GPUs, the earliest first.
 
-    A period starts when the state of the flow run becomes Pending. If the run waits in its own
-    process, the period starts when this process gets GPUs. The period ends when the run waits
-    again, or has its final state.
+    If the run gets its GPUs before its process starts, the period starts with the state Pending. If
+    the process starts earlier and waits for GPUs, the period starts when the process gets GPUs. The
+    period ends when the run waits again, or has its final state.
     """
     periods: list[tuple[float, float]] = []
     since: float | None = None
@@ -424,9 +424,9 @@ def _find_overtaking(
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # The scheduling pass that admitted `other` may have begun before `run` was
-                # submitted. So if `other` was submitted first, ignore admissions of `other` in the
-                # first `late_s` seconds of the wait of `run`.
+                # When the wait of `run` begins, a scheduling pass may be in progress that does not
+                # know `run` yet. The pass may admit `other`, if `other` was submitted before `run`.
+                # So ignore admissions of `other` in the first `late_s` seconds of the wait.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:

@@ -22,8 +22,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time from which the times of states and scheduled starts are counted. The time is an hour ago, so
-#: that the default scheduled starts are in the past.
+#: Default scheduled start of the first flow run: one hour ago, so that the run is due. The next
+#: scheduled starts, and the times of all states, are a little later.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -149,7 +149,7 @@ class ScriptedPrefect:
         self.set(id, State(type=StateType.CANCELLING))
 
     def delete_queue(self, id: UUID) -> None:
-        """Change a flow run as the server does if a user deletes the run's work queue."""
+        """Remove work pool and queue from a flow run, as the server does for a deleted queue."""
         self.patch(id, work_pool_name=None, work_queue_id=None, deployment_id=uuid4())
 
     def delete(self, id: UUID) -> None:
@@ -289,7 +289,7 @@ class FreeLease:
         return str(self._reads if self.is_passed else 0)
 
     async def begin_decision(self, held_lease: Any) -> str:
-        """Check that the scheduler lease is held, and return the id of the new decision."""
+        """Check that the scheduler lease is held, and return the id of a scheduling decision."""
         held_lease.check()
         return await self.read_last_decision() or ""
 

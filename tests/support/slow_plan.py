@@ -186,8 +186,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
     #: Gangs that end before the first waiting gang starts, in the order of their ends.
     ended: list[Held] = []
-    #: Number of the gangs in `ended` that end before enough GPUs are free for the first waiting
-    #: gang. The other gangs in `ended` end later, but before the earliest start of this gang.
+    #: Number of gangs in `ended` that end before the first waiting gang has enough GPUs. The other
+    #: gangs end later, while the first waiting gang must still wait for its time `not_before`.
     ended_before_fit = 0
     at = head.not_before if head.not_before > now else None
     while running_then:
