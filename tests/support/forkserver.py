@@ -148,7 +148,7 @@ def _serve(requests: socket.socket) -> None:
 def _run_program(
     module: str, arguments: list[str], env: dict[str, str], stdio: list[int]
 ) -> NoReturn:
-    """Run a program in this forked process, and exit with its exit code.
+    """Run a program in this forked process, and exit with the exit code of the program.
 
     Args:
         module: Name of a module of `tests/support` with a function `main`.

@@ -33,8 +33,8 @@ class OracleResult:
 
     #: Exit code of the flow process. If a signal killed the process, the negative signal number.
     exit_code: int
-    #: `PID COMMAND` of each descendant of the flow process that was alive at the oracle's deadline,
-    #: some seconds after the end of the flow process.
+    #: `PID COMMAND` of each descendant of the flow process that was alive at the deadline, some
+    #: seconds after the end of the flow process.
     left: tuple[str, ...]
     #: Seconds from the end of the flow process to the end of its last descendant. -1 if a process
     #: was alive at the deadline.
@@ -255,8 +255,7 @@ class ObservedFlow:
     def clear(self) -> None:
         """Kill the processes that a failed test did not stop, and delete the flow run."""
         if not self._oracle.has_ended():
-            # The oracle has not reaped the flow process yet. So the kernel has not given the pid of
-            # the flow process to another process.
+            # The flow process is not reaped yet, so no other process can have the same pid.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()

@@ -62,9 +62,9 @@ class FlowInstructions:
     plan: Mapping[str, Any]
     #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
-    #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. Usually
-    #: the value is the name of a component, and the condition begins when that component starts.
-    #: The docstring of the condition's function describes other possible values.
+    #: Name of the component at whose start the condition begins. The docstring of the condition's
+    #: function describes other possible values. Only the conditions in `CONDITIONS_OF_A_MOMENT` use
+    #: this field.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
     #: (namespaces). Empty for the level that a run normally gets.
@@ -220,8 +220,8 @@ def fork_after_guardians(run: Callable[[], None]) -> None:
 
     def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
         init(self, plan, *arguments)
-        # The supervisor's thread handles calls in order. When this call returns, the thread has
-        # started the guardians, the processes that own the components.
+        # The supervisor's thread first starts the guardians, the processes that own the components.
+        # The thread handles calls in order. So the guardians have started when this call returns.
         self._loop.call(asyncio.sleep(0))
         if os.fork() == 0:
             while not (plan.cwd / "release").exists():
@@ -288,8 +288,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # `listdir` counts one descriptor too many, its own. So if `spare` is -1, no
-            # further file can be opened.
+            # `listdir` also lists its own descriptor, which is closed afterwards. So if `spare` is
+            # -1, the limit is the number of open descriptors.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -308,8 +308,7 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
         run: The function to call.
         at: The failure. `killed before` and `stopped before`: the forking process is killed or
             stopped before the fork. `killed while`: the forking process is killed directly after
-            the fork. If `at` contains `flow`, the flow process is also killed directly after the
-            fork.
+            the fork. `killed while, and the flow`: the flow process is then killed, too.
     """
     fork = GuardianTemplate.fork
     #: Names of the components whose guardian process was already requested.
@@ -324,10 +323,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Suspend the template process, which forks the guardians, before `fork` sends a request. To
-        # wait for the answer, `fork` calls the function `recv` below. `recv` lets the template
-        # process run until the fork, and then kills or continues the template process, as `at`
-        # says.
+        # Suspend the template process, which forks the guardians. The method `fork` then sends a
+        # request to the suspended process, and calls the function `recv` below to get the answer.
+        # `recv` lets the template process run until it has a child, and then causes the failure.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
@@ -360,8 +358,8 @@ def step_until_it_forks(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-#: Mapping from the name of an unusual condition to a function `function(run, ...)`, which creates
-#: the condition and calls `run`. The callable `run` supervises the run of the test.
+#: Mapping from the name of an unusual condition to the function that creates the condition. The
+#: first argument of this function is another function, which runs the flow under the condition.
 CONDITIONS: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,
