@@ -87,10 +87,10 @@ class Leftover:
 def find_leftovers(session_id: str) -> list[Leftover]:
     """Return the living processes of this machine with `session_id` in SESSION_VARIABLE.
 
-    /proc shows the environment with which a process began its program. So two kinds of processes
-    are not found: a process that was started with an empty environment, and a fork of pytest
-    without an exec. The tests of supervision find these processes with an oracle, which is a parent
-    process that asks the kernel for remaining descendants.
+    Two kinds of processes are not found. A process that was started with an empty environment lacks
+    the variable. For a fork of pytest, /proc shows the environment from before pytest set the
+    variable. The tests of supervision find both kinds: there, a parent process asks the kernel for
+    remaining descendants.
     """
     leftovers = []
     for entry in Path("/proc").iterdir():
@@ -164,9 +164,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the test session if a process outlives the tests, even if all tests passed.
 
     The processes are reported and not killed, so that a developer can examine them. With several
-    workers (`-n 2`), only the controller process of pytest-xdist checks this. The check runs after
-    all other hooks. Only then has pytest-xdist ended the workers, which are processes of the
-    session, too.
+    workers (`-n 2`), only the controller process of pytest-xdist does the check. The check runs
+    after all other hooks, because one of these hooks ends the workers. Otherwise, the workers would
+    be reported, too.
     """
     if hasattr(session.config, "workerinput"):
         return
@@ -212,7 +212,7 @@ def quiet_environment() -> None:
 
 @pytest.fixture
 def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create an empty MUSTER_HOME for one test and for the processes that it starts."""
+    """Create an empty MUSTER_HOME for one test and for the processes that the test starts."""
     home = tmp_path / "muster-home"
     home.mkdir()
     monkeypatch.setenv("MUSTER_HOME", str(home))
@@ -228,8 +228,8 @@ def prefect_url() -> Iterator[str]:
     """
     from tasks.server.server import prefect_server
 
-    # The server also changes the Prefect settings of this process. The server makes these changes
-    # in a copy of the context variables, so that the tests keep their own settings.
+    # `prefect_server` also sets context variables with the settings of Prefect. Only a copy of the
+    # context gets these values, so that the tests keep their own settings.
     context = contextvars.copy_context()
     server = prefect_server(password="")
     yield context.run(server.__enter__)

@@ -173,7 +173,8 @@ def python(code: str) -> list[str]:
 def build_gang_spec() -> Callable[..., dict[str, Any]]:
     """Return a function that makes a spec with the components api, trainer and environment.
 
-    The trainer runs the given Python code. The other components run until Muster stops them.
+    The function's argument `trainer` is the Python code of the trainer. The other components run
+    until Muster stops them.
     """
 
     def build_spec(trainer: str, **further_keys: Any) -> dict[str, Any]:

@@ -45,9 +45,9 @@ def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, An
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Return four simulated GPUs of the host of the test's first run.
+    """Simulate four GPUs for the first run of a test, and return the GPUs.
 
-    This run can use all GPUs that the test does not lease for another program.
+    The run cannot use GPUs that the test leases for another program.
     """
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home-0"))
     monkeypatch.setenv("MUSTER_GPUS", "0-3")

@@ -74,8 +74,8 @@ def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: 
     new = [target for number, target in list_open_files().items() if before.get(number) != target]
     sockets = [target for target in new if target.startswith("socket:")]
     locks = [target for target in new if target.endswith("/lock")]
-    # Prefect's API client may keep a few connections open. Each run keeps the lock of its registry
-    # entry until this process exits.
+    # Two kinds of new descriptors are no leaks: a few open connections of Prefect's API client, and
+    # one lock for each run, which this process holds until its end.
     assert len(sockets) <= 4, new
     assert len(locks) == len(states)
     assert len(new) == len(sockets) + len(locks), new

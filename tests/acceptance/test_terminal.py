@@ -68,7 +68,7 @@ def stop(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build_spec(stop: Path) -> Callable[..., dict[str, Any]]:
-    """Return a function that makes a spec with two components: an api, and the program TRAINER."""
+    """Return a function that makes a spec whose trainer ends as soon as the file `stop` exists."""
 
     def make_spec(exit_code: int = 0) -> dict[str, Any]:
         metrics = "${attempt.dir}/metrics.jsonl"
@@ -133,9 +133,9 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
         f"page {api.removesuffix('/api')}/v2/runs/flow-run/{run.record()['flow_run_id']}",
     ):
         assert remove_spaces(part) in block
-    # The terminal no longer shows the table of the components, which is redrawn during the run. The
-    # terminal emulator knows all control sequences that were printed.
+    # The terminal shows the table of the components only during the run.
     assert "component  state" not in tty.text()
+    # The terminal emulator knows all control sequences that were printed.
     assert tty.emulator().unknown == []
 
 
