@@ -140,8 +140,8 @@ class DummyServer:
         self._up_at = 0.0
         #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
-        #: Permits during the fault `step`. The server uses up one permit for each token of a
-        #: streamed answer, and for each answer that is not streamed.
+        #: Counts the pieces that the server may still send during the fault `step`. A piece is one
+        #: token of a streamed answer, or a whole answer that is not streamed.
         self._steps = asyncio.Semaphore(0)
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None

@@ -135,7 +135,7 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: For each probe that runs now: the value of the attribute `epoch` at the start of the probe.
+    #: One item for each running probe: the value of `epoch` when the probe began.
     asked: set[int] = field(default_factory=set)
 
 
@@ -501,7 +501,7 @@ def make_rebind(first: int) -> Rebind:
     """Return a `Rebind` function, which gives the fleet a new port for a restarted server.
 
     The first call of the function returns the port `first`, the second call the port `first + 1`,
-    and so on. Each lifecycle group of the fleet must have only one server.
+    and so on. The fleet must restart each server alone, not together with other servers.
     """
     ports = itertools.count(first)
 

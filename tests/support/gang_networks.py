@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: First three bytes of all IPv4 addresses, from a range that RFC 2544 reserves for benchmarks.
+#: First three bytes of the IPv4 addresses of this machine and of the simulated hosts. RFC 2544
+#: reserves this range of addresses for benchmarks.
 _NET = "198.18.77"
 #: Address of this machine in each pair of virtual network devices. Each pair connects this machine
 #: to one simulated host.

@@ -21,7 +21,7 @@ class InlineReader(PlaceReader):
 
 
 class InlineReaders(PlaceReaders):
-    """Readers that read in the thread of the caller, see `InlineReader`."""
+    """Creates an `InlineReader` for each file or folder."""
 
     def of(self, place: object) -> PlaceReader:
         return InlineReader(place)

@@ -36,7 +36,7 @@ class JobEvents:
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: One address for each request to search a cluster for leftover processes: the address of the
+    #: Recorded requests to search a cluster for leftover processes. Each item is the address of the
     #: cluster's control store (GCS).
     swept: list[str] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ async def wait_until(condition: Callable[[], object], within_s: float = WITHIN_S
 
 
 class BreakableProxy:
-    """A TCP proxy in front of a Ray dashboard, which a test can stop and start again."""
+    """A TCP proxy in front of a Ray dashboard. A test can stop the proxy and start it again."""
 
     def __init__(self, target: str) -> None:
         """
