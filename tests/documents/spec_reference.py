@@ -105,8 +105,8 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
         root: JSON schema of the spec.
 
     Yields:
-        Pairs: a suffix, and the name of a model. The model validates the value at the path of the
-        key plus the suffix.
+        Pairs: the place that the model validates, relative to the key, and the name of the model.
+        The place is empty for the value itself, and `.N` for the items of a list.
     """
     if (name := _model_of(schema, root)) is not None:
         yield "", name

@@ -49,9 +49,10 @@ GROUPS = {
     "queue": ("tasks/queue/policy.py", "tasks/queue/packing.py", "tasks/queue/decision.py"),
     "rollout": ("tasks/rollout/registry.py", "tasks/rollout/recovery.py"),
 }
-#: Operators of cosmic-ray that are not used. The first two need arguments. `|` occurs mostly in
-#: type annotations, which no test executes. The others exchange `is` with a comparison of order
-#: such as `<`, although the compared objects have no order.
+#: Operators of cosmic-ray that are not used. `VariableReplacer` and `VariableInserter` need
+#: arguments. `|` occurs mostly in type annotations, which no test executes. The last pattern stands
+#: for changes between `is` and another comparison such as `<`: objects that are compared with `is`
+#: have no order.
 _UNUSED_OPERATORS = re.compile(
     r"Variable(Replacer|Inserter)"
     r"|ReplaceBinaryOperator_BitOr"
@@ -315,8 +316,8 @@ def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -
     )
     lines = range(mutant.first_line, mutant.last_line + 1)
     tests = {test for line in lines for test in tests_of_line.get(line, ())}
-    # Coverage stores the empty string instead of a test's name for lines that run when the file is
-    # imported. Such a line affects all tests of the file.
+    # If a line runs during the import of the changed file, coverage stores an empty string instead
+    # of a test's name. A change of this line may affect all tests that use the file.
     if "" in tests:
         tests |= {test for tests_on_line in tests_of_line.values() for test in tests_on_line}
     usable = tests - failed - {""}

@@ -10,8 +10,8 @@ from pathlib import Path
 import coverage
 import pytest
 
-#: Environment variable with the path of a file. The plugin writes the ids of failed tests into this
-#: file.
+#: Environment variable with the path of a file. This pytest plugin writes the ids of failed tests
+#: into the file.
 FAILED_VARIABLE = "MUSTER_MUTANTS_FAILED"
 
 _failed: set[str] = set()

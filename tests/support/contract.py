@@ -32,7 +32,10 @@ SAVED = ROOT / "tests" / "data" / "contract.json"
 
 
 def current_contract() -> dict[str, Any]:
-    """Return the current public interface of Muster, as `{"group: key": value}`."""
+    """Return the current public interface of Muster, for example its verbs and exit codes.
+
+    Each key begins with the name of a group, for example `verb: submit`.
+    """
     contract: dict[str, Any] = {}
     for group, model in (("run spec", RunSpec), ("pipeline spec", PipelineSpec)):
         for path, value in _schema_keys(model):
@@ -58,10 +61,10 @@ def current_contract() -> dict[str, Any]:
 
 
 def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line for each incompatible change since the interface was saved.
+    """Return a line for each incompatible change of the public interface.
 
-    A change is incompatible if a saved key no longer exists or has another value. An additional
-    allowed value for a key is a compatible change.
+    A change is incompatible if a key of `saved` is missing in `current` or has another value there.
+    An additional allowed value for a key is a compatible change.
     """
     broken = []
     for key, value in saved.items():

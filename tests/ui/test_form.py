@@ -49,8 +49,8 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
     assert "Field (Optional)" not in form_text
     expect(ui.field("name")).to_have_value("quickstart")
     expect(ui.field("total (Optional)")).to_have_value("60")
-    # The form shows an optional key as an empty text field. The user does not have to choose
-    # between a text and None.
+    # The form shows an optional key as an empty text field, without a menu to choose between a text
+    # and None.
     expect(ui.field("checkpoints (Optional)")).to_have_value("")
 
 
