@@ -21,11 +21,14 @@ def resume(passed: str | None, *refused: str, expected: str | None = None) -> Re
 @pytest.mark.parametrize(
     ("record", "first", "last", "warning"),
     [
+        # the trainer has loaded the checkpoint of step 20 that Muster chose, so there is no warning
         (resume("/c/step_20"), 21, 21, ""),
         (resume("/c/step_20"), 20, 20, ""),  # the trainer first evaluates the checkpoint
         (resume("/c/step_20"), 30, 30, ""),  # the trainer logs every tenth step
         (resume("/c/step_20"), 1, 20, ""),  # the trainer repeats the metrics of steps 1 to 20
+        # the trainer begins with step 1, so it has not loaded the checkpoint of step 20
         (resume("/c/step_20"), 1, 3, "from the beginning"),
+        # the trainer begins with step 31, so it has loaded a checkpoint that Muster refused
         (resume("/c/step_20", "/c/step_30"), 31, 33, "/c/step_30"),
         (resume("/c/step_20", "/c/step_30"), 21, 23, ""),
         (resume(None), 1, 1, ""),

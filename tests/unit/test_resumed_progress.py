@@ -24,12 +24,13 @@ class Clock:
 @pytest.mark.parametrize(
     ("steps", "silent_s"),
     [
-        # the trainer repeats step 20 of its checkpoint, and the progress begins with step 21
+        # the attempt resumes from the checkpoint of step 20, so a report of step 20 is no
+        # progress, but a report of step 21 is progress
         ([20, 20, 20], 30.0),
         ([None, 20, 20], 30.0),
         ([20, 21, 21], 10.0),
         ([20, 21, 22], 0.0),
-        # the trainer does not report step 20 of the checkpoint, so each new step is progress
+        # each new step counts as progress, except for step 20 of the loaded checkpoint
         ([1, 2, 3], 0.0),
         ([30, 31, 32], 0.0),
     ],

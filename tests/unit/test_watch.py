@@ -98,8 +98,10 @@ def curve(name: str, values: Iterable[float | str | None]) -> Lines:
         ([1.0] + [None] * 9, {}),
         ([1.0] + [None] * 10, {"loss_not_finite": 11}),
         ([None] * 10, {"loss_not_finite": 10}),
-        # The trainer writes the metric only every 10 steps, which raises no alarm.
+        # The trainer writes the metric only every 10 steps. The 9 null values between two numbers
+        # raise no alarm.
         (([1.0] + [None] * 9) * 3, {}),
+        # After such a series of 9 null values, a series of 18 null values raises an alarm.
         (([1.0] + [None] * 9) * 3 + [None] * 9, {"loss_not_finite": 39}),
     ],
 )
@@ -171,6 +173,7 @@ def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> 
         ),
         # the reward is high from the first step and then falls, which raises an alarm
         (curve("reward", [*([0.8, 0.78, 0.82] * 5), *([0.1, 0.12] * 4)]), {"reward_collapsed": 18}),
+        # the reward rises and then stays almost the same, which raises no alarm
         (curve("reward", [-5.0, -4.0, -3.0, -2.0, -1.0, -1.1, -0.9, -1.2, -1.0]), {}),
     ],
 )
