@@ -72,17 +72,19 @@ def test_lost_node_is_named_first() -> None:
         # the end time 998 from Ray is 98 on the monotonic clock. Ray may notice the end of a job
         # late, so the maximum delay is subtracted
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the end time from Ray is too early, because a later request still found the job running.
-        # So the time of this request is used
+        # the end time 900 from Ray is 0 on the monotonic clock. But a request at 99 found the job
+        # running, so 99 is used
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         # the end time from Ray is in the future, because the node's clock is fast. So the current
         # time is used
         (2000.0, 99.0, 100.0),
-        # no request has found the job running, so only the end time from Ray is used
+        # no request has found the job running, so the end time from Ray is used: 998, which is 98
+        # on the monotonic clock
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # Ray reports no end time, so the time of the last request that found the job running is
         # used
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
+        # neither time is known, so the current time is used
         (None, None, 100.0),
     ],
 )

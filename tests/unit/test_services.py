@@ -34,8 +34,8 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # each pair describes a death of the service: its time, and how long the service was ready
-        # before, in seconds. None means that the service was not ready
+        # each pair describes a death of the service: the time of the death, and for how many
+        # seconds the service was ready before this death, or None if it was not ready
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
         # the service was ready for 30 s before its last death, so the delays begin again with 1 s

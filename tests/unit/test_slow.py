@@ -56,7 +56,8 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
         (VERL, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
         # verl's own metrics file has the durations in a mapping under the key `data`.
         ({"data": VERL}, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # The trainer waits for the end of the rollout. This time counts as rollout, not as waiting.
+        # The trainer waits for 70 s. This time contains 62 s of rollout and 3 s of weight sync, so
+        # only 5 s count as waiting.
         (
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},

@@ -421,7 +421,7 @@ async def test_save_that_begins_after_the_first_check_is_awaited(tmp_path: Path)
     scene = make_scene(tmp_path, save_grace_s=900.0, is_saving=lambda now: 1005 <= now < 1010)
 
     first_wait_s = await scene.seconds_until_saved()
-    # Meanwhile, Muster stops another component, which takes 6 seconds.
+    # Muster stops another component from 1000 to 1006, and the trainer saves from 1005 to 1010.
     await scene.clock.sleep(6.0)
     second_wait_s = await scene.seconds_until_saved()
 

@@ -89,7 +89,7 @@ def test_message_of_the_first_run_names_free_gpus_and_awaited_runs() -> None:
     ("in_s", "expected"),
     [
         (None, "expected time unknown"),
-        # the expected time has passed, so the text contains no time
+        # the expected time has passed, or is less than a minute away: the text contains no time
         (-7200, "expected any moment"),
         (59, "expected any moment"),
         (60, "expected 13:06 UTC"),
@@ -207,6 +207,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
     [
         # only the current time is different, so the state is not rewritten
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
+        # the expected start is only 10 s later, so the state is not rewritten
         (first("1", in_s=4500), first("1", in_s=4510)),
         # only the free GPUs or the positions of later runs have changed, so the state is not
         # rewritten
