@@ -48,10 +48,10 @@ class FakeRuns:
     """
 
     runs: list[StageRun] = field(default_factory=list)
-    #: Mapping from the name of a stage or matrix point to the spec of its run. A matrix point is
-    #: one combination of the values in a matrix.
+    #: Mapping from the name of a stage, such as `a`, to the spec of its run. A stage with a matrix
+    #: has a run for each combination of values. The names of these runs are `a.1`, `a.2` and so on.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Mapping from the name of a stage, or of one combination in a matrix, to the tags of its run.
+    #: Mapping from the name of a stage, such as `a` or `a.1`, to the tags of its run.
     tags: dict[str, list[str]] = field(default_factory=dict)
     #: Earlier runs with the same inputs as a stage of this pipeline. The pipeline reuses the
     #: results of these runs.
@@ -91,9 +91,10 @@ class FakeRuns:
         return run
 
     def end(self, unit: str, result: object = None, ending: RunState = RunState.COMPLETED) -> None:
-        """Write the result file of a unit's active run, and end the run.
+        """Write the result file of an active run, and end the run.
 
-        A unit is a stage of the pipeline or a point of a stage's matrix.
+        `unit` is the name of the run's stage, such as `a`. The runs of a stage with a matrix are
+        named `a.1`, `a.2` and so on.
         """
         [index] = [i for i, run in enumerate(self.runs) if run.stage == unit and not run.ending]
         run = self.runs[index]
@@ -586,9 +587,9 @@ def test_failed_evaluation_does_not_delay_the_next_stage(server: FakeRuns) -> No
 
 
 def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:
-    """A pipeline's process was killed after it recorded why one of its runs must stop.
+    """The first process of a pipeline is killed just before it cancels a run.
 
-    The killed process had not cancelled this run. So the next process must cancel the run.
+    The process has already recorded why the run must stop. So the next process must cancel the run.
     """
     session = start(reward_grid())
     session.advance()

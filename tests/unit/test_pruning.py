@@ -46,7 +46,7 @@ def make(
         run_id: Id of the run.
         days_ago: Days since the end of the run, if `state` is "completed".
         state: State of the run.
-        resume_from: Path in the spec of the attempt, for example of another run's checkpoint.
+        resume_from: Path that the run uses, for example the path of another run's checkpoint.
     """
     directory = home / "runs" / run_id
     attempt = directory / "attempt-01"

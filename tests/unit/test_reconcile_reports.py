@@ -37,7 +37,7 @@ WAITING = RunReport(
         (RunReport(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (RunReport(name="a", found="x", record="failed"), True),
         (RunReport(name="a", found="x", server="Crashed"), True),
-        # only the registry entry of an ended run was removed, which causes no event
+        # only the registry entry of an ended run was removed, which does not count as a change
         (RunReport(name="a", found="x"), False),
     ],
 )

@@ -129,7 +129,7 @@ def cancelled_run(path: Path) -> None:
 
 
 def opened_again(path: Path) -> None:
-    """Begin the second attempt in the record, as the run's next flow process does."""
+    """Open the record of a run again, and begin attempt 2, as the run's next process does."""
     record = record_at(path)
     record.begin_attempt(2, host="h")
     play(record, ("component.spawned", "api", {"pid": 11}))
@@ -164,12 +164,12 @@ def newer_lost(path: Path) -> None:
 
 
 def lost_with_its_host(path: Path) -> None:
-    """Open the record of a run that another host started, without adopting the run's Ray jobs."""
+    """Open another host's record of a run, without taking over the Ray jobs of the run."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
-    """Open the record of a run that another host started, and adopt the run's Ray jobs."""
+    """Open the record of a run that another host started, and take over the run's Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 

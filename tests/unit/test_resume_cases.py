@@ -293,7 +293,7 @@ def test_warning_before_the_time_limit_lets_the_trainer_save(
     assert first.failure is not None and first.failure.kind is FailureKind.TIME_LIMIT
     saved = resume_names(record.attempts)[1]
     last_step = steps_of(muster_home, 1)[-1]
-    # The trainer saved the checkpoint after the warning of the time limit, and then continued.
+    # The trainer got a warning before the time limit, saved the checkpoint, and continued.
     assert 1 < int(saved.removeprefix("step_")) <= last_step
     assert steps_of(muster_home, 2)[0] == int(saved.removeprefix("step_")) + 1
     assert (second.state, record.state) == (RunState.COMPLETED, RunState.COMPLETED)

@@ -72,7 +72,7 @@ class History:
     #: Checkpoints of another run.
     of_others: set[Path] = field(default_factory=set)
     step: int = 0
-    #: Last step of a run that writes to the same folder at the same time, or None.
+    #: Step of the newest checkpoint that another run saved in the folder. None if there is none.
     rival_step: int | None = None
 
     def newest(self) -> Path | None:
