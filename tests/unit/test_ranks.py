@@ -135,7 +135,8 @@ def fail(
             "RUNTIME_ERROR",
             "rank 1 (pid 7) was killed by SIGSEGV first",
         ),
-        # Both ranks were dead when torchrun checked them, and torchrun checked rank 0 first.
+        # torchrun reports rank 0 as the root cause. But the traceback shows that rank 0 failed
+        # because it lost its connection to rank 1. So rank 1 died first.
         (
             STEPS + LOST_PEER + table(entry(0, 1, 6), entry(1, -9, 7, "(SIGKILL)")),
             "UNKNOWN",
@@ -249,7 +250,7 @@ def traceback_of(error: str, prefix: str = "") -> str:
 
 
 def death(code: int, rank: int | None = 1, *, others_failed: bool = True) -> RankFailure:
-    """Return the death of the process that died first, as the kernel reports it.
+    """Return a `RankFailure` for the process that died first.
 
     Args:
         code: Exit code of the process. A negative number is a signal.
@@ -544,7 +545,7 @@ def test_error_that_a_process_of_spawn_raised_stays_the_cause() -> None:
 
 
 LOADER_KILLED = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. "
-#: Death of a worker of a data loader, as the kernel reports it.
+#: Death of a data loader's worker process, which is a child process of rank 1.
 LOADER_DEATH = RankFailure(
     name="rank 1", child="a child process", rank=1, pid=17, exit_code=-9, others_failed=True
 )

@@ -146,9 +146,9 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process, or no variables after two calls for `process`.
+        """Return the environment of a process. The environment of `process` can be read only twice.
 
-        A process has no variables after an `execve` with an empty environment.
+        After these two reads, `process` seems to execute a program with an empty environment.
         """
         nonlocal reads
         if pid != process.pid:
@@ -170,8 +170,8 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # Each search finds a process that has already ended. The process of the last search, at the
-    # time limit, counts as leftover nevertheless.
+    # Each search finds another process, which has already ended. After the last search, further
+    # processes may appear, so the process of this search is reported as leftover.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

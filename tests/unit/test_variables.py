@@ -30,7 +30,7 @@ def test_processes_are_grouped_by_the_value_of_the_variable(tmp_path: Path) -> N
     # This process has no variable RUN. It only has variables whose longer names contain RUN, and a
     # variable whose value contains RUN=.
     add_process(tmp_path, "4", b"MY_RUN=x\0RUNS=x\0C=RUN=x\0")
-    # These entries of /proc are no processes.
+    # An entry of /proc is a process only if the name of the entry is a number.
     add_process(tmp_path, "self", b"RUN=x\0")
     (tmp_path / "uptime").write_text("1")
 
