@@ -24,11 +24,11 @@ from tasks.spec.run import RunSpec
         # in a linked work tree of git, `.git` is a file
         (["outer/.git"], "outer"),
         (["outer/pyproject.toml"], "outer"),
-        # two folders have a file that marks a root: the nearest folder is used
+        # two folders have a file that marks the root of a project: the nearest folder is used
         (["outer/.git/", "outer/inner/pyproject.toml"], "outer/inner"),
         (["outer/pyproject.toml", "outer/inner/.git/"], "outer/inner"),
         (["outer/.git/", "outer/inner/runs/pyproject.toml"], "outer/inner/runs"),
-        # a subfolder or a sibling folder has a file that marks a root: this file does not count
+        # files in a subfolder or a sibling folder do not mark the root of the project
         (["outer/.git/", "outer/inner/runs/deeper/pyproject.toml"], "outer"),
         (["outer/.git/", "outer/other/pyproject.toml"], "outer"),
     ],
@@ -63,7 +63,7 @@ def test_folder_before_two_dots_is_not_above_the_spec(
     paths = [
         Path("../second/spec.yaml"),
         tmp_path / "first" / ".." / "second" / "spec.yaml",
-        # `..` leaves the folder to which a symbolic link leads
+        # `link` leads to `first/deep`, so `link/..` is the folder `first`
         tmp_path / "link" / ".." / ".." / "second" / "spec.yaml",
     ]
 
@@ -145,7 +145,9 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
         ({"VIRTUAL_ENV": "gone", "CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         # Muster's own environment is the default, so no variable is set.
         ({"VIRTUAL_ENV": "own", "CONDA_PREFIX": "conda"}, {}, False, {}),
+        # The project has its own environment in the folder `.venv`, so no variable is set.
         ({"VIRTUAL_ENV": "venv"}, {}, True, {}),
+        # The spec already sets PATH or CONDA_PREFIX, so no further variable is set.
         ({"VIRTUAL_ENV": "venv"}, {"PATH": "/usr/bin"}, False, {}),
         ({"VIRTUAL_ENV": "venv"}, {"CONDA_PREFIX": "/conda"}, False, {}),
     ],

@@ -142,8 +142,7 @@ def test_run_leaves_server_placeholders_to_the_fleet() -> None:
     assert find_placeholder_faults(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
-    # The placeholders of a server remain, because the fleet replaces them later. `$${` also
-    # remains.
+    # `${server.rank}` and `$${` remain, because Muster replaces them later, for each server.
     assert filled.args == ("--out", "/runs/x/${server.rank}", "$${HOME}")
     assert filled.env == {"PEER": "15000"}
 
