@@ -171,6 +171,7 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     [
         # only the workload is invalid, so the run id contains the valid name `trial`
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
+        # the workload is missing, so the run id is the name of the flow run
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
         # the name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
@@ -296,10 +297,10 @@ def test_cancel_survives_every_timing_and_every_kill_of_the_scheduler(
 
 
 def count_requests(scene: Callable[[ScriptedPrefect], UUID]) -> int:
-    """Return the number of requests that two scheduling passes send if no run is cancelled.
+    """Return the number of requests that the scheduler sends to the server in two passes.
 
     Args:
-        scene: Function that prepares the server, and returns the id of a run.
+        scene: Function that adds a run to the server.
     """
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
@@ -538,10 +539,8 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # The sum counts the requests `read_flow_runs` in a scheduling pass. Each 3 stands for the
-    # requests for runs that hold GPUs. If another scheduler has decided in between (`is_passed`),
-    # there is one more request. In each iteration below, the run `first` is requeued just before a
-    # different request.
+    # A scheduling pass sends this number of requests `read_flow_runs`. In each iteration below, the
+    # run `first` is requeued just before a different request.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 

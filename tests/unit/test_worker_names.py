@@ -56,8 +56,8 @@ class Cluster:
             script: Letters of the workers, in the order in which they synchronise.
 
         Returns:
-            One item for each letter: the process of the other worker that was detected, or an empty
-            string.
+            For each letter of `script`, the process of the other worker. An empty string if the
+            worker with this letter detected no other worker.
         """
         return [
             asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
