@@ -116,7 +116,7 @@ def view(
     Args:
         unready: Reason of the trainer's failed readiness probe, or an empty string if no probe
             failed.
-        servers: Further events of the run, for example of its rollout servers.
+        servers: Events of the components or inference servers of the run.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
     seen = ObservedRun(spec)

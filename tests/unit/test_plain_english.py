@@ -64,12 +64,12 @@ def _passages(place: str) -> list[Passage]:
 def _check(place: str, kind: Kind, not_rewritten: set[str]) -> None:
     """Check that the texts of a folder or file are in plain English.
 
-    For a path in `not_rewritten`, the check fails if the texts are already in plain English.
+    `not_rewritten` lists the exceptions. An exception that is no longer needed fails the check.
 
     Args:
         place: Path of the folder or file, relative to the root of the project.
         kind: Kind of the texts to check.
-        not_rewritten: Paths whose texts are not yet in plain English.
+        not_rewritten: Paths of the folders and files that are not yet in plain English.
     """
     report = examine(passage for passage in _passages(place) if passage.kind is kind)
 

@@ -35,7 +35,7 @@ def make_constant_policy(token: int) -> Policy:
 
 
 def make_sampler() -> Sampler:
-    """Return a sampler with an untrained policy, which reports that its weights are of step 4."""
+    """Return a sampler with an untrained policy. The sampler reports 4 as its training step."""
     policy = initial_policy(np.random.default_rng(0))
     return Sampler(policy, step=4, rng=np.random.default_rng(1))
 
