@@ -103,8 +103,7 @@ def test_control_characters_never_reach_the_terminal(
 ) -> None:
     guarded = GuardedStream(cast(TextIO, out))
 
-    # The same text is printed in five ways: as a line, as Rich text, in a widget, as Markdown and
-    # by `print`.
+    # The same text is printed in five ways.
     console.print(line_of(text))
     console.print(text)
     console.print(Panel(text))

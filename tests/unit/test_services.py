@@ -83,7 +83,7 @@ class Process:
 
 
 class FakeServiceProcess:
-    """Fake process of a service, which follows the script of a test."""
+    """Fake process of a service. The test decides whether the process fails at its start."""
 
     def __init__(self, harness: ServiceHarness, plan: ComponentPlan) -> None:
         self.harness = harness

@@ -316,7 +316,7 @@ def test_signal_after_the_run_changes_nothing(
 
 
 def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
-    """The main thread is blocked, so the kernel delivers the signal to another thread."""
+    """The main thread also blocks the signal, so the kernel delivers it to another thread."""
     is_received = threading.Event()
     results = []
     lock = threading.Lock()
