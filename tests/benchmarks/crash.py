@@ -109,7 +109,7 @@ def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
     """Kill a process, and return the time until the first component receives SIGTERM.
 
     Args:
-        place: Folder in which the components record their times.
+        place: Folder in which each component records when it received SIGTERM.
         pid: Process that is killed.
         wait: Function that waits until the other components have been stopped.
 
@@ -260,7 +260,7 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
     Args:
         peer: The supervisor.
         notice_times_ms: This function appends the milliseconds until the supervisor noticed the
-            death, or nothing if the supervisor does not record this moment.
+            death. If the supervisor does not record this moment, the list stays unchanged.
     """
     with folder() as place:
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -277,7 +277,7 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
 
 
 def _victim_in(place: Path) -> int:
-    """Return the process id of the component that will be killed, from its file in the folder."""
+    """Read, from a file in the folder, the process id of the component that will be killed."""
     pid = recorded_ns(place, _VICTIM, "pid")
     assert pid is not None
     return pid

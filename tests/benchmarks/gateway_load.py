@@ -57,7 +57,7 @@ async def load(
 
 
 class _Client(asyncio.Protocol):
-    """One connection, which sends its next request after each answer until the time is over."""
+    """Connection that sends one request after the other, until the duration of the load is over."""
 
     def __init__(self, request: bytes, until: float, result: Load) -> None:
         self.ended = asyncio.get_running_loop().create_future()

@@ -26,10 +26,7 @@ _STALL_AFTER_S = 1800.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the start, the stop and the CPU use of runs with many idle components.
-
-    Also measure how long it takes to kill all components of such a run.
-    """
+    """Measure the start, the stop, the kill and the CPU use of runs with many idle components."""
     idle, windows, window_s = (20, 2, 1.0) if quick else (1000, 3, 20.0)
     counts, rounds = ((10,), 1) if quick else ((30, 100, 300), 2)
     rows = [*_start_and_stop(idle), *_idle(idle, windows, window_s)]

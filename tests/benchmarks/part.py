@@ -42,7 +42,7 @@ def note(folder: str, name: str, event: str, number: int) -> None:
 
 
 def wait(name: str, folder: str) -> None:
-    """Wait for SIGTERM, record its time, and exit."""
+    """Wait for SIGTERM, record the time at which the signal arrived, and exit."""
 
     def on_term(signum: int, frame: object) -> None:
         at_ns = time.monotonic_ns()

@@ -46,8 +46,8 @@ def measure(*, quick: bool) -> Result:
 
     Also measure imitations of other launchers, for example of a launcher that only sleeps.
 
-    The readiness lag is the duration of the start minus the time that the components themselves
-    need to become ready.
+    The readiness lag is the time to start three components and to notice that they are ready, minus
+    the time that the components themselves need to become ready.
     """
     rounds = 1 if quick else 8
     # Durations in ms, for each element of `_KINDS`: "making" is the creation of the supervisor,

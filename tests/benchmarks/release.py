@@ -48,8 +48,8 @@ _LASTS_S = 0.3
 _WITHIN_S = 300.0
 #: Number of runs that wait in the queue while the CPU use of the worker is measured.
 _WAITING = 10
-#: Number of polling loops that are measured at the same time. For each loop, the GPUs become free
-#: at another random time of its polling period.
+#: Number of polling loops that are measured at the same time. For each loop, the benchmark chooses
+#: a random time at which the GPUs become free.
 _LOOPS = 20
 #: Interval at which the first design of Muster would have polled for free GPUs, in seconds.
 _PLAN_S = 60.0
@@ -78,16 +78,18 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Title in the results, and environment variables, of runs that the gang worker starts as a new
-#: Python program. Usually, the worker forks a process for a run. If a variable of a run begins with
-#: PYTHON, the worker starts a new program instead, because Python reads these variables only at its
-#: start.
+#: Title (for the results) and environment variables of runs with a cold start. Usually, the gang
+#: worker forks a process for a run. If a variable of the run begins with PYTHON, the worker starts
+#: a new Python program instead, because Python reads these variables only when a program starts.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how soon the next run starts after a run, and the CPU use of idle workers."""
+    """Measure the time from the end of a run to the start of the next run.
+
+    Also measure the CPU use of idle workers.
+    """
     rounds, length = (_QUICK_ROUNDS, _QUICK_LENGTH) if quick else (_ROUNDS, _LENGTH)
     times_ms: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
     with (

@@ -68,7 +68,7 @@ def watch(path: Path, place: Path) -> None:
 
     Args:
         path: Source file of the watchdog class.
-        place: Folder in which the components record their times.
+        place: Folder in which each component records when it received SIGTERM.
     """
     context = multiprocessing.get_context("spawn")
     processes = [
