@@ -33,7 +33,7 @@ NAMES = ("api", "trainer", "environment")
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
-#: Suffix of the file that a component creates when it has started. Afterwards, it only sleeps.
+#: Suffix of the file that a sleeping component creates after its start.
 _MARK = ".up"
 #: Environment variable with which tests/conftest.py finds leftover processes of a test.
 _TEST_SESSION = "MUSTER_TEST_SESSION"
@@ -214,7 +214,7 @@ class FlowProcess:
                 env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(home)},
             )
         #: MUSTER_HOME of the flow process. The path leads into the mount namespace of the flow
-        #: process, because only this process sees a file system that the wrapper has mounted.
+        #: process, because only the flow process sees a file system that `wrapper` has mounted.
         self.home = Path(f"/proc/{self._popen.pid}/root{home}")
 
     def __enter__(self) -> FlowProcess:

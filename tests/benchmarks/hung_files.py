@@ -27,15 +27,15 @@ from tests.benchmarks.harness import NAMES, folder, part, recorded_ns, wait_unti
 from tests.benchmarks.report import NotHere, Result, Row, Sample, interleaved
 from tests.support.hung_files import hanging_folder, has_fuse
 
-#: Title in the table of results for each kind of file or folder that can hang. The empty key means
-#: that nothing hangs.
+#: Mapping from the file or folder that hangs to the title in the table of results. The empty key
+#: means that nothing hangs.
 _PLACES = {
     "": "no file hangs",
     "metrics": "hung metrics file",
     "log": "hung log",
     "checkpoints": "hung checkpoint folder",
 }
-#: Title in the table of results for each duration that is measured in an attempt.
+#: Mapping from the name of a measured duration to the title in the table of results.
 _TIMES = {
     "crash": "death of a component to SIGTERM of the others",
     "cancel": "cancel to SIGTERM",
@@ -74,19 +74,20 @@ def measure(*, quick: bool) -> Result:
 
 
 def _measure(name: str, hanging: str) -> float:
-    """Run one attempt while a file hangs, and return a duration of the attempt in milliseconds.
+    """Run one attempt while a file system does not answer, and return a duration in milliseconds.
 
     Args:
         name: Duration to measure: "crash", "cancel" or "teardown". See `_TIMES`.
-        hanging: File or folder that hangs: "metrics", "log" or "checkpoints". Empty for no hang.
+        hanging: File or folder on the file system that does not answer: "metrics", "log" or
+            "checkpoints". Empty if all files answer.
     """
     with ExitStack() as stack:
         place = stack.enter_context(folder())
         data = stack.enter_context(hanging_folder(place / "data"))
         events = place / "events.jsonl"
         supervisor = _supervisor_of(place, data.path, hanging, EventLog(events))
-        # The callback runs before the supervisor's exit, so that the file system answers again when
-        # the attempt ends, even after an error.
+        # The exit stack calls `data.answer` before it closes the supervisor. So the file system
+        # answers again while the supervisor ends the attempt.
         stack.enter_context(supervisor)
         stack.callback(data.answer)
         for component in NAMES:

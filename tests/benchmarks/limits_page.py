@@ -239,8 +239,8 @@ def carried(limit: Limit, line: Line) -> str:
     """Return, as text, the load at which a fitted line reaches the bound of a limit.
 
     The load, for example a number of runs, is rounded down to two significant digits. If the line
-    does not reach the bound up to ten times the largest measured load, the text is "over" and ten
-    times the largest measured load.
+    is still below the bound at ten times the largest measured load, the text names this load, for
+    example "over 5,000".
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:

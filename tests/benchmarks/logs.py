@@ -26,7 +26,7 @@ _LINE = b"step 1234 loss 0.123456 reward 0.4 tokens/s 12345.6 and more text of a
 _LOG_BYTES = 4 << 30
 #: Size of the log in a quick run, in bytes.
 _QUICK_LOG_BYTES = 1 << 26
-#: Number of bytes of output between two reads of the memory of a command.
+#: The memory use of a command is read each time the command has written this number of bytes.
 _READ_BYTES = 1 << 24
 #: Number of bytes in one read from the pipe of a command whose duration is measured.
 _PIPE_READ_BYTES = 1 << 16

@@ -109,11 +109,11 @@ def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
 def look_for_makers(
     directory: Path, own_pids: Callable[[], set[int]], is_over: Callable[[], bool]
 ) -> None:
-    """Search for processes that use the new files of a directory, until the benchmark is over.
+    """Check repeatedly whether processes use the new files of a directory.
 
-    The search is repeated every 50 ms. Each new file is part of four searches.
+    A check runs every 50 ms until the benchmark is over. Each new file is checked four times.
 
-    Source: an early version of Muster, which did not limit the number of searches for a file.
+    Source: an early version of Muster, which did not limit the number of checks of a file.
 
     Args:
         directory: Directory with the files.
