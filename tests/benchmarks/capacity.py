@@ -112,8 +112,8 @@ def _time_answers(
     """Measure the first reading of a cluster's resources, and further readings.
 
     Args:
-        ask: Function that reads the resources, and returns a true value if the answer contains a
-            node.
+        ask: Function that reads the resources of all nodes. The function returns a false value if
+            the cluster still reports no node.
         answers: Number of further readings.
         began: Start of this process's work, on the clock of `time.perf_counter`.
         before_mb: Resident memory at the start, in megabytes.
@@ -124,8 +124,8 @@ def _time_answers(
         since the start).
     """
     while not ask():
-        # For a moment, a new head node is not in its own list of nodes. So the reading is repeated
-        # until the answer contains a node.
+        # For a moment, a new head node is not in its own list of nodes. So ask again until the list
+        # contains a node.
         assert time.perf_counter() - began < _LIMIT_S
     first_ms = 1000 * (time.perf_counter() - began)
     each_ms = []

@@ -115,7 +115,7 @@ def _compute_polling(health: FleetHealth, count: int) -> list[float]:
 
 
 class _Fleet:
-    """Client of a gateway that injects faults into its servers and reads their state."""
+    """Client that reads the status of a gateway, and sends signals to the gateway's servers."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/muster/rollout"

@@ -137,8 +137,8 @@ def plain(task: str, gcs_address: str, shared: str) -> None:
     """Search or check all nodes with plain Ray tasks.
 
     Args:
-        task: "sweep" to search the nodes for leftover processes. Any other text to check the
-            nodes, as before a run (preflight).
+        task: "sweep" to search the nodes for leftover processes. Any other text, such as "look", to
+            check whether the nodes are fit for a run.
         gcs_address: Address of Ray's control store.
         shared: Directory that all nodes share.
     """

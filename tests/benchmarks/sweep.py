@@ -148,7 +148,7 @@ def _list_rows(name: str, works: Sequence[Work], began_ns: int, stage: _Stage) -
 
     Args:
         name: Name of the program.
-        works: The work of all points of the sweep, as the function `read_trace` returns it.
+        works: GPU, start and end of each point of the sweep, from the function `read_trace`.
         began_ns: Time at which the sweep was started, in nanoseconds of CLOCK_MONOTONIC.
         stage: The environment of the sweep, with its points.
     """

@@ -32,7 +32,7 @@ def count_ends(path: Path) -> int:
 
 
 def read_trace(path: Path) -> list[Work]:
-    """Return the work of all points of a sweep, in the order in which the points started.
+    """Return GPU, start and end of each point of a sweep, in the order of the starts.
 
     Raises:
         ValueError: The start or the end of a point is missing or repeated, or the point changed
