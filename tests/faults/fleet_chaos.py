@@ -117,7 +117,7 @@ class Chaos:
     aborted: list[tuple[float, float]] = field(default_factory=list)
     #: Mapping from a result of `_sync` to the number of weight updates with this result.
     ends: Counter[str] = field(default_factory=Counter)
-    #: Running tasks of this program that hold the port of a killed server, for the fault "steal".
+    #: Running tasks of the fault "steal". Each task listens on the port of a killed server.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -139,7 +139,7 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        At random, a request asks for a stream or not, and belongs to a session or not.
+        Half of the requests, chosen at random, ask for a stream. Half belong to a session.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -553,7 +553,7 @@ async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
-    """Run the fleet under faults and return the result.
+    """Start a fleet, inject faults into the fleet, and return the result of the checks.
 
     Args:
         minutes: Duration of the faults.

@@ -155,8 +155,8 @@ def _body(
         is_old: True for HTTP/1.0, which has no chunked framing.
 
     Returns:
-        The body; the offset of its end; True if the body has no length and ends with the
-        connection. If the last value is True, the returned body is empty.
+        The body; the offset of its end; True if the headers give no length, so that the end of the
+        connection ends the body. If the last value is True, the returned body is empty.
     """
     lengths = [value for name, value in headers if name.lower() == b"content-length"]
     codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
@@ -310,8 +310,8 @@ def _content(dice: Random) -> bytes:
     if kind < 0.3:
         return b""
     if kind < 0.6:
-        # These bytes look like a request and an answer to a parser that does not know where the
-        # body ends.
+        # A parser that does not know where the body ends would mistake these bytes for a request
+        # and an answer.
         inner = b"POST /smuggled HTTP/1.1\r\nHost: localhost\r\nX-Fuzz-Id: smuggled\r\n"
         return inner + b"Content-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     return dice.randbytes(dice.choice((1, 10, 1000, 70_000, 300_000)) if kind < 0.9 else 20)
@@ -444,9 +444,9 @@ class Script:
     expected: Message | None
     #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
-    #: Offset in `raw`. All bytes after the offset are sent in one piece. None to send all bytes in
+    #: Offset in `raw` from which all bytes are sent in one piece. None if all bytes are sent in
     #: random pieces. The offset is set if invalid bytes follow the answer, so that the gateway
-    #: receives these bytes together with the end of the answer.
+    #: receives the end of the answer and the invalid bytes together.
     whole_from: int | None = None
 
 
@@ -871,8 +871,8 @@ def _judge(
             world.find(f"a broken answer looks complete ({seed})", message, script)
             return
         _compare(world, requests[number], message, expected, seed)
-    # If the last answer has neither a Content-Length nor chunks, its end is the end of the
-    # connection. So the gateway must close the connection.
+    # The gateway must close the connection after an answer with neither a Content-Length nor
+    # chunks, because only the end of the connection then marks the end of the answer.
     is_closed = answers and answers[-1].is_open_ended
     if len(answers) < len(requests) and is_good and not is_closed:
         script = world.scripts[requests[len(answers)].id]
