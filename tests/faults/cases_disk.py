@@ -33,8 +33,8 @@ def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
         "argv": print_up_then("head -c 1000000 /dev/zero || exit 5"),
         "log": disk / "trainer.log",
     }
-    # The disk with the log is mounted only in the mount namespace of the run. So this case does
-    # without the readiness probe, which reads the log.
+    # The readiness probe reads the log, but the disk with the log is mounted only in the mount
+    # namespace of the run. So this case has no readiness probe.
     fault_run.components["trainer"]["ready"] = None
 
 

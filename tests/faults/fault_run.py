@@ -382,8 +382,8 @@ def run_case(
         _judge_record(fault_run, expected)
         _judge_flow_run(fault_run, expected)
         events = fault_run.observed_flow.list_events("containment")
-        # The flow process emits exactly one event about its containment level. The event may be
-        # missing only if the flow process was killed, and therefore reported no final state.
+        # The flow process emits exactly one event about its containment level. Only a killed flow
+        # process may emit no event.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -403,7 +403,7 @@ def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult)
     Args:
         fault_run: The run.
         expected: The correct result of the run.
-        oracle_result: Observations of the flow process's parent, with the exit code.
+        oracle_result: Exit code of the flow process, and other observations of its parent process.
 
     Returns:
         A short description of the final state: the state, the failure kind, the component, and
@@ -522,7 +522,7 @@ def run_case_or_skip(case: Case, phase: Phase, level: str, request: pytest.Fixtu
     """Run the test of one fault case in one phase and at one containment level.
 
     The result is added to the pytest report, as a row of the result table. The test is skipped if
-    the machine lacks the level or cannot inject the fault.
+    this machine does not support the containment level or cannot inject the fault.
     """
     add_property = request.node.user_properties.append
     add_property(("row", {"case": str(case), "phase": str(phase), "level": level}))

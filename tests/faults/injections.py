@@ -129,7 +129,7 @@ def pids_taken(*pids: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def traced(pid: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
-    """Trace a process until the context ends, so that its parent cannot reap it.
+    """Trace a process until the context ends. Meanwhile, the parent cannot reap the process.
 
     If SIGKILL ends the traced process, the process stays a zombie.
     """

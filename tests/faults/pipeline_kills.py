@@ -47,7 +47,7 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
 TARGETS = ("pipeline", "worker", "server", "ray")
-#: Number of parameter combinations for the step `grid`. Each combination is a run of its own.
+#: Number of parameter combinations for the step `grid`. Each combination is a separate run.
 _POINTS = 3
 #: Time limit of one pipeline, in seconds.
 _ENDS_WITHIN_S = 900.0
@@ -262,7 +262,7 @@ def kill_server(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[byte
 
 
 def kill_ray_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill a process of Ray: the supervisor of a job, or the process of a step.
+    """Kill a random Ray process: either the supervisor of a job or the process of a step.
 
     Returns:
         `process`, the process of the pipeline.
@@ -400,7 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if time.monotonic() > ends_at:
                     break
                 # The first pipeline takes longer than the others. So the moment of a kill is a
-                # share of the shortest duration so far. Otherwise, many pipelines would end before.
+                # share of the shortest duration so far. Otherwise, many pipelines would end before
+                # the kill.
                 run(trial, min(trial.took_s for trial in trials))
                 trials.append(trial)
                 print(trial.line, flush=True)

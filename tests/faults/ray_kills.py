@@ -106,8 +106,8 @@ class Trial:
     steps: int
     #: Id of the flow run, or an empty string if it is not known yet.
     flow_run_id: str = ""
-    #: Process id of a run that is started without a worker. 0 for other runs. A tag of the flow run
-    #: contains this id, so that the test can find the flow run.
+    #: Process id of the flow process, if the test starts the run without a worker. Otherwise 0. A
+    #: tag of the flow run contains this id, so that the test can find the flow run.
     pid: int = 0
     #: Last event of the run before the kill.
     met: str = "not killed"

@@ -72,13 +72,14 @@ class Trial:
     injection: str
     #: Kind of the components, a key of `_STUBBORN`.
     shape: str
-    #: Duration of the trainer, in seconds.
+    #: Running time of the trainer without a fault, in seconds.
     lasts_s: float
     #: Time of the fault, in seconds after the start of the first component.
     after_s: float
     #: Errors that the test has found in the run.
     faults: list[str] = field(default_factory=list)
-    #: State in `run.json` at the end, or "no record" if this file does not exist.
+    #: State in `run.json` at the end of the run, or "no record" if this file does not exist. "never
+    #: begun" until the test has read the state.
     outcome: str = "never begun"
     #: Flow process of the run.
     process: subprocess.Popen[bytes] = None  # type: ignore[assignment]
@@ -109,7 +110,7 @@ class Trial:
         return next(iter((self.home / "runs").glob(f"soak{self.number}-*")), None)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of `run.json`, or an empty dict."""
+        """Return the content of `run.json`, or an empty dict if the file cannot be read."""
         try:
             assert self.directory is not None
             content: dict[str, Any] = json.loads((self.directory / "run.json").read_text())
@@ -258,7 +259,7 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
     """Check the record until the flow process exits.
 
     Returns:
-        An error if the record says that the flow process is dead while this process is alive.
+        An error if the record says that a living flow process is dead.
     """
     while True:
         record = trial.record()
