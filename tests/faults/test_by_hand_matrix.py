@@ -42,7 +42,7 @@ SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 DATABASE = os.environ.get("MUSTER_DATABASE") or "sqlite"
 #: Number of GPUs of the only node.
 GPUS = 16
-#: A run must react to a change within this time, in seconds. After a change of a waiting run to
+#: A run must react to a change within this time, in seconds. If the test sets a waiting run to
 #: Running, the reaction may take two minutes, and longer on a busy machine.
 SETTLED_WITHIN_S = 240.0
 #: Time that a stopping component needs to save its state, in seconds.
@@ -361,7 +361,7 @@ class Matrix:
         return sorted((before & after) - holders.keys())
 
     def _has_component(self, row: Row) -> bool:
-        """Return True if the program of the run lives, and has been granted its devices."""
+        """Return True if a component of the run has started with GPUs, and still runs."""
         lines = [line for line in self.pool.read_lines() if line["run"] == row.name]
         pids = {line["pid"] for line in lines if line["what"] == "start" and line["devices"]}
         return not pids.isdisjoint(processes_with("MUSTER_RUN_ID", row.name))

@@ -28,7 +28,7 @@ from tests.support.saving_component import has_saved, is_training, saving_spec, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: Time limit, in seconds, on each wait. A busy machine with many processes needs long.
+#: Time limit, in seconds, on each wait. The limit is high, because a busy machine is slow.
 WITHIN_S = 600.0
 until_late = partial(wait_for, within_s=WITHIN_S)
 MUSTER = str(Path(sys.executable).with_name("muster"))
@@ -50,7 +50,7 @@ class StoppedRun:
     worker: subprocess.Popen[bytes] | None = None
     #: Files that the components write: one file for each run, in the order of the runs.
     files: list[Path] = field(default_factory=list)
-    #: Commands that were started without a worker.
+    #: Processes of the commands that start runs without a worker.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property

@@ -67,7 +67,7 @@ def worker(host_env: HostEnvironment) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def run(host_env: HostEnvironment, worker: subprocess.Popen[bytes]) -> Run:
-    """Return a run under the worker, with all components ready."""
+    """Return a run that the worker has started, with all components ready."""
     return host_env.submit(make_sleeping_spec("api", "trainer")).wait_until_running()
 
 

@@ -262,7 +262,7 @@ def is_stopped(pid: int) -> bool:
 async def until_holds(condition: Any, description: str) -> None:
     """Wait in a thread until a condition holds.
 
-    Meanwhile, the event loop of the test still serves the proxy of the dashboard.
+    Meanwhile, the event loop of the test runs the proxy between Muster and the Ray dashboard.
     """
     await asyncio.to_thread(wait_for, condition, description)
 

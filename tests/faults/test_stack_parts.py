@@ -54,8 +54,8 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     deaths = Counter[str]()
 
     start_stack_under_kills(stack, random_draws, deaths)
-    # The trainings must still run at the last kill, and each kill takes about 20 s. Two trainings
-    # run at a time, so the five trainings last as long as three trainings in a row.
+    # A training must still run at the last kill, and each kill takes about 20 s. The five trainings
+    # run in three rounds, because only two trainings run at a time.
     steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
     wait_for(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
@@ -98,7 +98,7 @@ def start_stack_under_kills(
 
     Args:
         stack: The stack.
-        random_draws: Source of the random moments.
+        random_draws: Random generator for the moments of the kills.
         deaths: Mapping from process name to number of kills. This function adds its own kills.
     """
     up = stack.begin_up("--gpus", "1x2")
@@ -122,7 +122,7 @@ def kill_while_starting(
 
     Args:
         stack: The stack.
-        random_draws: Source of the random moments.
+        random_draws: Random generator for the moments of the kills.
         deaths: Mapping from process name to number of kills. This function adds its own kills.
         up: Process of `muster up`.
     """
@@ -151,7 +151,7 @@ def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str])
 
     Args:
         stack: The stack.
-        random_draws: Source of the random moments and of the order.
+        random_draws: Random generator for the moments and the order of the kills.
         deaths: Mapping from process name to number of kills. This function adds its own kills.
     """
     for name, guardian in plan_kills(PARTS, KILLS, random_draws):
