@@ -149,7 +149,7 @@ def _find_annotation(
 ) -> ast.expr | None:
     """Find the settings field that a call of `add_argument` names; return its annotation.
 
-    vLLM writes such a reference as `**group["dtype"]`.
+    In vLLM's source, the argument `**group["dtype"]` of such a call names the field `dtype`.
 
     Return None if the call does not refer to a field.
     """
@@ -183,8 +183,8 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
     Args:
         call: The call of `add_argument`.
-        annotation: Annotation of the field of the settings class that gives the argument its type.
-            None if the call itself defines the type.
+        annotation: Type annotation of the matching field in the settings class. None if the call
+            itself defines the type of the argument.
     """
     names = tuple(str(_evaluate_literal(argument)) for argument in call.args)
     keywords = _get_keywords(call)

@@ -79,8 +79,8 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
     Args:
         specs: Mapping from the name of a spec to the spec.
         version: Version of verl.
-        write: If True, also write the programs and keys of this version to the JSON file in this
-            checkout.
+        write: If True, also write the programs and configuration keys of this version to its JSON
+            file in this checkout.
 
     Raises:
         NoWheel: pip could not download verl or Hydra.

@@ -36,8 +36,8 @@ from tests.peers.verl.facts import TYPE_NAMES, fits
 
 #: The programs of verl that a run may start.
 ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")
-#: Mapping from a key to a further type that verl accepts. The default value of the key has another
-#: type.
+#: Mapping from a configuration key to a type that verl accepts in addition to the type of the
+#: key's default value.
 #:
 #: Source: verl 0.9.1, trainer/sft_trainer_ray.py (`after_each_epoch`), utils/tracking.py (one
 #: logger), utils/dataset/ (one file or several).
@@ -51,7 +51,7 @@ _ADDITIONAL_TYPES = {
 
 
 def configuration_of(folder: Path, module: str) -> str:
-    """Return the name of the Hydra configuration that a program of verl uses, from its source.
+    """Read the name of the Hydra configuration from the source code of a program of verl.
 
     Raises:
         LookupError: The program does not exist, or has no configuration of Hydra.

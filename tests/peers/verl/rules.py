@@ -197,7 +197,7 @@ def _check_gang(start: Start) -> Iterator[str]:
 
 
 def _check_algorithm(start: Start) -> Iterator[str]:
-    """Yield a fault if the algorithm of verl differs from the workload of the spec."""
+    """Yield a fault if verl would not train with the algorithm that the spec's `workload` names."""
     estimator = start.values.get("algorithm.adv_estimator")
     workload = start.spec.workload
     if estimator is None and workload != "sft":
@@ -250,7 +250,7 @@ def _check_directory(start: Start) -> Iterator[str]:
 
 
 def _check_progress(start: Start) -> Iterator[str]:
-    """Yield a fault if verl does not write the metrics that the spec reads as progress."""
+    """Yield a fault if Muster cannot read the run's progress from the metrics that verl writes."""
     progress = start.spec.progress
     if progress is None or progress.jsonl is None:
         return

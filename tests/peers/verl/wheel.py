@@ -41,8 +41,8 @@ def ask(wheel: Wheel, question: Mapping[str, Any], folder: Path) -> dict[str, An
         Unanswered: `compose` failed or did not end in time.
     """
     pip("install", "--target", str(folder), HYDRA)
-    # `-S` switches the module `site` off, so that the packages of this environment cannot influence
-    # the answer.
+    # `-S` switches the module `site` off, so that the new process cannot import the packages of
+    # this environment.
     command = (sys.executable, "-S", "-m", "tests.peers.verl.compose", str(wheel.folder))
     try:
         result = subprocess.run(
