@@ -1443,10 +1443,10 @@ class SupervisedAttempt:
         is_blamed = last is not None and last.name == decision.component
         is_unexamined = not is_blamed and not self._hung_components()
         if last is not None and is_free and not is_warned and is_unexamined:
-            # The teardown stops the components in the reverse order of their launch, and writes
-            # events before the first stop. To save time, send the stop signal now to the component
-            # that was launched last. Exception: if this component caused the end of the attempt,
-            # the size of its log must be read before the signal.
+            # The teardown first writes events, and then stops the components in the reverse order
+            # of their launch. To save time, send the stop signal already now to the component that
+            # was launched last. Do not do this if the component caused the end of the attempt: the
+            # size of the component's log must be read before the signal.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()

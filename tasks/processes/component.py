@@ -61,10 +61,10 @@ class ComponentPlan:
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if Muster checks only the port `NAME.port` of the component. The component itself starts
-    #: and watches the servers on its other ports.
+    #: True if the component itself starts and watches the servers on its ports. Muster then checks
+    #: only the port `NAME.port`.
     manages_ports: bool = False
-    #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
+    #: Folder or URL of the checkpoints that the component writes. Empty if unknown.
     checkpoints: str = ""
     #: Function that returns True while the component writes a checkpoint. The function may block.
     #: The attribute is None if it is unknown whether the component writes checkpoints.

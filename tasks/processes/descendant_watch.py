@@ -41,10 +41,11 @@ _PAUSE_PER_SEARCH = 50.0
 #: Time limit in seconds for a search for descendants. If a process is stuck in the kernel, reading
 #: its files in /proc can block.
 _SEARCH_WITHIN_S = 10.0
-#: Largest number of descendants that are watched at the same time. Each needs an open file.
+#: Largest number of descendants that are watched at the same time. Muster keeps a file descriptor
+#: open for each watched descendant.
 _WATCHED_AT_MOST = 512
-#: Largest number of seconds between a possible cause and the end of the component. Possible causes
-#: are the death of a descendant, and a kill by the OOM killer. Earlier events are no causes.
+#: The death of a descendant, or a kill by the OOM killer, may be the cause of the component's end
+#: if it happened at most this number of seconds before the end.
 _CAUSE_WITHIN_S = 30.0
 #: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})
@@ -314,9 +315,9 @@ class DescendantWatch:
         kernel_log = oom_killer.read_kernel_log()
         logged = oom_killer.find_logged_kills(kernel_log, pids, since_s=since_s)
         if kernel_log and not logged and exit.signal is not None:
-            # The OOM killer has killed no process of this component: the kernel log would name the
-            # process. If the counter of the cgroup shows a kill, another process in the same cgroup
-            # was killed, for example a process of another run.
+            # The kernel log names each process that the OOM killer has killed, and no process of
+            # this component is in the log. If the counter of the cgroup shows a kill, the killed
+            # process belongs to another component or run in the same cgroup.
             return ""
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:
@@ -393,16 +394,16 @@ class DescendantWatch:
         return clause
 
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
-        """Return a cgroup in which the OOM killer killed a process, and the cgroups around it.
+        """Find a cgroup with a process that the OOM killer killed shortly before the exit.
 
-        The kill must have happened shortly before the exit. If the cgroup was removed, kills in
-        its nearest remaining parent cgroup count, too.
+        If the cgroup was removed, a kill in its nearest remaining parent cgroup counts, too.
 
         Args:
             exit: Exit of the component.
 
         Returns:
-            Directories of the cgroups, the innermost first. None if there was no such kill.
+            Directories of the cgroup and of its parent cgroups, the innermost first. None if the
+            OOM killer killed no process shortly before the exit.
         """
         for chain in reversed(self._chains):
             path = next((path for path in chain if oom_killer.read_memory_group(path)), None)

@@ -87,9 +87,9 @@ def find_memory_parent() -> MemoryParent:
 
 
 def _passes_controller_on(directory: Path) -> bool:
-    """Return True if cgroups below a cgroup of version 2 can have a memory limit.
+    """Return True if the children of a version 2 cgroup can have a memory limit.
 
-    For this purpose, the cgroup must pass the memory controller on to its children.
+    This is the case if the cgroup's file `cgroup.subtree_control` contains `memory`.
     """
     with contextlib.suppress(OSError):
         controllers = (directory / "cgroup.subtree_control").read_text(encoding="ascii")

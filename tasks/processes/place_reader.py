@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 #: Default time limit of a read, in seconds.
 ANSWERS_WITHIN_S = 2.0
-#: Longest wait in seconds of `ask_blocking` between two checks whether the caller must stop.
+#: Seconds between two calls of `must_stop` while `ask_blocking` waits.
 _CHECK_STOP_EVERY_S = 0.1
 
 

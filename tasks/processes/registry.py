@@ -506,8 +506,8 @@ class LostRun:
     def forget(self) -> None:
         """Remove the run from the registry.
 
-        The run stays registered if the entry of a component cannot be read, and a process with the
-        environment variables of the component still runs.
+        The run stays registered if a component with an unreadable entry still has running
+        processes. Such processes are found by their environment variables.
 
         Raises:
             OSError: The processes of this machine cannot be listed.
@@ -802,11 +802,10 @@ def _rebuild_owner(directory: Path, fault: str) -> Owner:
 
 
 def _find_boot(directory: Path) -> str:
-    """Return the boot id of this machine at the start of a run's processes.
+    """Return the id of the boot during which the processes of a run started.
 
-    The id comes from the run's registry entries. If no entry can be read, the id of the current
-    boot is returned. Muster then searches for processes of the run, although the machine may have
-    been rebooted since the run started.
+    If no registry entry of the run can be read, the id of the current boot is returned. Muster then
+    searches for processes of the run, because such processes may still exist.
     """
     entries, _ = _read_entries(directory, ProcessEntry)
     boots = {entry.guardian.boot_id for entry in entries}

@@ -521,7 +521,10 @@ class KillRounds:
         return self.lasts_s <= _ROUNDS_AT_ONCE_S or self.pause_s == 0.0
 
     def note_round(self) -> None:
-        """Begin the pause after a round of SIGKILL. Call this after each round."""
+        """Begin the pause before the next round. Call this method after each round.
+
+        In a round, all processes of the tree get SIGKILL.
+        """
         pause_s = max(_ROUND_PAUSE_AT_LEAST_S, _ROUND_PAUSE_PART * self.lasts_s)
         self._next_at = self._clock() + min(pause_s, _ROUND_PAUSE_AT_MOST_S)
 

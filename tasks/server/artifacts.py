@@ -245,14 +245,16 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
 
 
 def download_code(client: SyncPrefectClient, name: str) -> bytes | None:
-    """Download stored code, or the file tree of stored code: an archive of the project's files.
+    """Download one of the two parts of stored code: the description or the file tree.
+
+    The description is a line of JSON. The file tree is a tar archive of the project's files.
 
     Args:
         client: Client of the Prefect server.
-        name: Name of the stored code or of the file tree.
+        name: Name of the description or of the file tree.
 
     Returns:
-        The packed content, or None if the server does not have the content.
+        The compressed content, or None if the server does not have the content.
     """
     for _entry_id, entry_name, parts in _read_entries(client):
         if entry_name == name:

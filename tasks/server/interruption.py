@@ -184,7 +184,7 @@ class Interruptible(Protocol):
 
 
 class ForwardedRequests:
-    """Forwards signals, and changes of the flow run on the server, to a run or pipeline."""
+    """Lets a run or pipeline react to signals, and to changes of its flow run on the server."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
@@ -205,11 +205,13 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """End the run or pipeline after a signal, or end only this process.
+        """End the run or pipeline because a signal has arrived.
 
-        SIGTERM ends only this process if the flow run was not cancelled and a later process of the
-        flow run can continue the run or pipeline. For example, a worker that is being stopped sends
-        SIGTERM. A second Ctrl-C also skips the grace periods.
+        A second Ctrl-C skips the grace periods.
+
+        A worker sends SIGTERM when the worker is being stopped. If a later process can continue the
+        run or pipeline, SIGTERM ends only this process. After a cancellation of the flow run,
+        SIGTERM ends the run or pipeline, too.
 
         Args:
             signum: number of the signal.
@@ -308,8 +310,9 @@ def end_on_request(
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)
-                # If the run or pipeline has ended during the request, ignore the answer. This
-                # process, and not a user, may have set the final state that the answer contains.
+                # If the run or pipeline has ended during the request, ignore the answer. The
+                # answer may contain the final state that this process itself has set.
+                # `take_observation` would treat this state as a request of a user.
                 if not is_over.is_set():
                     wishes.take_observation(observed)
 
