@@ -256,9 +256,11 @@ class _TracebackParser:
             message: The line without the times, log levels and process names at its beginning.
 
         Returns:
-            - The number of the traceback if this is the first line of a traceback, or the line with
-              the exception message. Otherwise 0.
-            - The message, or an empty string if the line is source code in a traceback.
+            A pair:
+
+            - Number of the traceback if the line is its first line or contains its exception
+              message. 0 for any other line.
+            - The line. An empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:
             if not self._is_chained:

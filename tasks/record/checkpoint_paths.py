@@ -155,8 +155,8 @@ def check_access(written: str) -> None:
     """
     if not is_url(written):
         return
-    # The values of the placeholders are not known yet. So check an arbitrary folder name instead.
-    # The store answers even if that folder does not exist.
+    # The values of the placeholders are not known yet. So replace each placeholder with an
+    # arbitrary folder name. The store answers even if that folder does not exist.
     folder = parse_checkpoint_path(re.sub(r"\$\{[^}]*\}", "muster-check", written))
     if "${" not in split_url(written)[1].partition("/")[0]:
         folder.is_dir()

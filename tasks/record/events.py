@@ -259,7 +259,7 @@ def listen_to_events(listener: Listener) -> Iterator[None]:
         event_listeners.reset(token)
 
 
-#: Keys in the payload of each event about a run with a flow process.
+#: Keys in the payload of each event about a run whose flow process has started.
 _RUN = ("run_id", "workload", "attempt", "host")
 #: Keys in the payload of each event about a queued run.
 _QUEUED = ("run_id", "pool", "queue")

@@ -17,10 +17,10 @@ from pathlib import Path
 from tasks.record.places import muster_home
 from tasks.record.repository import GitView, find_repository, git_view
 
-#: Number of folders that are read before git is asked which of their files are ignored.
+#: Number of folders whose files are passed to git in one call. git then finds the ignored files.
 _FOLDERS_AT_ONCE = 200
-#: A folder is small if it contains fewer files and folders than this number. git lists the files of
-#: a small folder quickly, so `count_until` does not count these files.
+#: A folder with fewer files and folders than this number is small. `count_until` does not count the
+#: files of a small folder, because git can list these files quickly.
 _SMALL_PROJECT = 5_000
 
 

@@ -87,7 +87,8 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 class Measured:
     """Summary of the last 10 measurements of a quantity, and of all earlier measurements."""
 
-    #: Mean of the last 10 values. For the longest response time, the maximum of the last 10 values.
+    #: Mean of the last 10 values. If the quantity is the longest response time, the maximum of the
+    #: last 10 values.
     now: float
     #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None

@@ -34,7 +34,7 @@ class NodeBlame(StrEnum):
 
 
 class CheckpointBlame(StrEnum):
-    """Condition under which a loaded checkpoint may be the cause of a failure."""
+    """Condition under which a failure may be caused by the checkpoint that the trainer loaded."""
 
     #: A checkpoint never causes a failure of this kind.
     NEVER = "never"

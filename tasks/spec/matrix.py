@@ -62,7 +62,8 @@ class Range(Model):
 
 
 def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> Any:
-    # Choose one type here. If pydantic checked both types, it would report the faults of both.
+    # Decide here whether the value must be a `Range` or a list. Otherwise, pydantic would compare
+    # the value with both types, and report two errors for one fault.
     if isinstance(value, Range):
         return value
     if isinstance(value, Mapping):

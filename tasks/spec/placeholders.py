@@ -105,7 +105,8 @@ _RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
 #: Placeholder names for the evaluated checkpoint. They are allowed only in evaluations.
 CHECKPOINT_NAMES = ("checkpoint", "checkpoint.step", "checkpoint.run_id", "checkpoint.run_dir")
 _GANG_NODES = "gang.nodes"
-#: Placeholder names for numbers in the spec. Each name is the dotted path of the number.
+#: Names of the placeholders that stand for a number in the run spec. The name of the placeholder is
+#: the dotted path of the number in the run spec.
 _NUMBER_NAMES = ("progress.total", "success.step", _GANG_NODES, "gang.gpus_per_node")
 #: Default number of nodes of a gang, as in `tasks.spec.run.Gang`.
 _DEFAULT_NODES = 1

@@ -42,7 +42,10 @@ _PIPELINE_OPTIONS = {
 
 
 class Sizes(BaseModel):
-    """Sizes of one inference engine, as computed from the keys of the component `rollout`."""
+    """Numbers of nodes, GPUs and parallel ranks of one inference engine.
+
+    The numbers come from the keys of the component `rollout` in the run spec.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 

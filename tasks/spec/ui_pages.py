@@ -12,8 +12,9 @@ from __future__ import annotations
 _UI_PATH = "/v2"
 #: Beginning of each URL in the UI of Prefect Cloud. This UI has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
-#: Pages whose path begins with this text fail after a login, because the UI adds the query `?tab=`
-#: twice. A link to the login form with `redirectTo` opens these pages with and without a login.
+#: Beginning of the paths of pages that cannot be opened directly: after the login, the UI adds the
+#: query `?tab=` twice, and the page fails. A link to the login form with `redirectTo` opens the
+#: page, even for a user who is already logged in.
 _FAILS_AFTER_LOGIN = "deployments/"
 
 

@@ -194,17 +194,18 @@ def _add_inputs(
     index: LineageIndex,
     above: list[str],
 ) -> None:
-    """Add a line for each input to the tree. Below each line, add the run that wrote the input.
+    """Add a line for each input of a run, and below that line the run that wrote the input.
 
-    The inputs of that run are added in the same way.
+    Below the line of the writing run, the inputs of that run are added in the same way.
 
     Args:
         node: Line below which the lines are added.
         inputs: The inputs.
         runs: Mapping from run ids to all known runs.
         index: The lineages of all known runs.
-        above: Ids of the runs above the new lines. Needed to prevent an endless recursion: if files
-            were overwritten, two runs may seem to be inputs of each other.
+        above: Ids of the runs above the new lines. The inputs of these runs are not added again. If
+            files were overwritten, two runs may seem to be inputs of each other, and the recursion
+            would never end.
     """
     for data in inputs:
         line = node.add(describe_input(data))

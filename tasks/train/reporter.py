@@ -110,7 +110,7 @@ class Reporter:
         self._is_server_away = False
         #: Set when the thread must stop sending.
         self._is_closed = threading.Event()
-        #: Set when this process exits and waits until the final artifacts are sent.
+        #: Set to make the thread of this reporter send the last artifacts without a delay.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
         self._expected_end = ExpectedEnd()
