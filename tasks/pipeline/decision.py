@@ -122,7 +122,8 @@ class PipelineDecision:
     states: Mapping[str, StageState]
     #: Mapping from the name of a skipped stage to the reason.
     skipped: Mapping[str, str]
-    #: Failed or cancelled run after which no further run begins, or None.
+    #: Failed or cancelled run because of which the pipeline begins no further run. None if there is
+    #: no such run.
     ended_by: StageRun | None
 
     @property

@@ -320,10 +320,11 @@ async def set_state(
 
 
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
-    """Return True if a scheduler may have overwritten the Cancelled state of a waiting flow run.
+    """Return True if a waiting flow run may have been cancelled.
 
-    The result is also True for a flow run that was retried after its end. `find_lost_cancel` tells
-    the two cases apart.
+    A scheduler may have replaced the state Cancelled with the state of a waiting flow run. The
+    result is also True for a flow run that was retried after its end. `find_lost_cancel` tells the
+    two cases apart.
     """
     state = state_of(flow_run)
     is_waiting = state.is_scheduled() and state.name == PENDING_RESOURCES

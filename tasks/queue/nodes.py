@@ -123,7 +123,8 @@ class Capacity:
     includes_this_machine: bool = False
     #: Deadline for reading one cluster, in seconds.
     within_s: float = 5.0
-    #: Address of the Ray cluster of the run in this process. Empty in a worker.
+    #: Address of the Ray cluster of the run that this process executes. Empty in the process of a
+    #: worker, because a worker executes no run itself.
     own_cluster: str = ""
     #: Function that creates the reader of a cluster from the address and the credentials of the
     #: cluster.

@@ -73,7 +73,7 @@ class QueueReader:
     capacity: Capacity
     #: Identity of this process. The GPU grants that this process writes contain this identity.
     process: SchedulerProcess
-    #: Object that reads the waiting runs and the runs that hold GPUs from the server.
+    #: Object that requests two groups of runs from the server: waiting runs, and runs with GPUs.
     reader: LedgerReader
     #: Mapping from pool name to the last valid settings of the work pool.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
@@ -295,12 +295,12 @@ class QueueReader:
     def _is_stuck(
         self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
     ) -> bool:
-        """Return True if a run has its grant, but its worker will not start the run.
+        """Return True if GPUs were granted to a run, but no worker will start the run.
 
         Args:
             entry: The run.
             ledger: The waiting runs and the runs that hold GPUs.
-            in_flight: Ids of runs that this process is submitting. These runs are not checked.
+            in_flight: Ids of runs that this process is submitting. These runs are not stuck.
             now: Current time in UTC epoch seconds.
         """
         state = entry.state

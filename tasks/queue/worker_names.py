@@ -41,13 +41,12 @@ def name_variable(pool: str, worker: str) -> str:
 
 
 def read_other_worker(value: object) -> str:
-    """Return the host and process id of the second worker, if two workers have the same name.
+    """Return the host and process id of one of two live workers that have the same name.
 
-    Otherwise, return an empty string.
+    Return an empty string if only one live worker has the name.
 
     Args:
-        value: Value of the Prefect variable into which both workers write their host and process
-            id.
+        value: Value of the Prefect variable that all workers with the name share.
     """
     other = value.get("other") if isinstance(value, dict) else ""
     return other if isinstance(other, str) else ""

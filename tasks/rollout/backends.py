@@ -212,8 +212,8 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # The request /health would report a hanging scheduler only after 90 s, and its result may
-        # be 12 s old. So health checks also request a token.
+        # The endpoint /health reports a hanging scheduler only after 90 s, and its answer may be
+        # 12 s old. So each health check also lets the server generate a token.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:

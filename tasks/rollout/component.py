@@ -419,15 +419,15 @@ def prepare_fleet(
     resumes: bool = False,
     secrets: frozenset[str] = frozenset(),
 ) -> FleetPlan | None:
-    """Return the plan of the fleet of one attempt, or None if the run has no fleet.
+    """Return the plan of an attempt's inference servers, or None if the run has no such servers.
 
     Args:
         spec: The run spec, with its placeholders and secrets filled in.
         run_id: Id of the run.
         place: Paths of the attempt's files.
         containment: Kernel features that this machine uses to end all processes of the run.
-        ports: Mapping from name to number, for the reserved ports of the run.
-        register_at: Registry directory of the run, in which the servers get entries.
+        ports: The reserved ports of the run, as a mapping from port name to port number.
+        register_at: Registry directory of the run. The directory gets an entry for each server.
         resumes: True if the trainer resumes from a checkpoint, so that its weights are newer than
             the weights that the servers load.
         secrets: Secrets of the run, which the fleet's process masks in its output.

@@ -56,9 +56,10 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
 
 
 def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
-    """Return a phrase that describes the last activity of an inference fleet.
+    """Return a phrase that describes the state of an inference fleet before the fleet was stopped.
 
-    Example: `2 of 3 engines served requests, recovering: 2, weights were being synced`.
+    Example: `2 of 3 engines served requests, recovering: 2, weights were being synced`. Here, the
+    engine with the index 2 was recovering.
 
     Args:
         events: Events of the fleet, oldest first.

@@ -37,11 +37,11 @@ SILENT_AT_MOST_S = 10.0
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: Largest number of unread bytes of a message body. Above this number, the connection stops reading
-#: from the sender until the handler of the message has read these bytes.
+#: Largest number of received bytes of a message body that the handler of the message has not read.
+#: Above this number, the connection receives nothing more until the handler has read these bytes.
 _MOST_UNREAD = 256 * 1024
-#: Number of waiting requests at which a connection stops reading further requests. Before its first
-#: authorized request, the connection stops reading as soon as a single request waits.
+#: Largest number of requests that wait on one connection. At this number, the connection reads no
+#: further request. Before the first authorized request on the connection, the number is 1.
 _MOST_AHEAD = 8
 #: Seconds that a client gets to read the end of a response before the gateway cuts the connection.
 _LINGER_S = 5.0

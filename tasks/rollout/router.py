@@ -227,11 +227,12 @@ class Router:
             await asyncio.shield(self._idle)
 
     def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
-        """Add a function that is called after the methods `set`, `open` and `abort` of this router.
+        """Add a function that cancels the unanswered requests to some entrypoints.
+
+        The methods `set`, `open` and `abort` of this router call the function.
 
         Args:
-            listener: Function that is called with the entrypoints whose unanswered requests it must
-                cancel.
+            listener: The function. Its argument contains the entrypoints, and may be empty.
         """
         self._listeners.append(listener)
 
