@@ -64,8 +64,8 @@ SERVED = (
         description="Cleans up after runs of this host whose flow process has died. Muster's "
         "upkeep process does the same every minute, without a flow run.",
         # One flow run per hour is enough, because the upkeep process does the same work every
-        # minute without a flow run. The flow runs show in the Prefect UI that the host is
-        # maintained, and do the work if the upkeep process fails.
+        # minute. The flow runs have two purposes: they show in the Prefect UI that the host is
+        # maintained, and they do the work if the upkeep process fails.
         interval_s=3600,
     ),
     Served(

@@ -35,7 +35,7 @@ READ_WITHIN_S = 5.0
 
 
 class FleetError(Exception):
-    """The gateway cannot be reached or refuses a request. The servers get no further weights."""
+    """The gateway cannot be reached or refuses a request, so the servers cannot get new weights."""
 
 
 class Fleet:

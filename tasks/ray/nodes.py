@@ -114,9 +114,8 @@ class AgentKey:
     private: Any
     #: Modulus of the RSA public key, in hex. The agents use the modulus to check signatures.
     modulus: str
-    #: Beginning of the names of all agents of this user. This beginning contains a digest of the
-    #: public key and a digest of the agents' code. The name of an agent ends with the id of its
-    #: node.
+    #: Prefix of the names of all agents of this user. The prefix contains a digest of the public
+    #: key and a digest of the agents' code. The id of the agent's node follows the prefix.
     prefix: str
 
     @staticmethod

@@ -253,8 +253,8 @@ def _list_uses(
     submitted through the dashboard.
     """
     for actor in actors:
-        # The supervisor actor of a submitted job belongs to the dashboard's own Ray job, but its
-        # name contains the submission id of the submitted job.
+        # The dashboard starts a supervisor actor for each submitted job. This actor belongs to the
+        # dashboard's own Ray job. So read the submission id from the name of the actor.
         supervised_id = ""
         if actor.name.startswith(_SUPERVISOR):
             supervised_id = actor.name.removeprefix(_SUPERVISOR)

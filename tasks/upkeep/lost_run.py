@@ -363,8 +363,9 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
                     # Another host has resumed the run, and sets the state of the flow run on the
-                    # server. When the run has ended there, the record on this host must be closed,
-                    # too. The note file makes a later `muster reconcile` close the record.
+                    # server. When the run has ended on the other host, the record on this host must
+                    # be closed, too. The note file makes a later `muster reconcile` close the
+                    # record.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = decide_closed_state(state, record, loss.cause)

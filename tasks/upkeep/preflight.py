@@ -90,10 +90,10 @@ class NodeResult:
     gpus: float = 0.0
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
-    #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. The machine that runs the preflight has only the facts
-    #: `shared_problem` and `devices_problem`: problems with the shared directory and with the GPU
-    #: devices of that machine, or empty strings.
+    #: Result of `machine.gather_facts` on the node. Empty if the node was not reached. For the
+    #: machine that runs the preflight, only the keys `shared_problem` and `devices_problem` exist.
+    #: The value of each key describes a problem with the shared directory or with the GPU devices.
+    #: If there is no problem, the value is an empty string.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.

@@ -213,8 +213,8 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         The report, or None if the record was not closed.
     """
     if read_owner(note.run_id) is not None:
-        # The run is registered, so its next process has started, and the run does not wait any
-        # more. If that process was killed, the cleanup of lost runs closes the run's record.
+        # The run is in the registry, so the next process of the run has started. That process
+        # closes the record. If the process is killed, the cleanup of lost runs closes the record.
         return None
     with connect_to_server(note.api_url) as client:
         state = read_state(client, note.flow_run_id)
