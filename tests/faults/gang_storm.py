@@ -218,8 +218,9 @@ def kill_at(
     Args:
         storm: The running test.
         host: Host whose worker is killed.
-        moment: Function that returns a description of the moment, or an empty string before this
-            moment. None to kill the worker at a random time within 2 s.
+        moment: Function that is called again and again until the chosen moment. It returns an empty
+            string before the moment, and then a description of the moment. None to kill the worker
+            at a random time within 2 s.
     """
     description = "any moment"
     if moment is None:
@@ -425,7 +426,7 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
         # Draw all specs before the faults begin, so that the specs depend only on the seed. The
-        # faults use the same random generator, at times that vary.
+        # faults draw from the same random generator, and not at the same time in each run.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)

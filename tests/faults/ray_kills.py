@@ -60,8 +60,8 @@ for step in range(int(sys.argv[2])):
     time.sleep(0.1)
 print("done", flush=True)
 """
-#: Time limit, in seconds, on the start of a flow process, and on the wait for the moment in which
-#: the flow process is killed.
+#: Seconds within which a flow process must start. Also the time limit of the wait from the start
+#: until the flow process is killed.
 _COMES_WITHIN_S = 150.0
 #: Seconds after the kill of the flow process within which the run must have its final state.
 _TRUE_WITHIN_S = 240.0

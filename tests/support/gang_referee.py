@@ -27,7 +27,7 @@ _MAX_FAULTS_OF_KIND = 5
 class State:
     """One state in the history of a flow run on the Prefect server."""
 
-    #: Time of the state by the server's clock, in UTC epoch seconds.
+    #: Time at which the flow run entered the state, by the server's clock, in UTC epoch seconds.
     at: float
     type: str
     name: str

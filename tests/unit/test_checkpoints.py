@@ -105,7 +105,7 @@ def test_last_complete_checkpoint_of_a_folder_is_found(
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
-        # the checkpoint that the pointer file names was deleted. The newer checkpoint may be
+        # the checkpoint in the pointer file `latest` was deleted. The newer checkpoint may be
         # incomplete, so no checkpoint is used
         (
             "latest",

@@ -402,8 +402,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "a"},
             {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
         ),
-        # the first gang may start only in 30 s. The gang h ends in 20 s, so node a will be free for
-        # the first gang. Node b is not reserved, so the second gang starts there
+        # the first gang must not start before 30 s have passed. The gang h ends in 20 s, so node a
+        # will be free for the first gang. Node b is not reserved, so the second gang starts there
         Case(
             [waits(1, 8, in_s=30), waits(2, 8)],
             [held("h", 20, a=8)],

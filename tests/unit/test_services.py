@@ -46,7 +46,7 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         # the service was ready before its death at 100 s, but not within 100 s after this death, so
         # it is not restarted again
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
-        # the service was never ready within 100 s after its first death
+        # the service died at 0 s. It was not ready in the next 100 s, so it is not restarted again
         ([(0, None), (101, None)], [1, None]),
     ],
 )
