@@ -51,7 +51,7 @@ class Answer:
     log_probs: tuple[float, ...]
     #: Index of the inference engine in the fleet.
     engine: int
-    #: Epoch of the engine, which counts the starts of the engine.
+    #: Epoch of the engine: 1 after the first start, 2 after the second start, and so on.
     epoch: int
     #: Version of the weights that sampled the answer, as the gateway reported it.
     version: int
@@ -310,8 +310,8 @@ def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> li
     """Return the answers of a completion.
 
     Args:
-        headers: Headers of the response, in which the gateway names the index of the engine, the
-            number of its starts (epoch), and the version of the weights.
+        headers: Headers of the response. The gateway sends the index of the engine, the epoch of
+            the engine, and the version of the weights in the headers.
         content: JSON object of the response, as vLLM writes it.
 
     Raises:

@@ -244,9 +244,7 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
 
 
 def _describe_source(answer: Answer) -> str:
-    """Return a text with the engine of an answer, the number of the engine's start, and the version
-    of the weights.
-    """
+    """Return a text with the engine, the engine's epoch and the weight version of an answer."""
     return (
         f"engine {answer.engine} (start number {answer.epoch}) answered with weights of version "
         f"{answer.version}"

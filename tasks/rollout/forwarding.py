@@ -282,8 +282,8 @@ class Forwarder:
         self.fleet = fleet
         self.router = fleet.router
         settings = fleet.settings
-        #: Mapping from an entrypoint to the tasks of the requests that it is answering. A key is
-        #: the entrypoint's rank and the number of its start (epoch).
+        #: Tasks of the requests that each entrypoint is answering. A key of this mapping is the
+        #: rank and the epoch of the entrypoint. The epoch counts the starts of the entrypoint.
         self.running_requests: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(
             set
         )
@@ -301,8 +301,8 @@ class Forwarder:
         #: Reason why the gateway stops, or None while the gateway is open. If a reason is set,
         #: failed requests are not retried.
         self.stop_reason: str | None = None
-        #: Mapping from an entrypoint to the number of response pieces that it has sent. A key is
-        #: the entrypoint's rank and the number of its start (epoch).
+        #: Number of response pieces that each entrypoint has sent. A key of this mapping is the
+        #: rank and the epoch of the entrypoint. The epoch counts the starts of the entrypoint.
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(self._abort_entrypoints)
@@ -330,7 +330,7 @@ class Forwarder:
         """Cancel all running requests to some entrypoints.
 
         Args:
-            keys: Rank and number of the start (epoch) of each entrypoint.
+            keys: Rank and epoch of each entrypoint. The epoch counts the starts of the entrypoint.
         """
         task_sets = [self.running_requests.pop(key, set()) for key in keys]
         for tasks in task_sets:

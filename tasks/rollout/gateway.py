@@ -187,7 +187,7 @@ def _is_own_address(authority: str, port: int | None) -> bool:
     """Return True if a host and a port are an address of this gateway on this machine.
 
     Args:
-        authority: Host and optional port, as in a URL.
+        authority: Host and optional port of a URL, such as `localhost:8000`.
         port: Port of the gateway. None to accept every port. An authority without a port is always
             accepted: it cannot come from a web page, because browsers send the gateway's port.
     """

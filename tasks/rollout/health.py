@@ -166,11 +166,11 @@ class Health:
 
         The first probe is sent after `health.first_after_s` seconds. If this key is not set, the
         first probe is sent after one probe interval. If the group has restarted or ended since the
-        given epoch, the call does nothing.
+        start `epoch`, the call does nothing.
 
         Args:
             group: Index of the engine's lifecycle group.
-            epoch: Number of the group's start. Only servers of this start are checked.
+            epoch: Epoch of the group: 1 after the first start, 2 after the second start, and so on.
         """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
@@ -221,7 +221,8 @@ class Health:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the start of the server's group, at the time of the request.
+            epoch: Epoch of the server at the time of the request. The epoch counts the starts of
+                the server's group.
             why: Description of the failure. A 4xx response is never a failure of the server.
         """
         watch = self._watch_of(rank, epoch)
@@ -244,8 +245,8 @@ class Health:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the last start of the server's group.
-            count: Number of response pieces that the server has generated since this start.
+            epoch: Epoch of the server. The epoch counts the starts of the server's group.
+            count: Number of response pieces that the server has generated in this epoch.
         """
         watch = self._watch_of(rank, epoch)
         if watch is None:

@@ -110,8 +110,8 @@ class LocalHost:
 
         Args:
             slot: The planned server.
-            epoch: Number that counts the starts of the server's group. The servers of a group are
-                always started and stopped together.
+            epoch: Epoch of the server's group: 1 for the first start, 2 for the second start, and
+                so on. The servers of a group are always started and stopped together.
 
         Raises:
             StartFailed: The server could not be started, or it still runs from an earlier start.

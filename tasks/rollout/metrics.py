@@ -38,9 +38,9 @@ class Metrics:
         """
         Args:
             fleet: The fleet that the gateway belongs to.
-            pieces: Mapping from a server to the number of response pieces that it has generated. A
-                key is the server's rank and the number of its start (epoch). The gateway updates
-                the mapping.
+            pieces: Number of response pieces that each server has generated. A key of this mapping
+                is the rank and the epoch of a server. The epoch counts the starts of the server.
+                The gateway updates the mapping.
         """
         self._fleet = fleet
         self._pieces = pieces

@@ -212,7 +212,7 @@ class Death:
 
     #: Rank of the server.
     rank: int
-    #: Epoch of the dead process: the number of the start of its server group.
+    #: Epoch of the server. The epoch counts the starts of the server's group.
     epoch: int
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its Ray actor died: node
     #: 10.0.0.7 is gone`.

@@ -276,8 +276,8 @@ class RayHost:
 
         Args:
             slot: The planned server.
-            epoch: Number that counts the starts of the server's group. The servers of a group are
-                always started and stopped together.
+            epoch: Epoch of the server's group: 1 for the first start, 2 for the second start, and
+                so on. The servers of a group are always started and stopped together.
 
         Raises:
             StartFailed: The actor or the server's process could not be started.

@@ -4,8 +4,8 @@ A lifecycle group holds the servers of one engine, which are stopped and started
 modules change a group's state with the methods of `Registry`, and read frozen snapshots.
 
 The registry needs no lock, because it is used in one asyncio loop only. A method that receives an
-older epoch of a group changes nothing. An illegal change of state raises IllegalTransition. A rank
-or a group that the fleet does not have raises KeyError.
+older epoch of a group changes nothing. The epoch counts the starts of the group. An illegal change
+of state raises IllegalTransition. A rank or a group that the fleet does not have raises KeyError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tasks.spec.formatting import join_commas
 
 _log = logging.getLogger(__name__)
 
-#: Weight version of a server that still has the weights that it loaded at its start.
+#: Weight version of a server that has received no new weights since its start.
 _LOADED_VERSION = 0
 #: States in which the servers of a group have started, so that their weights can be replaced.
 _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
@@ -39,7 +39,7 @@ class GroupView:
     #: Ranks of the servers in the group.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Number of the last start of the server group. 1 is the first start; 0 means never started.
+    #: Number of starts of the server group, including failed starts. 0 if it was never started.
     epoch: int = 0
     #: True if processes from the last start of the server group may still run.
     is_begun: bool = False
@@ -67,10 +67,10 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if `epoch` is the group's last start, and the group has not failed since.
+        """Return True if the group was not restarted and has not failed since the start `epoch`.
 
         Args:
-            epoch: Number of a start of the group.
+            epoch: Number of a start of the group. 1 is the first start.
         """
         return self.is_begun and self.epoch == epoch
 
@@ -258,8 +258,7 @@ class Registry:
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
-        """Record that the start of a server group begins, and return the number of this start
-        (epoch).
+        """Record that the start of a server group begins, and return the new epoch of the group.
 
         The group must be new, or `claim` must have been called for it.
 
@@ -268,7 +267,7 @@ class Registry:
             slots: The group's servers with new addresses. None to keep the present addresses.
 
         Returns:
-            Number of this start of the group, from 1.
+            The epoch: 1 for the first start of the group, 2 for the second start, and so on.
 
         Raises:
             IllegalTransition: The group still runs, or `claim` was not called for it.
@@ -322,7 +321,7 @@ class Registry:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the group's start in which the server failed to answer.
+            epoch: Epoch of the server. The epoch counts the starts of the server's group.
             why: Description of the failure.
         """
         view = self._find_current(rank, epoch)
@@ -412,8 +411,9 @@ class Registry:
 
         Args:
             version: Version of the new weights.
-            epochs: Mapping from a group to the number of the start (epoch) in which the group got
-                the new weights. A group that was started again after that becomes STALE.
+            epochs: Mapping from each group that got the new weights to the group's epoch at that
+                time. The epoch counts the starts of the group. A group that was restarted since
+                then becomes STALE.
             force: True to allow a version lower than the current version.
 
         Raises:
@@ -457,7 +457,7 @@ class Registry:
 
         Args:
             rank: Rank of the server.
-            epoch: Number of the group's start (epoch) that the caller refers to.
+            epoch: Epoch of the group for the caller. The epoch counts the starts of the group.
         """
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None

@@ -22,7 +22,7 @@ MAX_SESSIONS = 200_000
 #: entrypoints are chosen first.
 _NOT_PREFERRED_LOAD = 1 << 32
 
-#: Key of an entrypoint: its rank and the number of its start (epoch).
+#: Key of an entrypoint: rank and epoch. The epoch counts the starts of the entrypoint.
 _Key = tuple[int, int]
 
 
@@ -32,7 +32,7 @@ class Entrypoint:
 
     #: Rank of the server in the fleet.
     rank: int
-    #: Number of the start of the server's lifecycle group, from 1.
+    #: Epoch of the server: 1 after the first start, 2 after the second start, and so on.
     epoch: int
     #: URL of the server's HTTP API: `http://host:port`.
     url: str
@@ -46,10 +46,7 @@ class Entrypoint:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key of the entrypoint: rank of the server, and number of its start (epoch).
-
-        The key of a server changes with each restart.
-        """
+        """Rank and epoch of the server. The epoch changes with each restart of the server."""
         return self.rank, self.epoch
 
 
@@ -333,7 +330,7 @@ class Router:
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch of the server: the number of the start of the server's group.
+            epoch: Epoch of the server. The epoch counts the starts of the server's group.
         """
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0

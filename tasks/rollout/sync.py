@@ -4,9 +4,10 @@ A sync begins, sends requests of the trainer to the engines, and ends with or wi
 While a sync is open, no server receives requests that generate tokens, the health checks pause, and
 no engine is started.
 
-An engine serves its new weights only after a commit that names the engine and its epoch. An engine
-that received requests of the trainer and is not named in the commit becomes stale: it serves no
-requests. Muster restarts an engine if one of its servers fails to carry out a request.
+An engine serves its new weights only after a commit that names the engine and its epoch. The epoch
+counts the starts of the engine. An engine that received requests of the trainer and is not named in
+the commit becomes stale: it serves no requests. Muster restarts an engine if one of its servers
+fails to carry out a request.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Target:
 
     #: Index of the engine in the fleet.
     engine: int
-    #: Number of the engine's start (epoch) when the weight sync began.
+    #: Epoch of the engine at the begin of the weight sync. The epoch counts the engine's starts.
     epoch: int
     #: True if a request that may change the weights was sent to the engine.
     is_touched: bool = False
@@ -331,8 +332,8 @@ class WeightSyncs:
         Args:
             id: Id of the sync.
             version: Version of the new weights.
-            epochs: Mapping from an engine to the number of the start (epoch) in which the engine
-                got the new weights.
+            epochs: Mapping from each engine that got the new weights to the engine's epoch at that
+                time. The epoch counts the starts of the engine.
             force: True to allow a version lower than the fleet's current version.
 
         Returns:

@@ -235,7 +235,7 @@ def _lose_engine(run: LlmRun, engine: int, inject: Callable[[], object]) -> str:
     """Inject a fault into an engine, and wait until the engine has recovered.
 
     Meanwhile, the other engine must serve alone for a training step. Then the faulty engine must
-    serve again, with a higher epoch. The epoch of an engine rises with each of its starts.
+    serve again, with a higher epoch. The epoch counts the starts of an engine.
 
     Args:
         run: The run.

@@ -123,8 +123,7 @@ class FleetProcess:
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
         """Wait until all engines serve, and return the gateway's description of the fleet.
 
-        The epoch of an engine counts its starts. At least one engine must have reached the given
-        epoch.
+        At least one engine must have reached `epoch`. The epoch counts the starts of the engine.
         """
         wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()
@@ -137,9 +136,9 @@ class FleetProcess:
         )
 
     def until_states(self, *states: str, epoch: int = 1) -> None:
-        """Wait until the engines have these states, and at least one engine has reached the epoch.
+        """Wait until the engines have these states, and at least one engine has reached `epoch`.
 
-        The epoch of an engine counts its starts.
+        The epoch counts the starts of the engine.
         """
 
         def is_reached() -> bool:

@@ -128,7 +128,7 @@ class RealFleet:
         """Wait until all engines are active and have these epochs.
 
         Args:
-            epochs: Expected epoch of each engine: the number of its starts.
+            epochs: Expected epoch of each engine. The epoch counts the starts of the engine.
         """
         await self.until(
             lambda: (

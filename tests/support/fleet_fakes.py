@@ -110,7 +110,7 @@ class FakeServer:
     """
 
     rank: int
-    #: Number of the server's last start. 0 if the server was never started.
+    #: Epoch of the server: the number of starts so far. 0 if the server was never started.
     epoch: int = 0
     is_alive: bool = False
     #: Answer to probes over the network: `yes` (success), `slow` (success after 4 s), `hang` (no
@@ -128,7 +128,7 @@ class FakeServer:
     is_stuck: bool = False
     #: Error messages of the next starts, one for each start. If empty, a start succeeds.
     start_errors: list[str] = field(default_factory=list)
-    #: Number of the next starts that fail because the host has too few resources.
+    #: Number of future starts that fail because the host has too few resources.
     shortages: int = 0
     #: Seconds from a start until the server dies, one number for each of the next starts. If empty,
     #: the server does not die by itself.
@@ -202,7 +202,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server, if `epoch` is the number of the server's last start."""
+        """End the process of a server, unless the server was restarted since the start `epoch`."""
         if self[rank].epoch == epoch:
             self.die(rank)
 

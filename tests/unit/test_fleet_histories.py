@@ -45,12 +45,12 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Lifecycle groups that the last commit contains: mapping from the index of the group to the
-    #: number of the group's start and the number of the weight broadcast. None before the first
-    #: commit.
+    #: Mapping from the index of each lifecycle group in the last commit to the group's epoch and
+    #: the number of the weight broadcast. The epoch counts the starts of the group. None before the
+    #: first commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Mapping from `(engine, epoch)` to the number of the last weight broadcast that the engine
-    #: received. The epoch is the number of the engine's last start.
+    #: received. The epoch counts the starts of the engine.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -80,7 +80,7 @@ class HistoryChecker:
         """Record each server that gets requests although the rules of the fleet forbid this.
 
         Only a server with the committed weights, whose group is in a serving state, may get
-        requests. The router must know the number of the group's last start (the epoch).
+        requests. The router must know the group's epoch, which counts the starts of the group.
         """
         fleet = self.harness.fleet
         for entrypoint in fleet.router.entrypoints:
