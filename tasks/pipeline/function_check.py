@@ -1,7 +1,7 @@
 """Check the functions of a pipeline's `call` steps in the code that the steps will use.
 
 A pipeline file is checked when it is loaded, because its project is then known. A spec from the
-form of the Prefect UI has no file, so its functions are checked when the pipeline starts.
+web form of the Prefect UI has no file, so its functions are checked when the pipeline starts.
 """
 
 from __future__ import annotations

@@ -201,9 +201,9 @@ def create_child_run(
     deployment = require_deployment(client, deployment_name)
     task_run = _create_task_run(client, parent, unit, number, Pending())
 
-    # Start the run in the working directory of this process, except in two cases: a deployment that
-    # the stage names has its own working directory, and a run with stored code needs no files of
-    # this process's directory.
+    # Start the run in the working directory of this process, so that the run finds its files there.
+    # Omit the directory for a user's deployment, which sets its own working directory. Omit the
+    # directory for a run with stored code, too, because the run uses the stored files instead.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if has_own_deployment and not has_stored_code:

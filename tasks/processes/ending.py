@@ -1,10 +1,9 @@
 """End the leftover processes of a run on this machine.
 
-There are three ways to find these processes. `end_orphans` finds them as adopted children of this
-process. `end_marked` finds them by the number with which `tree.mark_own` has marked them.
-`end_carriers` finds them by the environment variables with which they were started. One round of
-SIGKILL can miss a new process, so rounds are repeated until several consecutive rounds find no
-process (see `end_all`).
+There are three ways to find these processes. `end_orphans` searches the adopted children of this
+process. `end_marked` searches for the mark that `tree.mark_own` sets. `end_carriers` searches for
+environment variables that processes had at their start. One round of SIGKILL can miss a new
+process, so rounds are repeated until several consecutive rounds find no process (see `end_all`).
 
 `end_carriers` also runs on machines without Muster. Ray sends it there by value, with all functions
 that it calls. So these functions return plain data, and use only the standard library and the
@@ -54,7 +53,7 @@ ROUND_S = 0.02
 #: the kernel, for example on a broken disk.
 KILLED_WITHIN_S = 5.0
 #: Time limit in seconds of `end_carriers`. A program that starts new processes faster than they can
-#: be killed reaches this limit. The processes that still live are then reported.
+#: be killed reaches this limit. The living processes are then reported.
 _SWEPT_WITHIN_S = 20.0
 #: Largest number of characters of a command line that a report shows.
 _SHOWN_CHARACTERS = 200

@@ -650,8 +650,7 @@ class GuardedProcess:
         """Reap the children of a command whose guardian process was killed, until none remains.
 
         Only for commands whose children may outlive the command. After a request to stop, send
-        SIGTERM to the children. Send SIGKILL to the children that still live after their grace
-        period.
+        SIGTERM to the children. After the grace period, send SIGKILL to the remaining children.
         """
         deadline_s = float("inf")
         clean_rounds = 0

@@ -123,7 +123,8 @@ class Guardian:
         self._kill_rounds: tree.KillRounds | None = None
         self._reported_stuck = False
         #: Mapping from the pid of each straggler to its command line. A straggler is a descendant
-        #: that still lived when the first process ended with exit code 0 and without a stop signal.
+        #: that outlived the first process. The first process ended with exit code 0 and without a
+        #: stop signal.
         self._stragglers: dict[int, str] = {}
         #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0

@@ -298,7 +298,7 @@ def _format_threads(threads: list[dict[str, Any]] | str) -> str:
     """Return the call stacks of a process as a text.
 
     Args:
-        threads: Threads of the process, as in the result of `python_stacks`.
+        threads: Threads of the process, as `python_stacks` returns them.
     """
     if isinstance(threads, str):
         return threads
@@ -319,7 +319,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
 
     Args:
         pid: The process.
-        threads: Threads of the process, as in the result of `python_stacks`.
+        threads: Threads of the process, as `python_stacks` returns them.
     """
     status = read_status(pid)
     process = HungProcess(

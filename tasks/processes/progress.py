@@ -739,8 +739,8 @@ class ProgressWatch:
         if limit_s is None and self.source is None:
             # There is neither a limit nor a step to watch. Wait until this coroutine is cancelled.
             await asyncio.Event().wait()
-        # Check for missing progress less often than the step is read, because each check reads all
-        # logs of the run. There may be a thousand logs.
+        # Read the training step often, but check for missing progress only every `check_every_s`
+        # seconds: each check reads all logs of the run, and there may be a thousand logs.
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()

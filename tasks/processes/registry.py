@@ -1031,15 +1031,15 @@ class LeftoverCleanup:
 
 
 def finish(lost: LostRun) -> LeftoverCleanup:
-    """End the leftover processes of a lost run, and remove its files.
+    """End the leftover processes of a lost run, and remove the run's files.
 
-    A component is owned by its guardian process. A guardian that still lives ends its component
-    itself within the grace period, and is killed only if it needs longer.
+    Each component has a guardian process. If the guardian process is alive, it gets the grace
+    period to end the component. After the grace period, the function kills both.
 
-    Only processes of the run are killed. They are found by the cgroups of the run's components, and
-    by the number with which `tree.mark_own` has marked them. If the entry of a component cannot be
-    read, its processes are found by their environment variables. The function may be called any
-    number of times.
+    Only processes of the run are killed. The function finds these processes by the cgroups of the
+    run's components, and by the mark that `tree.mark_own` sets. If the registry entry of a
+    component cannot be read, the function uses the environment variables of the processes instead.
+    The function may be called any number of times.
 
     Raises:
         OSError: The processes of this machine cannot be listed.
@@ -1101,9 +1101,8 @@ def _find_guardians(lost: LostRun) -> list[int]:
 def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[int]]:
     """End all processes of a component whose registry entry cannot be read.
 
-    The processes are found by their environment variables. A process that has cleared its
-    environment is found by the number with which `tree.mark_own` has marked the processes of the
-    component.
+    The function finds the processes by their environment variables. A process may have cleared its
+    environment. The function finds such a process by the mark that `tree.mark_own` sets.
 
     Args:
         run_id: The run.
@@ -1127,8 +1126,8 @@ def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[
 def _kill_component_once(entry: ProcessEntry) -> set[PidAndStart]:
     """Send SIGKILL once to all living processes of a component, and return these processes.
 
-    The processes are found in two ways: by the number with which `tree.mark_own` has marked them,
-    and by the cgroup of the component. The registry entry contains both.
+    The function finds the processes by the mark that `tree.mark_own` sets, and by the cgroup of the
+    component. The registry entry contains the mark and the cgroup.
     """
     living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):

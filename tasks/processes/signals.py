@@ -61,12 +61,15 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Detects a second press of Ctrl-C. `on_signal` uses this object before and after the run,
-        #: but not during the run.
+        #: Detects a second press of Ctrl-C before or after the run. During the run,
+        #: `receive_signals` handles the signals instead.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt. After the run, raise it only for a second press of Ctrl-C."""
+        """Raise KeyboardInterrupt for a signal that arrives before or after the run.
+
+        After the run, only a second press of Ctrl-C raises the exception.
+        """
         # A second Ctrl-C ends the program even after the end of the run. So a person need not wait
         # for a server that does not answer.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())

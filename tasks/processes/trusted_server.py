@@ -106,8 +106,8 @@ class ListenerCheck:
 def require_trusted_listener(host: str, port: int) -> None:
     """Check that the server at an address belongs to a trusted user.
 
-    Use this function for a client that does not allow a check of each of its connections. Addresses
-    of other machines pass the check, and so do ports without a server.
+    Use this function if Muster cannot check each connection, because a library opens the
+    connections. Addresses of other machines pass the check, and so do ports without a server.
 
     Raises:
         UntrustedListener: The user of the server is unknown or not trusted.

@@ -693,7 +693,7 @@ class SchedulingPass:
         """Return the programs that use GPUs of a node and have no GPU grant.
 
         Such a program is usually a run of another Prefect server. The program can also be a run
-        that still works although its flow run has ended or was deleted.
+        that continues to work after the end or deletion of its flow run.
 
         Args:
             key: Address of the node's cluster.

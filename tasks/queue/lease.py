@@ -112,9 +112,9 @@ class HostLock:
     path: Path
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
-    #: Id of the locked file on this host. None if this object does not hold the lock. Each
-    #: scheduler writes this id into its scheduling lease. If the lease of another scheduler has the
-    #: same id, that scheduler has lost the lock to this object, and will never give its lease back.
+    #: Id of the locked file on this host. None if this object does not hold the lock. A scheduler
+    #: writes the id of its lock into the scheduling lease. If another scheduler has written the
+    #: same id, it no longer holds the lock, and will never give the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:

@@ -28,10 +28,10 @@ _PAUSE_PER_COPY = 20.0
 _COPY_TRIES = 5
 #: Number of last lines of the log that are requested while the log grows.
 _LAST_LINES = 1000
-#: Number of last copied bytes that Muster searches for in the log. The new bytes of the log follow
-#: these copied bytes.
+#: Number of the most recently copied bytes that Muster searches for in the log. The new bytes of
+#: the log follow the copied bytes.
 _SEARCHED_BYTES = 1 << 12
-#: Number of last copied bytes that are kept in memory.
+#: Number of the most recently copied bytes that are kept in memory.
 _KEPT_BYTES = 1 << 18
 
 
@@ -50,7 +50,7 @@ class LogCopy:
     _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Number of bytes of the log that were copied. None before the local file was opened.
     _copied_bytes: int | None = None
-    #: The last bytes that were copied, at most `_KEPT_BYTES`.
+    #: The most recently copied bytes, at most `_KEPT_BYTES`.
     _copied_end: bytes = b""
 
     async def follow(self, node_id: str) -> None:
@@ -120,7 +120,8 @@ class LogCopy:
             last_lines: At most the last `_LAST_LINES` lines of the log.
 
         Returns:
-            The new bytes. None if the last copied bytes are missing in `last_lines` or occur twice.
+            The new bytes. None if `last_lines` does not contain the most recently copied bytes, or
+            contains them twice.
         """
         assert self._copied_bytes is not None
         if last_lines.count(b"\n") < _LAST_LINES - 1:

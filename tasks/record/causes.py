@@ -287,18 +287,17 @@ class _TracebackParser:
 
 
 def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Return the position in a log before which no error was fatal.
+    """Return the first position in a log at which an error may have been fatal.
 
-    An error was not fatal if at least STEPS_OF_SURVIVAL training steps are completed after the
-    error.
+    Each earlier error was not fatal, because the training completed at least STEPS_OF_SURVIVAL
+    steps after the error.
 
     Args:
-        steps: Position in the log and training step of each line, from the last line backwards. The
-            step is None if the line reports no step.
+        steps: Position and training step of each log line. The last line of the log comes first.
+            The step is None if the line reports no step.
 
     Returns:
-        The position after which the log reports exactly STEPS_OF_SURVIVAL completed steps, or 0 if
-        the log reports fewer steps.
+        The position, or 0 if the log reports fewer than STEPS_OF_SURVIVAL completed steps.
     """
     advances = 0
     later_position = 0
@@ -565,7 +564,7 @@ _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")
 
 
 def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
-    """Yield lines of a log that may report a training step, from the last line backwards.
+    """Yield the lines of a log that may report a training step, the last line first.
 
     Args:
         f: The log file.

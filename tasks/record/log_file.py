@@ -345,12 +345,12 @@ class LogFile:
         self._open(self._path)
 
     def _open_rotated_files(self) -> None:
-        """Open the log file and its older files before the first read.
+        """Open all files of the log before the first read. The oldest file will be read first.
 
-        The lines of the older files will be returned first. An older file is skipped if the log
-        file still contains the same lines. The log file is opened first. So no lines are lost
-        if log rotation then renames the log file.
+        An older file is skipped if the log file still contains the same lines.
         """
+        # Open the log file before the search for older files. Log rotation may rename the log file
+        # during the search, and the lines of an open file cannot be lost.
         self._open(self._path)
         current = self._open_logs
         self._open_logs = {}

@@ -230,7 +230,10 @@ class ForwardedRequests:
             self._session.hurry()
 
     def take_observation(self, observed: ObservedFlowRun) -> None:
-        """React to a change of the flow run: end the run or pipeline, or correct the state."""
+        """React to a change of the flow run on the Prefect server.
+
+        Either end the run or pipeline, or replace the wrong state of the flow run on the server.
+        """
         state = observed.state
         self._missing_answers += 1
         if observed.change is not Change.DELETED:

@@ -285,7 +285,7 @@ class ComponentsByName:
     user leaves out such a component. So null is a valid value for these components.
     """
 
-    #: Components in the form of the Prefect UI: mapping from the name to the description.
+    #: Components in the web form of the Prefect UI: mapping from the name to the description.
     offered: ClassVar[Mapping[str, str]] = {
         "api": "The server through which the other components exchange data, such as run-api of "
         "Atropos.",

@@ -48,7 +48,7 @@ class CheckpointBlame(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindProperties:
-    """All properties of a kind of failure, as in a table of `failure_kinds.toml`."""
+    """All properties of a kind of failure. Each table of `failure_kinds.toml` contains one kind."""
 
     #: Events and log lines that show this kind of failure, in Markdown for the documents.
     cause: str

@@ -312,8 +312,8 @@ def parse_spec(
         data: A mapping, which is not changed, or a `RunSpec`.
         overrides: Changes of the form `a.b=c`. They are applied in order.
         source: Name of the input for error messages.
-        from_form: True if the data may come from the form in the Prefect UI. For an omitted
-            component, the form sends null.
+        from_form: True if the data may come from the web form of the Prefect UI. For an omitted
+            component, the web form sends null.
 
     Raises:
         InvalidSpec: The data, a placeholder or an override has faults. The error lists all faults.
@@ -328,9 +328,9 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)
-    # `spec` lacks the components that the user omitted in the form of the Prefect UI. Check the
-    # placeholders of `spec`, so that a placeholder such as `${NAME.port}` of a missing component is
-    # a fault.
+    # A user may omit components in the web form of the Prefect UI. `written` contains null for an
+    # omitted component, and `spec` lacks the component. So check the placeholders of `spec`: a
+    # placeholder such as `${NAME.port}` of an omitted component is then a fault.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )

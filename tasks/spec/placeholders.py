@@ -143,9 +143,9 @@ POINT = "point"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A placeholder in a spec, with the path and the kind of the text that contains it."""
+    """A placeholder in a spec, and the text of the spec that contains the placeholder."""
 
-    #: Dotted path of the text in the spec.
+    #: Dotted path of the text in the spec, such as `components.trainer.command`.
     path: str
     #: Name in the placeholder, or None if the closing `}` is missing.
     name: str | None

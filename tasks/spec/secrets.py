@@ -341,10 +341,10 @@ def _list_spellings(value: str) -> set[str]:
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # The value as in URLs (percent-encoded, with or without encoded slashes), and as in single
-        # quotes in a shell command.
+        # The value in a URL: percent-encoded, with encoded slashes and with unchanged slashes.
         quote(value, safe=""),
         quote(value),
+        # The value between single quotes in a shell command.
         value.replace("'", "'\"'\"'"),
     }
     lines = [line.strip() for line in value.splitlines()]

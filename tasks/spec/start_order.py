@@ -22,7 +22,7 @@ def sort_by_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
     Components that are missing in `start_order` come last, in the order of the file. In the result,
     `start_order` is complete: it lists all components whose value is not null. So a user who adds
-    or omits a component in the form of the Prefect UI need not edit `start_order`.
+    or omits a component in the web form of the Prefect UI need not edit `start_order`.
 
     Args:
         written: The spec as plain data. It is returned unchanged if `start_order` is missing or

@@ -5,7 +5,7 @@ The benchmark measures:
 - the time from the submit until the way reports the state RUNNING;
 - the time from the last line of the driver until the way reports the end of the job;
 - the time from the stop request until the way reports the end of the job;
-- the number of processes that the job's actors had started and that still run then.
+- the number of child processes of the job's actors that have not ended then.
 
 The other way is a common loop: `submit_job`, `get_job_status` each second, and `stop_job` until the
 state is final. A final state does not mean that the actors' child processes have ended.

@@ -14,7 +14,7 @@ class Work:
 
     #: Number of the point.
     number: int
-    #: Number of the GPU that the point used, as in CUDA_VISIBLE_DEVICES.
+    #: Number of the GPU that the point used. The number comes from CUDA_VISIBLE_DEVICES.
     gpu: str
     #: Time at which the work began, in nanoseconds of CLOCK_MONOTONIC.
     began_ns: int

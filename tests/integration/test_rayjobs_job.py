@@ -399,7 +399,7 @@ async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
 def _find_pids(jobs: Jobs, command_line: str) -> list[int]:
     """Return the pids of the jobs' processes with this command line.
 
-    NUL characters separate the arguments in the command line, as in /proc.
+    NUL characters separate the arguments in the command line, like in `/proc/PID/cmdline`.
     """
     pids = []
     for pid in jobs.list_processes():
