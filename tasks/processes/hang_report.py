@@ -119,12 +119,25 @@ _WAITS_FOR_OTHERS = re.compile(
     r"|\([^()]*\bdeepspeed/comm/"
     r"|\([^()]*\bmultiprocessing/(?:popen_\w+|process|context|connection|spawn)\.py:"
 )
+#: Pattern of a stack frame of a function that waits for child processes. Between this frame and the
+#: program's own code there may be further frames, for example of `selectors`.
+_WAITS_FOR_CHILDREN = re.compile(
+    r"\([^()]*(?:\btorch/multiprocessing/spawn|\bmultiprocessing/(?:popen_\w+|process|pool)"
+    r"|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
+)
+#: Pattern of the stack frame of a function with which `multiprocessing` starts a process by
+#: `python -c`. This code is not the program's own code.
+_STARTS_PROCESS = re.compile(
+    r"\([^()]*\bmultiprocessing/(?:spawn|resource_tracker|forkserver)\.py:"
+)
 
 
 class HungProcess(TypedDict):
     """State of one process of a hung component."""
 
     pid: int
+    #: Pid of the parent process.
+    parent: int
     #: Name of the process, as the kernel shows it.
     name: str
     #: State of the process, as the kernel shows it, for example `S (sleeping)`.
@@ -137,6 +150,8 @@ class HungProcess(TypedDict):
     frame: str
     #: True if the call stack contains the program's own code. Otherwise `frame` names library code.
     is_own: bool
+    #: True if the program's own code has called a function that waits for child processes.
+    waits_for_children: bool
 
 
 class HangEvidence(TypedDict):
@@ -214,11 +229,13 @@ def compose_report(
         for process in of_node["processes"]
     ]
     frame_counts = Counter(process["frame"] for _, process in processes)
+    parents = {(node, process["parent"]) for node, process in processes if process["is_own"]}
 
-    def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, bool, int]:
-        _, process = node_and_process
+    def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, bool, bool, int]:
+        node, process = node_and_process
         return (
             not process["rank"],
+            process["waits_for_children"] and (node, process["pid"]) in parents,
             _WAITS_FOR_OTHERS.search(process["frame"]) is not None,
             not process["is_own"],
             frame_counts[process["frame"]],
@@ -226,7 +243,8 @@ def compose_report(
 
     # Put the probable cause of the hang first. Most ranks wait at the same place for the rank that
     # hangs. So ranks that do not wait for other ranks come first, and then processes at a place
-    # where only few processes are.
+    # where only few processes are. A process that waits for the ends of its child processes, such
+    # as the parent in `torch.multiprocessing.spawn`, comes after these child processes.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")
@@ -324,11 +342,13 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     status = read_status(pid)
     process = HungProcess(
         pid=pid,
+        parent=int(status.get("PPid", 0)),
         name=status.get("Name", "?"),
         state=status.get("State", "gone"),
         rank="",
         frame="",
         is_own=False,
+        waits_for_children=False,
     )
     if not threads or isinstance(threads, str):
         return process
@@ -338,13 +358,35 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
     for frames in stacks:
-        own = [frame for frame in frames if _is_own(frame["filename"])]
-        if own and not any(_WRAPS in frame["filename"] for frame in frames):
-            innermost = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
-            return process | {"is_own": True, "frame": _format_frame(own[0]) + innermost}
+        position = _find_own_frame(frames)
+        if position is not None and not any(_WRAPS in frame["filename"] for frame in frames):
+            called = [_format_frame(frame) for frame in frames[:position]]
+            innermost = f", in {called[0]}" if called else ""
+            return process | {
+                "is_own": True,
+                "frame": _format_frame(frames[position]) + innermost,
+                "waits_for_children": any(map(_WAITS_FOR_CHILDREN.search, called)),
+            }
     # No call stack contains the program's own code, for example if the program is an installed
     # package such as verl. Show the four innermost calls of the main thread.
     return process | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
+
+
+def _find_own_frame(frames: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the position of the innermost frame with the program's own code.
+
+    Args:
+        frames: Call stack of a thread, the innermost frame first.
+
+    Returns:
+        None if the call stack does not contain the program's own code.
+    """
+    for position, frame in enumerate(frames):
+        if _is_own(frame["filename"]):
+            called = _format_frame(frames[position - 1]) if position else ""
+            is_start = frame["filename"] == "<string>" and _STARTS_PROCESS.search(called)
+            return None if is_start else position
+    return None
 
 
 def _is_own(path: str) -> bool:

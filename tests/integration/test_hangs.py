@@ -183,6 +183,61 @@ def test_message_about_a_hang_names_rank_node_and_frame(
     )
 
 
+#: Programs whose child process hangs in `hang_in_child`, while the parent waits for the end of the
+#: child. Each value contains only the lines that start the child.
+PARENTS = {
+    "join": """
+        child = multiprocessing.get_context("spawn").Process(target=hang_in_child)
+        child.start()
+        child.join()
+""",
+    "pool": """
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            pool.apply(hang_in_child)
+""",
+    "executor": """
+        from concurrent.futures import ProcessPoolExecutor
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            executor.submit(hang_in_child).result()
+""",
+    "subprocess": """
+        import subprocess
+        subprocess.run([sys.executable, __file__, "child"])
+""",
+}
+PARENT = """
+import multiprocessing, sys, threading
+
+def hang_in_child():
+    print("up", flush=True)
+    threading.Event().wait()
+
+def main():
+    if sys.argv[1:]:
+        hang_in_child()
+    else:{start}
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("way", PARENTS)
+def test_message_about_a_hang_names_the_child_that_its_parent_waits_for(
+    harness: ComponentHarness, way: str
+) -> None:
+    if hang_report._find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    program = harness.directory / "program.py"
+    program.write_text(PARENT.format(start=PARENTS[way]))
+    component = harness.component("trainer", (sys.executable, str(program)), ready=UP)
+    supervisor = harness.start_all(component, stall_after_s=3.0)
+
+    failure = check_stalled(harness.wait_for_verdict(supervisor))
+
+    assert "it hangs in hang_in_child (program.py:6), in " in failure.message
+
+
 def read_process_state(pid: int) -> str:
     """Return the letter that the kernel shows as the state of a process, such as "S"."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]

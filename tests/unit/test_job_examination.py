@@ -88,9 +88,18 @@ def test_stacks_are_read_on_nodes_without_muster(
     assert "sleep 600" not in text and "hunter2" not in text
 
 
-def process(pid: int, rank: str, frame: str) -> HungProcess:
+def process(
+    pid: int, rank: str, frame: str, parent: int = 1, *, waits_for_children: bool = False
+) -> HungProcess:
     return HungProcess(
-        pid=pid, name="python", state="S (sleeping)", rank=rank, frame=frame, is_own=bool(frame)
+        pid=pid,
+        parent=parent,
+        name="python",
+        state="S (sleeping)",
+        rank=rank,
+        frame=frame,
+        is_own=bool(frame),
+        waits_for_children=waits_for_children,
     )
 
 
@@ -254,3 +263,31 @@ def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[
     hangs_in, _ = compose_report("trainer", "trainer", {"n1": evidence}, {})
 
     assert hangs_in.startswith(f"{frames[1]} (rank 1, ")
+
+
+def test_report_names_a_child_before_the_parent_that_waits_for_its_children() -> None:
+    processes = [
+        process(7, "", "main (t.py:9), in select (selectors.py:415)", waits_for_children=True),
+        process(8, "", "worker (t.py:3), in all_reduce (torch/distributed/d.py:7)", parent=7),
+        process(9, "", "worker (t.py:5)", parent=7),
+    ]
+    evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
+
+    hangs_in, report = compose_report("trainer", "trainer", {"n1": evidence}, {})
+
+    assert hangs_in.startswith("worker (t.py:5) (node n1, pid 9 ")
+    assert report.index("pid 8") < report.index("pid 7")
+
+
+def test_report_names_a_process_that_waits_for_another_program() -> None:
+    # Rank 1 waits for a program such as nvidia-smi, which is no Python program.
+    processes = [
+        process(7, "0", "main (t.py:9), in all_reduce (torch/distributed/d.py:7)"),
+        process(8, "1", "main (t.py:5), in wait (subprocess.py:7)", waits_for_children=True),
+        process(9, "1", "", parent=8),
+    ]
+    evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
+
+    hangs_in, _ = compose_report("trainer", "trainer", {"n1": evidence}, {})
+
+    assert hangs_in.startswith("main (t.py:5), in wait (subprocess.py:7) (rank 1, ")
