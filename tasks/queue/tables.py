@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.queue.grants import state_of
+from tasks.queue.grants import grant_of, state_of
 from tasks.queue.ledger import parse_request
 from tasks.queue.reasons import describe_gang, is_part_of_reason
 from tasks.queue.scheduling_pass import QueuedRun, QueueView
@@ -461,8 +461,10 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
         del fields["position"]
         del fields["run"]
     else:
-        if state_of(flow_run).is_final():
-            # The problems of the queue and of the nodes do not concern a run that has ended.
+        uses_no_nodes = state_of(flow_run).is_running() and grant_of(flow_run) is None
+        if state_of(flow_run).is_final() or uses_no_nodes:
+            # The problems of the queue and of the nodes do not concern a run that has ended, or
+            # that runs without GPUs of the nodes.
             problems = []
         lines = [f"{flow_run.name} {_describe_state(flow_run, view.at)}."]
         fields = {

@@ -13,6 +13,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
+from tasks.queue.grants import Grant
 from tasks.queue.reasons import no_answer_message
 from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.tables import explain
@@ -22,6 +23,8 @@ SILENT = (
     "  host           the run's worker there last reported 14 min ago; if its host is permanently "
     "lost, run: muster reconcile --lost-host there"
 )
+#: Labels of a flow run that holds two GPUs of the node `n1`.
+GRANTED = Grant(nodes={"n1": 2}, state_id="", at=NOW.timestamp(), by=None).label()
 
 
 class Server:
@@ -114,11 +117,21 @@ def test_reason_of_a_waiting_run_is_printed_once(address: str, error: str) -> No
     assert "10.0.0.2:8265: timed out after 5 s" in output
 
 
-@pytest.mark.parametrize(("state", "is_shown"), [(Completed(), False), (Running(), True)])
-def test_problems_of_the_nodes_are_shown_only_until_the_run_has_ended(
-    state: Any, is_shown: bool
+@pytest.mark.parametrize(
+    ("state", "labels", "is_shown"),
+    [
+        (Completed(), GRANTED, False),
+        (Running(), GRANTED, True),
+        # the run needs no GPUs of the nodes
+        (Running(), {}, False),
+        (Scheduled(), {}, True),
+    ],
+)
+def test_problems_of_the_nodes_are_shown_only_for_runs_that_need_nodes(
+    state: Any, labels: dict[str, Any], is_shown: bool
 ) -> None:
     server: Any = Server(state, [("there", 1)])
+    server.run.labels |= labels
 
     async def read_view_with_problem(pool: str) -> QueueView:
         return replace(await read_view(pool), troubles=("the nodes: the work pool lists no nodes",))
