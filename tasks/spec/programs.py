@@ -149,9 +149,26 @@ def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
         )
     return Interpreter(
         path=sys.executable,
-        reason="Muster's own Python, because the project has no .venv and no Python environment is "
-        "activated",
+        reason=f"Muster's own Python, because {_explain_missing_environment(root, env)}",
     )
+
+
+def _explain_missing_environment(root: Path, env: Mapping[str, str]) -> str:
+    """Return the reason why a project has no usable Python environment.
+
+    Args:
+        root: Root of the project.
+        env: Environment variables of the spec. Variables of this process are considered, too.
+    """
+    environments = {name: env.get(name) or os.environ.get(name) for name in ENVIRONMENT_VARIABLES}
+    if os.path.lexists(root / ".venv"):
+        environments["the project's .venv"] = str(root / ".venv")
+    broken = [
+        f"{name} is {path}, which has no {_PYTHON_OF_ENVIRONMENT}"
+        for name, path in environments.items()
+        if path and not _has_python(Path(path))
+    ]
+    return "; ".join(broken) or "the project has no .venv and no Python environment is activated"
 
 
 def find_active_environment(

@@ -132,6 +132,22 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
     assert interpreter.environment == environment
 
 
+def test_reason_for_the_own_interpreter_names_environments_that_no_longer_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "deleted"))
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    (tmp_path / ".venv").symlink_to(tmp_path / "moved")
+
+    interpreter = find_interpreter(tmp_path, {})
+
+    assert interpreter.path == sys.executable
+    assert interpreter.reason == (
+        f"Muster's own Python, because VIRTUAL_ENV is {tmp_path}/deleted, which has no bin/python; "
+        f"the project's .venv is {tmp_path}/.venv, which has no bin/python"
+    )
+
+
 @pytest.mark.parametrize(
     ("shell", "env", "has_venv", "expected"),
     [
