@@ -455,6 +455,7 @@ class _SpecWriter:
             command += f"\n{self._templates['processes_without_gang'].rstrip()}"
         text = "".join(parts).replace("COMMAND", command)
         text = text.replace("OVERRIDES", self._templates["overrides"])
+        text = text.replace("IMPORT", self._write_hook_import())
         if not self._find_total():
             text = text.replace(", total: TOTAL}", "}  # add total: NUMBER OF STEPS")
         values = self._make_values()
@@ -574,6 +575,15 @@ class _SpecWriter:
         file = (self._directory / self._script.file).relative_to(base)
         module = file.parent if file.name == "__main__.py" else file.with_suffix("")
         return f"-m, {_quote('.'.join(module.parts))}"
+
+    def _write_hook_import(self) -> str:
+        """Return the statement with which the script imports the module `muster_metrics`."""
+        name = Path(HOOK_NAME).stem
+        base = self._find_package_base()
+        if base is None:
+            return f"import {name}"
+        package = (self._directory / self._script.file).parent.relative_to(base)
+        return f"from {'.'.join(package.parts)} import {name}"
 
     def _find_package_base(self) -> Path | None:
         """Return the directory in which Python finds the package of the script.

@@ -560,8 +560,8 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
         if not hook.exists():
             write_for_caller(hook, read_hook())
         print(
-            f"To let Muster show the steps of the training, import {hook} in the training "
-            f"script. The comments in {spec_path.name} show how."
+            f"To let Muster show the steps of the training, use {hook} in the training script. The "
+            f"comments in {spec_path.name} show how."
         )
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)

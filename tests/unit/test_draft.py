@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -619,6 +620,31 @@ def test_named_file_that_is_no_script_is_refused(
 
     assert code == 2
     assert "is no Python or shell script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "argv"),
+    [
+        ("train.py", "", ["train.py"]),
+        ("jobs/train.py", "", ["jobs/train.py"]),
+        # the script is a module of a package, so Python does not search for modules in its folder
+        ("lib/train.py", "from .data import NUMBERS\n", ["-m", "lib.train"]),
+        ("lib/core/train.py", "import lib.data\n", ["-m", "lib.core.train"]),
+    ],
+)
+def test_import_statement_in_the_spec_finds_the_metrics_module(
+    tmp_path: Path, file: str, text: str, argv: list[str]
+) -> None:
+    packages = {"lib/__init__.py": "", "lib/core/__init__.py": "", "lib/data.py": "NUMBERS = ()\n"}
+    folder = project(tmp_path, {**packages, file: f"{text}print()\n"})
+
+    draft = draft_spec(folder, file=Path(file))
+
+    assert draft.hook is not None
+    (folder / draft.hook).write_text(read_hook())
+    [statement] = re.findall(r"^# +(.*import muster_metrics)$", draft.text, re.MULTILINE)
+    (folder / file).write_text(f"{statement}\n{text}")
+    subprocess.run([sys.executable, *argv], cwd=folder, check=True)
 
 
 def test_missing_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
