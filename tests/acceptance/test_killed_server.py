@@ -42,12 +42,13 @@ def kill_server(directory: Path, *, for_good: bool) -> None:
         shutil.rmtree(home)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "for_good", "verdict"),
     [
         (0, True, "completed: trainer is done"),
-        pytest.param(3, True, "failed: UNKNOWN: trainer", marks=pytest.mark.thorough),
-        pytest.param(0, False, "completed: trainer is done", marks=pytest.mark.thorough),
+        (3, True, "failed: UNKNOWN: trainer"),
+        (0, False, "completed: trainer is done"),
     ],
 )
 def test_training_survives_its_temporary_server(

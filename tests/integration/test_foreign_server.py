@@ -107,7 +107,14 @@ def test_message_names_the_user_and_the_remedy() -> None:
 
 
 @needs_another_user
-@pytest.mark.parametrize("module", ["deployments.worker", "deployments.upkeep", "prefect.engine"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "deployments.worker",
+        pytest.param("deployments.upkeep", marks=pytest.mark.thorough),
+        pytest.param("prefect.engine", marks=pytest.mark.thorough),
+    ],
+)
 def test_no_process_of_the_stack_sends_a_byte_to_another_user(tmp_path: Path, module: str) -> None:
     options = ["--pool", "pipelines", "--name", "here", "--type", "process"]
     output = tmp_path / "output.txt"

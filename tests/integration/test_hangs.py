@@ -222,7 +222,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", PARENTS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "join",
+        "executor",
+        pytest.param("pool", marks=pytest.mark.thorough),
+        pytest.param("subprocess", marks=pytest.mark.thorough),
+    ],
+)
 def test_message_about_a_hang_names_the_child_that_its_parent_waits_for(
     harness: ComponentHarness, way: str
 ) -> None:

@@ -38,10 +38,15 @@ def shared() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("module_and_arguments", "start_pattern"),
     [
-        (("deployments.upkeep",), "is being served"),
-        (("deployments.worker", "--pool", "POOL", "--name", "n1"), "Worker .* started!"),
+        pytest.param(
+            ("deployments.upkeep",), "is being served", id="upkeep", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            ("deployments.worker", "--pool", "POOL", "--name", "n1"),
+            "Worker .* started!",
+            id="worker",
+        ),
     ],
-    ids=["upkeep", "worker"],
 )
 def test_processes_start_although_another_user_took_a_name_in_tmp(
     shared: Path,
