@@ -208,7 +208,7 @@ def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
 
 
 def _find_figure_key(stage: Stage) -> str:
-    """Return the key of the number that is drawn for each run of a parameter sweep.
+    """Return the name of the metric that the picture of a parameter sweep shows.
 
     Returns:
         The value of `best.by` or `stop_early.by` in the stage. An empty string if the stage has

@@ -92,9 +92,9 @@ class _Process:
     #: of a data loader. A process without the variable RANK counts as a rank if its parent has
     #: several Python child processes with the same command apart from numbers.
     is_rank_itself: bool
-    #: True if the process is a worker of its parent. A worker is one of the following: a rank; a
-    #: child process that `multiprocessing` has started; a fork that executes the program of its
-    #: parent; one of several Python child processes whose commands differ only in numbers.
+    #: True if the process works for its parent. This includes ranks, processes that
+    #: `multiprocessing` has started, and forks that execute the program of the parent. It also
+    #: includes several Python child processes whose commands differ only in numbers.
     is_worker: bool
     #: Position of the process among its parent's workers with the same command, which are ordered
     #: by their start time. The first position is 0.

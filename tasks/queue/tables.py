@@ -463,8 +463,8 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
     else:
         uses_no_nodes = state_of(flow_run).is_running() and grant_of(flow_run) is None
         if state_of(flow_run).is_final() or uses_no_nodes:
-            # The problems of the queue and of the nodes do not concern a run that has ended, or
-            # that runs without GPUs of the nodes.
+            # Problems of the queue and of the nodes concern only runs that wait for GPUs or use
+            # GPUs. This run has ended, or it runs without GPUs.
             problems = []
         lines = [f"{flow_run.name} {_describe_state(flow_run, view.at)}."]
         fields = {

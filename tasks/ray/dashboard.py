@@ -718,7 +718,8 @@ def prepare_driver(gcs_address: str) -> None:
         return
     os.environ.update(variables)
     # Ray computes the constant ENABLE_RAY_CLUSTER from these environment variables when the module
-    # `ray` is imported. The module may have been imported earlier, so also set the constant.
+    # `ray` is imported. If `ray` is already imported, the variables have no effect, so also set the
+    # constant.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -258,8 +258,8 @@ class _TracebackParser:
         Returns:
             A pair:
 
-            - Number of the traceback if the line is its first line or contains its exception
-              message. 0 for any other line.
+            - Number of the traceback that begins with this line, or that has its exception
+              message in this line. 0 for any other line.
             - The line. An empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:

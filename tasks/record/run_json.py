@@ -210,7 +210,7 @@ class AttemptRecord(Recorded):
     @property
     def highest_step(self) -> float | None:
         """Highest training step that the attempt has reported, or None."""
-        # Records of an earlier version of Muster have no `best_step`. Use the last reported step.
+        # Earlier versions of Muster recorded no `best_step`. Then use the last reported step.
         return self.step if self.best_step is None else self.best_step
 
     @property

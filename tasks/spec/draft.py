@@ -199,8 +199,8 @@ class _CandidateFile:
     imported: tuple[str, ...]
     #: True if the file is a Python file that only imports modules and defines names.
     only_defines: bool
-    #: True if the file has no effect as a script, because it only defines names. A file that only
-    #: imports other modules may have an effect.
+    #: True if the file only defines names, and so does nothing as a script. False for a file that
+    #: only imports modules, because an imported module may start the training.
     is_module: bool
 
     @property

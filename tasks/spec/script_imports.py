@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tasks.spec.script_structure import parse_source
 
-#: Largest number of imports that lead from a script to a module. If the script imports module `a`,
-#: and `a` imports module `b`, the number is 1 for `a` and 2 for `b`.
+#: Depth up to which the imports of a script are followed. If the script imports module `a`, and `a`
+#: imports module `b`, the depth is 1 for `a` and 2 for `b`.
 _MAX_LEVELS = 4
 #: Largest number of modules that are returned for a script.
 _MAX_MODULES = 50

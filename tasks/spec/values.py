@@ -44,8 +44,8 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_words, suggest_name
 
-#: Titles of two choices in the web form of the Prefect UI: to fill in an optional mapping of the
-#: spec, such as `gang`, or to omit the mapping.
+#: Titles of two choices in the web form of the Prefect UI. The user fills in an optional mapping of
+#: the spec, such as `gang`, or leaves it out.
 GIVEN = "Given"
 LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for large fields, which the form shows last.

@@ -347,9 +347,9 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
 
 
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
-    """Return the spec of an attempt, in which placeholders replace paths, ports and the run id.
+    """Return the spec of an attempt, with placeholders instead of paths, ports and the run id.
 
-    Otherwise, every comparison of two attempts would list these values as differences.
+    These values differ between any two attempts, so a comparison must not list them.
     """
     placeholders = {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",

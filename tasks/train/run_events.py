@@ -42,8 +42,8 @@ class RunAnnouncements:
     def observe(self, event: Event) -> Iterator[Event]:
         """Yield the events for the Prefect server that result from an event of the run.
 
-        For most events of the run, nothing is yielded. The caller must use all items, because the
-        state of this object is updated during the iteration.
+        Most events of the run result in no event for the server. The caller must iterate to the
+        end, because the iteration also updates the state of this object.
         """
         seen = self._seen
         was_waiting = seen.is_waiting

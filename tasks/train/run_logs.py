@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
@@ -162,17 +161,8 @@ def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[
     if is_last and not selection.text and not is_on_terminal():
         # Return the bytes without searching for line ends. A log may have many gigabytes, and the
         # search would take long.
-        return _read_ahead(log.read_rest())
+        return log.read_rest()
     return _select_lines(log.read_blocks(is_last=is_last), selection.text)
-
-
-def _read_ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield blocks, and read the next block in another thread while the caller uses a block."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-reader") as reader:
-        next_block = reader.submit(next, blocks, None)
-        while (block := next_block.result()) is not None:
-            next_block = reader.submit(next, blocks, None)
-            yield block
 
 
 def _read_last_lines(

@@ -33,7 +33,7 @@ NAMES = ("api", "trainer", "environment")
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
-#: Suffix of the file that a sleeping component creates after its start.
+#: Suffix of a file name. A component that only sleeps creates this file when it has started.
 _MARK = ".up"
 #: Environment variable with which tests/conftest.py finds leftover processes of a test.
 _TEST_SESSION = "MUSTER_TEST_SESSION"

@@ -123,7 +123,8 @@ class FleetProcess:
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
         """Wait until all engines serve, and return the gateway's description of the fleet.
 
-        At least one engine must have reached `epoch`. The epoch counts the starts of the engine.
+        Args:
+            epoch: Number of starts that at least one engine must have reached.
         """
         wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()

@@ -28,8 +28,8 @@ def shared() -> Iterator[Path]:
     The file has the name of the folder that Prefect's runner wants to create there.
     """
     with shared_folder() as directory:
-        # The attacker creates a file. A folder would not hinder a runner that belongs to root,
-        # because root may write into the folders of other users.
+        # The attacker creates a file and no folder. A runner that belongs to root could use the
+        # folder of another user.
         attack("touch", directory / "runner_storage")
         yield directory
 

@@ -45,9 +45,9 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Mapping from the index of each lifecycle group in the last commit to the group's epoch and
-    #: the number of the weight broadcast. The epoch counts the starts of the group. None before the
-    #: first commit.
+    #: Lifecycle groups in the last commit of weights: a mapping from the index of a group to a pair
+    #: `(epoch, broadcast)`. The epoch is the number of starts of the group, and `broadcast` is the
+    #: number of the weight broadcast. None before the first commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Mapping from `(engine, epoch)` to the number of the last weight broadcast that the engine
     #: received. The epoch counts the starts of the engine.

@@ -545,7 +545,7 @@ def test_error_that_a_process_of_spawn_raised_stays_the_cause() -> None:
 
 
 LOADER_KILLED = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. "
-#: Death of a data loader's worker process, which is a child process of rank 1.
+#: Failure of rank 1: a worker process of its data loader was killed.
 LOADER_DEATH = RankFailure(
     name="rank 1", child="a child process", rank=1, pid=17, exit_code=-9, others_failed=True
 )

@@ -171,7 +171,7 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     [
         # only the workload is invalid, so the run id contains the valid name `trial`
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
-        # the workload is missing, so the run id is the name of the flow run
+        # without a workload, no run id can be made, so the name of the flow run is used
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
         # the name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
