@@ -23,7 +23,7 @@ from sampler import Sampler
 POLL_FIRST_S = 0.02
 #: Longest pause between two requests for a batch, in seconds.
 POLL_LAST_S = 0.25
-#: Factor by which the pause between two requests for a batch grows each time.
+#: Ratio of a pause between two requests for a batch to the previous pause.
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5

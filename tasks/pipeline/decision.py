@@ -122,8 +122,8 @@ class PipelineDecision:
     states: Mapping[str, StageState]
     #: Mapping from the name of a skipped stage to the reason.
     skipped: Mapping[str, str]
-    #: Failed or cancelled run because of which the pipeline begins no further run. None if there is
-    #: no such run.
+    #: Failed or cancelled run that ends the pipeline, so that no further run begins. None if no run
+    #: ends the pipeline.
     ended_by: StageRun | None
 
     @property

@@ -37,8 +37,8 @@ class RunProgress:
     step: float | None = None
     #: Training step at which the training is complete. None if unknown.
     total: float | None = None
-    #: Name of the reward. If the training has no reward, the name of the loss. Empty if the training
-    #: has neither of them, or if the files of the run are on another host.
+    #: Name of the reward. If the training has no reward, the name of the loss. Empty if there is
+    #: neither a reward nor a loss, or if the files of the run are on another host.
     metric: str = ""
     #: Last value of `metric`. None if unknown or not finite.
     value: float | None = None
