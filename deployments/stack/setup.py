@@ -52,7 +52,7 @@ POOL_LIMIT = 8
 #: Priority of each work queue of the work pool `gang`; 1 is the highest priority. Prefect itself
 #: creates the work queue `default`.
 QUEUES = {"urgent": 1, "idle": 3}
-#: Names of the flows of runs and of pipelines.
+#: Name of the flow that executes runs, and name of the flow that executes pipelines.
 _TRAIN = "train"
 _PIPELINE = "pipeline"
 #: Flows whose only parameter is a spec. Every deployment of these flows contains a spec.

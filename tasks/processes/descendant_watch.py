@@ -99,7 +99,7 @@ class _Process:
     #: Position of the process among its parent's workers with the same command, which are ordered
     #: by their start time. The first position is 0.
     number: int
-    #: Number of the parent's workers with the same command. The process itself is counted, too.
+    #: Number of the parent's workers with the same command, including this process.
     peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.

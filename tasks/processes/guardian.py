@@ -540,8 +540,8 @@ class Order(types.SimpleNamespace):
       puts the component there.
     - `files`: soft limit of open files of the component.
     - `umask`: umask of the component, or None to inherit the umask of this process.
-    - `children_grace_s`: seconds that the component's children have to end before its first process
-      gets the stop signal, or None. See `guarded.Command`.
+    - `children_grace_s`: seconds to wait for the end of the component's children before its first
+      process gets the stop signal, or None. See `guarded.Command`.
     """
 
     def prepare(self) -> None:

@@ -92,7 +92,7 @@ def _describe_process(at: Path, pid: int, status: dict[str, str]) -> Iterator[st
 
 
 def _read_text(path: Path, otherwise: str = "") -> str:
-    """Return the content of a file; `otherwise` if the file cannot be read."""
+    """Return the content of a file. If it cannot be read, return the argument `otherwise`."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError:

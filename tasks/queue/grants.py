@@ -374,12 +374,12 @@ async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
 
 
 async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:
-    """Set an overwritten final state again, unless the flow run has changed since it was read.
+    """Restore a final state that another state has replaced, unless the flow run has changed.
 
     Args:
         client: Client of the Prefect server.
-        flow_run: The flow run as it was read.
-        final_state: The overwritten final state.
+        flow_run: The flow run, as it was read earlier.
+        final_state: The final state that was replaced.
     """
     if await is_unchanged(client, flow_run):
         await client.set_flow_run_state(flow_run.id, final_state, force=True)

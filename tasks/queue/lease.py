@@ -114,7 +114,7 @@ class HostLock:
     _fd: int | None = None
     #: Id of the locked file on this host. None if this object does not hold the lock. A scheduler
     #: writes the id of its lock into the scheduling lease. If another scheduler has written the
-    #: same id, it no longer holds the lock, and will never give the lease back.
+    #: same id, that scheduler held the lock before, and has ended without giving the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:

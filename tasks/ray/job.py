@@ -354,7 +354,7 @@ class RayJob(RunningComponent):
         self._take_down.kill_not_before = time.monotonic() + for_s
 
     def stop(self) -> None:
-        """Begin to end the job with its grace period, and return at once.
+        """Start to stop the job, and return at once. The job may use its whole grace period.
 
         The call may be repeated. It does nothing while the job is ending.
         """

@@ -57,8 +57,8 @@ EXIT_NOT_STARTED = 2
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds that this process waits, at its end, until the last events are on the disk.
 _WRITTEN_WITHIN_S = 2.0
-#: Seconds that open requests have to end when the fleet is stopped. Afterwards, the gateway answers
-#: them with an error.
+#: When the fleet is stopped, the gateway waits this number of seconds for the answers to open
+#: requests. Then it answers the requests with an error.
 _ANSWERS_WITHIN_S = 2.0
 #: Libraries with long logs. Only their warnings are logged.
 _VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")

@@ -195,7 +195,8 @@ class _CandidateFile:
     file: Path
     #: Beginning of the file.
     content: str
-    #: Beginnings of the project's modules that the file imports, directly or through other modules.
+    #: Text at the beginning of each module of the project that the file imports, directly or
+    #: through other modules.
     imported: tuple[str, ...]
     #: True if the file is a Python file that only imports modules and defines names.
     only_defines: bool

@@ -150,8 +150,8 @@ def _print_new_lines(
 def _read_log(log: LogFile, selection: Selection, *, is_last: bool) -> Iterator[bytes]:
     """Yield the lines that were added to a log since the last call, in blocks.
 
-    Each block consists of complete lines. There is one exception: if `is_last` is True, stdout is
-    no terminal and all lines are printed, a block can begin or end within a line.
+    Each block consists of complete lines. There is one exception: a block can begin or end within a
+    line if all lines of a finished log are printed, and stdout is not a terminal.
 
     Args:
         log: The log.

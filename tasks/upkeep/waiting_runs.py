@@ -263,8 +263,9 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # A `page_record` with as many attempts as `local_record` counts as newer. Another host may have
-    # resumed the last attempt, without adding an attempt, and then written `page_record`.
+    # If both records have the same number of attempts, `page_record` is taken as the newer one.
+    # Another host may have resumed the last attempt, without adding an attempt, and then written
+    # `page_record`.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
