@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient
 
-from tasks.server.flow_runs import ServerAway, connect_to_server
+from tasks.server.flow_runs import ServerAway, ServerConnection
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ServerRequests:
         Args:
             api_url: Address of the Prefect server's API.
         """
-        self._api_url = api_url
+        self._connection = ServerConnection(api_url)
         #: Event that is set when this process must leave the pipeline: because the pipeline must
         #: end, or because the next flow process will continue the pipeline.
         self.ending = threading.Event()
@@ -44,6 +44,10 @@ class ServerRequests:
         self._woken = threading.Event()
         #: True if the active runs must be cancelled without their grace periods.
         self.is_hurried = False
+
+    def close(self) -> None:
+        """Close the connection to the server. Call this after the last request."""
+        self._connection.close()
 
     def end_soon(self) -> None:
         """Shorten all waits, because this process of the pipeline must end."""
@@ -79,7 +83,7 @@ class ServerRequests:
         ending_since_s: float | None = None
         while True:
             try:
-                with connect_to_server(self._api_url) as client:
+                with self._connection.client() as client:
                     return request(client)
             except ServerAway as error:
                 if self.ending.is_set():
@@ -97,7 +101,7 @@ class ServerRequests:
             True if the request succeeded.
         """
         try:
-            with connect_to_server(self._api_url) as client:
+            with self._connection.client() as client:
                 request(client)
         except Exception as error:
             _log.warning("A request to the Prefect server failed and is not repeated: %r", error)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -136,6 +136,10 @@ class PipelineSession:
         """Request that the next flow process continues the pipeline, and return at once."""
         self.hand_over_reason = self.hand_over_reason or why
         self._requests.end_soon()
+
+    def close(self) -> None:
+        """Close the connection to the Prefect server."""
+        self._requests.close()
 
     def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
         """Check all stages before this process creates a run, and describe faults in `failure`.
@@ -514,7 +518,7 @@ def open_pipeline(
     """
     flow_run_id = flow_process.get_current_flow_run().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with end_on_request(session, flow_run_id, may_be_left=True):
+    with closing(session), end_on_request(session, flow_run_id, may_be_left=True):
         session.prepare(find_unfit_stages)
         with listen_for_run_ends(session.owns_run, session.wake):
             yield session

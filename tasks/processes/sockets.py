@@ -63,6 +63,8 @@ _ANSWER = "=4B2s2s16s16s12x3III"
 _ERROR = "=i"
 _HEADER_SIZE = struct.calcsize(_HEADER)
 _NO_ADDRESS = bytes(16)
+#: Port in a request that matches sockets on any port.
+_ANY_PORT = bytes(2)
 #: Seconds to wait for an answer of the kernel.
 _ANSWERS_WITHIN_S = 1.0
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -80,6 +82,19 @@ class ConnectedSocket:
     uid: int
     #: True if a process has the socket open.
     is_open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListeningSocket:
+    """A TCP socket in state LISTEN."""
+
+    #: Local address of the socket. 0.0.0.0 or :: accepts connections to every address.
+    address: IPv4Address | IPv6Address
+    port: int
+    #: Uid of the user who created the socket.
+    uid: int
+    #: Inode number of the socket. The links in /proc/PID/fd show it as `socket:[INODE]`.
+    inode: str
 
 
 class SocketTable:
@@ -155,32 +170,70 @@ class SocketTable:
         except OSError as refused:
             return _connection_by_proc(local, remote, refused)
 
+    def list_all_listeners(self) -> list[ListeningSocket]:
+        """Return all listening TCP sockets of this network namespace.
+
+        Raises:
+            OSError: The kernel's table of TCP sockets cannot be read.
+        """
+        try:
+            return [
+                ListeningSocket(
+                    address=ip_address(address[: 4 if family == socket.AF_INET else 16]),
+                    port=int.from_bytes(port, "big"),
+                    uid=uid,
+                    inode=str(inode),
+                )
+                for family in _FAMILIES
+                for port, address, uid, inode in self._ask_for_listeners(family)
+            ]
+        except OSError as refused:
+            return _all_listeners_by_proc(refused)
+
     def _listeners_by_netlink(self, port: int, host: str | None) -> dict[str, int]:
         users: dict[str, int] = {}
         local = struct.pack("!H", port)
         addresses = None if host is None else _list_local_addresses(host)
         for family in _FAMILIES:
-            question = struct.pack(
-                _QUESTION,
-                family,
-                socket.IPPROTO_TCP,
-                0,
-                1 << _STATE_LISTEN,
-                local,
-                b"",
-                _NO_ADDRESS,
-                _NO_ADDRESS,
-                0,
-                _NO_COOKIE,
-            )
-            for answer in self._ask(question, _REQUEST | _DUMP):
-                _, state, _, _, source, _, address, *_, uid, inode = struct.unpack_from(
-                    _ANSWER, answer
-                )
-                is_meant = addresses is None or address in addresses
-                if state == _STATE_LISTEN and source == local and is_meant:
+            for source, address, uid, inode in self._ask_for_listeners(family, local):
+                if source == local and (addresses is None or address in addresses):
                     users[str(inode)] = uid
         return users
+
+    def _ask_for_listeners(
+        self, family: int, port: bytes = _ANY_PORT
+    ) -> Iterator[tuple[bytes, bytes, int, int]]:
+        """Ask the kernel for the listening sockets of an address family.
+
+        Args:
+            family: Address family, AF_INET or AF_INET6.
+            port: Local port of the sockets in network order. `_ANY_PORT` for all ports. An old
+                kernel may also return sockets on other ports.
+
+        Yields:
+            Local port and local address of a socket in network order, uid of its user, and its
+            inode. The address has 16 bytes. An IPv4 address is in the first 4 bytes.
+
+        Raises:
+            OSError: The kernel's table of TCP sockets cannot be read.
+        """
+        question = struct.pack(
+            _QUESTION,
+            family,
+            socket.IPPROTO_TCP,
+            0,
+            1 << _STATE_LISTEN,
+            port,
+            b"",
+            _NO_ADDRESS,
+            _NO_ADDRESS,
+            0,
+            _NO_COOKIE,
+        )
+        for answer in self._ask(question, _REQUEST | _DUMP):
+            _, state, _, _, source, _, address, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
+            if state == _STATE_LISTEN:
+                yield source, address, uid, inode
 
     def _connection_by_netlink(
         self, local: tuple[str, int], remote: tuple[str, int]
@@ -326,38 +379,31 @@ def _format_end(family: int, host: str, port: int) -> str:
     return f"{text}:{port:04X}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListeningSocket:
-    """A TCP socket in state LISTEN."""
-
-    #: Local address of the socket. 0.0.0.0 or :: accepts connections to every address.
-    address: IPv4Address | IPv6Address
-    port: int
-    #: Uid of the user who created the socket.
-    uid: int
-    #: Inode number of the socket. The links in /proc/PID/fd show it as `socket:[INODE]`.
-    inode: str
-
-
 def listening_sockets() -> list[ListeningSocket]:
     """Return all listening TCP sockets of this network namespace.
 
-    Source: proc_net(5).
-
     Raises:
-        OSError: The kernel's table of sockets cannot be read.
+        OSError: The kernel's table of TCP sockets cannot be read.
     """
-    return [
-        ListeningSocket(
-            address=_parse_address(row[1].partition(":")[0]),
-            port=int(row[1].partition(":")[2], 16),
-            uid=int(row[7]),
-            inode=row[9],
-        )
-        for family in _FAMILIES
-        for row in _read_table(family)
-        if row[3] == f"{_STATE_LISTEN:02X}"
-    ]
+    with SocketTable() as table:
+        return table.list_all_listeners()
+
+
+def _all_listeners_by_proc(refused: OSError) -> list[ListeningSocket]:
+    try:
+        return [
+            ListeningSocket(
+                address=_parse_address(row[1].partition(":")[0]),
+                port=int(row[1].partition(":")[2], 16),
+                uid=int(row[7]),
+                inode=row[9],
+            )
+            for family in _FAMILIES
+            for row in _read_table(family)
+            if row[3] == f"{_STATE_LISTEN:02X}"
+        ]
+    except OSError as error:
+        raise error from refused
 
 
 def _parse_address(text: str) -> IPv4Address | IPv6Address:

@@ -67,13 +67,19 @@ _SPARE_BYTES = 1 << 15
 #: memory of the fork server's environment _SPARE_BYTES larger. A run's environment is later written
 #: over this memory.
 _SPARE_VARIABLE = "MUSTER_ROOM"
-#: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
-#: when a program starts. A forked process does not read these variables again. So a run is forked
-#: only if these variables have the same values in the run and in the fork server.
-_READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
+#: Prefixes of environment variables that the Python interpreter, the loader, the C library or the
+#: module `ray` reads when a program starts. A forked process does not read these variables again.
+#: So a run is forked only if these variables have the same values in the run and in the fork
+#: server.
+_READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_", "RAY_")
 #: Environment variables with a prefix in _READ_AT_START that have no effect on a run. Their values
 #: in the run and in the fork server may differ.
-_WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
+_WITHOUT_EFFECT = (
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONFAULTHANDLER",
+    "PYTHONUNBUFFERED",
+    "RAY_ADDRESS",
+)
 #: Longest time, in seconds, that the fork server may take to answer with the pid of a new process.
 #: After that time, the worker starts the run without the fork server.
 _FORKS_WITHIN_S = 10.0
@@ -88,6 +94,7 @@ _LATE_MODULES = (
     "prefect.task_engine",
     "prefect.utilities.visualization",
     "pynvml",
+    "ray.job_submission",
     "rich._emoji_codes",
     "tasks.queue.admission",
 )
