@@ -102,6 +102,9 @@ def _read_text(path: Path, otherwise: str = "") -> str:
 #: Largest number of processes that are examined with py-spy. One py-spy process is started for each
 #: of them, all at the same time.
 _ASKED_AT_MOST = 32
+#: Largest number of ranks that are named as the place where a component hangs. If more ranks are
+#: equally probable causes, only the first is named.
+_SUSPECTS_AT_MOST = 3
 #: If the path of a source file contains one of these texts, the file is library code and not the
 #: program's own code.
 _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
@@ -221,7 +224,8 @@ def compose_report(
 
     Returns:
         `(place, report)`: one line that names the place in the code where the component hangs
-        (empty if unknown), and the text of the whole report.
+        (empty if unknown), and the text of the whole report. If two or three ranks are equally
+        probable causes, the line names all of them.
     """
     processes = [
         (node, process)
@@ -268,7 +272,13 @@ def compose_report(
         if of_node["text"]:
             parts.append(f"node {node}\n\n{of_node['text']}")
     parts += [f"node {node}: {why}" for node, why in unreached.items()]
-    hangs_in = f"{frames[0]} ({places[0]})" if frames and frames[0] else ""
+    suspects = [
+        f"{process['frame']} ({place})"
+        for place, (node, process) in zip(places, processes, strict=True)
+        if process["frame"] and sort_key((node, process)) == sort_key(processes[0])
+    ]
+    has_several = 1 < len(suspects) <= _SUSPECTS_AT_MOST and processes[0][1]["rank"]
+    hangs_in = " or in ".join(suspects if has_several else suspects[:1])
     return hangs_in, "\n\n".join(parts) + "\n"
 
 

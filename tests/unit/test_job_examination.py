@@ -265,6 +265,29 @@ def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[
     assert hangs_in.startswith(f"{frames[1]} (rank 1, ")
 
 
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        # One of the two ranks waits for the other over a socket. Nothing tells which one hangs.
+        (["receive (t.py:9)", "load (t.py:5)"], [0, 1]),
+        (["receive (t.py:9)", "load (t.py:5)", "receive (t.py:9)"], [1]),
+        (["a (t.py:1)", "b (t.py:2)", "c (t.py:3)", "d (t.py:4)"], [0]),
+        (["receive (t.py:9)", ""], [0]),
+    ],
+)
+def test_report_names_all_ranks_that_are_equally_probable_causes(
+    frames: list[str], named: list[int]
+) -> None:
+    processes = [process(7 + rank, str(rank), frame) for rank, frame in enumerate(frames)]
+    evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
+
+    hangs_in, _ = compose_report("trainer", "trainer", {"n1": evidence}, {})
+
+    assert [place.partition(" (rank ")[0] for place in hangs_in.split(" or in ")] == [
+        frames[rank] for rank in named
+    ]
+
+
 def test_report_names_a_child_before_the_parent_that_waits_for_its_children() -> None:
     processes = [
         process(7, "", "main (t.py:9), in select (selectors.py:415)", waits_for_children=True),
