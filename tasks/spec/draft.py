@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,8 @@ class _CandidateFile:
     #: Text at the beginning of each module of the project that the file imports, directly or
     #: through other modules.
     imported: tuple[str, ...]
+    #: True if another script starts this script once for each rank of the training.
+    is_started_by_launcher: bool = False
     #: True if the file is a Python file that only imports modules and defines names.
     only_defines: bool
     #: True if the file only defines names, and so does nothing as a script. False for a file that
@@ -273,7 +275,26 @@ def _read_candidate_files(directory: Path, files: Iterable[Path]) -> list[_Candi
                 is_module=is_helper and not only_imports(content),
             )
         )
-    return scripts
+    return _mark_started_scripts(scripts)
+
+
+def _mark_started_scripts(scripts: Sequence[_CandidateFile]) -> list[_CandidateFile]:
+    """Return the scripts, with `is_started_by_launcher` set for those that a launcher starts.
+
+    A launcher is a Python script that starts its own ranks, and contains the file name of another
+    script. The launcher counts as a script that imports the started script.
+    """
+    marked = {script.file: script for script in scripts}
+    for launcher in scripts:
+        if launcher.is_helper or not launcher.starts_own_ranks:
+            continue
+        for script in scripts:
+            name = re.escape(script.file.name)
+            if script != launcher and re.search(rf"""["'/]{name}["']""", launcher.content):
+                marked[script.file] = replace(marked[script.file], is_started_by_launcher=True)
+                texts = (*marked[launcher.file].imported, script.content, *script.imported)
+                marked[launcher.file] = replace(marked[launcher.file], imported=texts)
+    return [*marked.values()]
 
 
 def _choose_script(
@@ -281,9 +302,10 @@ def _choose_script(
 ) -> tuple[_CandidateFile, Mapping[str, Any]] | None:
     """Return the script that most probably starts the training, and the framework of the script.
 
-    A module that only defines names is chosen only if there is no other script. The other scripts
-    are compared by their frameworks. Among scripts with the same framework, scripts that only call
-    an imported training come last. Remaining ties are decided by the positions in `scripts`.
+    A module that only defines names is chosen only if there is no other script, and so is a script
+    that a launcher starts. The other scripts are compared by their frameworks. Among scripts with
+    the same framework, scripts that only call an imported training come last. Remaining ties are
+    decided by the positions in `scripts`.
 
     Args:
         scripts: Files that may start the training, the most likely first.
@@ -314,7 +336,7 @@ def _choose_script(
     def remove_prose(text: str) -> str:
         return _PROSE.sub("", text)
 
-    choices: list[tuple[bool, int, bool, int, int]] = []
+    choices: list[tuple[bool, bool, int, bool, int, int]] = []
     for position, script in enumerate(scripts):
         suffix = script.file.suffix
         own = find_framework(suffix, script.content)
@@ -330,7 +352,8 @@ def _choose_script(
             # file such as eval.py.
             compared = own if script.is_helper else index
             is_wrapper = own > compared and script.is_wrapper
-            choices.append((script.is_module, compared, is_wrapper, position, index))
+            is_started = script.is_started_by_launcher
+            choices.append((script.is_module, is_started, compared, is_wrapper, position, index))
     if not choices:
         return None
     *_, position, index = min(choices)

@@ -758,6 +758,32 @@ def test_script_that_starts_its_ranks_is_started_with_python(tmp_path: Path, sou
     assert "The script starts its ranks itself" in draft.text
 
 
+def test_launcher_is_preferred_to_the_script_that_it_starts_for_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text(
+        "import os, subprocess, sys\n"
+        "for rank in range(2):\n"
+        "    env = {**os.environ, 'RANK': str(rank), 'WORLD_SIZE': '2'}\n"
+        "    subprocess.Popen([sys.executable, 'rank.py'], env=env)\n"
+    )
+    (tmp_path / "rank.py").write_text(
+        "import os, torch\nfor step in range(60):\n    loss.backward()\n"
+    )
+
+    draft = draft_spec(tmp_path)
+
+    assert "command: [python, launch.py]" in draft.text
+    assert draft.other_scripts == (Path("rank.py"),)
+
+
+def test_script_is_preferred_to_a_program_that_starts_it_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nloss.backward()\n")
+    (tmp_path / "nightly.py").write_text(
+        "import subprocess, sys\nsubprocess.run([sys.executable, 'train.py'])\n"
+    )
+
+    assert "command: [python, train.py]" in draft_spec(tmp_path).text
+
+
 def test_accelerate_does_not_start_a_script_that_starts_its_ranks(tmp_path: Path) -> None:
     folder = project(tmp_path, {"train.py": f"from accelerate import Accelerator\n{SPAWN}"})
 
