@@ -20,7 +20,7 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_imports import ImportFinder
-from tasks.spec.script_options import Purpose, ScriptOption, read_options
+from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_structure import (
     only_defines,
     only_imports,
@@ -414,6 +414,10 @@ class _SpecWriter:
         self._machine_gpus = gpus
         self._options = read_options(script.content) if script.file.suffix == ".py" else []
         self._used_options = self._choose_options()
+        #: Environment variables with which the script gets paths, by their meaning.
+        self._variables: Mapping[Purpose, str] = {}
+        if script.file.suffix == ".py":
+            self._variables = read_variables((script.content, *script.imported))
 
     @property
     def framework_name(self) -> str:
@@ -431,10 +435,15 @@ class _SpecWriter:
 
         None if the script needs no such module.
         """
-        if "variables" not in self._framework["parts"] or Purpose.METRICS in self._used_options:
+        if "variables" not in self._framework["parts"] or self._writes_metrics:
             return None
         folder = self._script.file.parent if self._script.file.suffix == ".py" else Path()
         return folder / HOOK_NAME
+
+    @property
+    def _writes_metrics(self) -> bool:
+        """True if the script writes its metrics to a file that an option or a variable names."""
+        return Purpose.METRICS in self._used_options or Purpose.METRICS in self._variables
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
@@ -517,14 +526,17 @@ class _SpecWriter:
             option = self._used_options.get(purpose)
             if option is not None and (purpose is not Purpose.STEPS or self._find_total()):
                 words += [option.name, json.dumps(value)]
+        if flag := self._used_options.get(Purpose.AUTO_RESUME):
+            words.append(flag.name)
         return ", ".join(words)
 
     def _write_variables(self) -> str:
         """Return the key `env` of the run spec as YAML, or "" if there are no variables.
 
-        A variable passes a path to a script that has no command-line option for this path. The path
-        is that of the metrics file, the folder of checkpoints, or the checkpoint from which the
-        script resumes. The variable PYTHONPATH contains the folders in which Python must also
+        A variable passes a path to a script that has no command-line option for this path. If the
+        script already reads a variable for the path, the spec sets this variable. The path is that
+        of the metrics file, the folder of checkpoints, or the checkpoint from which the script
+        resumes. The variable PYTHONPATH contains the folders in which Python must also
         search for modules.
         """
         lines = ["env:"]
@@ -534,11 +546,16 @@ class _SpecWriter:
             )
             lines.append(f"  PYTHONPATH: {_quote(os.pathsep.join(import_folders))}")
         if Purpose.METRICS not in self._used_options:
-            lines.append('  METRICS: "${attempt.dir}/metrics.jsonl"')
-        if Purpose.CHECKPOINTS not in self._used_options:
+            name = self._variables.get(Purpose.METRICS, "METRICS")
+            lines.append(f'  {name}: "${{attempt.dir}}/metrics.jsonl"')
+        if Purpose.CHECKPOINTS in self._variables:
+            lines.append(f'  {self._variables[Purpose.CHECKPOINTS]}: "${{run.dir}}/checkpoints"')
+        elif Purpose.CHECKPOINTS not in self._used_options:
             lines.append('  # Save the checkpoints in this folder: os.environ["CHECKPOINTS"]')
             lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
-        if Purpose.RESUME_FROM not in self._used_options:
+        if Purpose.RESUME_FROM in self._variables:
+            lines.append(f'  {self._variables[Purpose.RESUME_FROM]}: "${{attempt.resume_from}}"')
+        elif self._used_options.keys().isdisjoint((Purpose.RESUME_FROM, Purpose.AUTO_RESUME)):
             default = 'load the checkpoint os.environ["RESUME_FROM"], if this variable is not empty'
             resuming = self._templates["resuming"].get(self._framework["name"], default)
             lines.append(f"  # To resume, the script needs: {resuming}")
@@ -552,7 +569,7 @@ class _SpecWriter:
             The key. None if the script does not write its metrics yet, or if the code does
             not contain exactly one possible key.
         """
-        if Purpose.METRICS not in self._used_options:
+        if not self._writes_metrics:
             return None
         texts = (self._script.content, *self._script.imported)
         keys = {key for text in texts for key in _STEP_KEY.findall(text)}

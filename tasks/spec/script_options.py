@@ -1,14 +1,14 @@
-"""Read the command-line options of a Python script from its source, without running the script.
+"""Read from the source of a Python script which options and environment variables it uses.
 
 `muster init` uses this module to pass the folder of the checkpoints, the checkpoint to resume from,
-the number of steps and the metrics file to a training script.
+the number of steps and the metrics file to a training script. The script is not run.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,10 +16,10 @@ from tasks.spec.script_structure import parse_source
 
 
 class Purpose(Enum):
-    """Meaning of an option of a training script. Each member's value is a pattern.
+    """Meaning of an option or environment variable of a training script.
 
-    The pattern must match the whole name of the option. Before the match, leading dashes are
-    removed from the name, and `-` is replaced by `_`.
+    Each member's value is a pattern. The pattern must match the whole name in lower case. Before
+    the match, leading dashes are removed from the name, and `-` is replaced by `_`.
     """
 
     #: Folder into which the script saves its checkpoints.
@@ -33,6 +33,9 @@ class Purpose(Enum):
         r"|load|load_(?:from|ckpt|checkpoint)|load_from_checkpoint|ckpt_path|restore|restore_from"
         r"|init_from_checkpoint"
     )
+    #: Flag without a value. The script then resumes from the newest checkpoint in its own folder of
+    #: checkpoints, if there is one.
+    AUTO_RESUME = r"auto_?resume|resume_(?:auto|latest|last)"
     #: Number of training steps.
     STEPS = (
         r"steps|(?:max|num|total|train|training|n|num_train|num_training|max_train|total_train)"
@@ -40,6 +43,10 @@ class Purpose(Enum):
     )
     #: File to which the script writes its metrics as JSON lines.
     METRICS = r"metrics|metrics?_(?:file|path|jsonl|out|output|log)|log_jsonl"
+
+
+#: Meanings that an environment variable may have. Muster sets the variable to a path.
+_PURPOSES_OF_VARIABLES = (Purpose.CHECKPOINTS, Purpose.RESUME_FROM, Purpose.METRICS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +60,69 @@ class ScriptOption:
     is_required: bool
     #: Default value if it is a whole number, otherwise None.
     default_number: int | None = None
+    #: True if the option has no value, such as `--verbose`.
+    is_flag: bool = False
 
     @property
     def purpose(self) -> Purpose | None:
         """Meaning of the option, or None if the name does not show the meaning."""
-        plain_name = self.name.lstrip("-").replace("-", "_").lower()
         if not self.name.startswith("-"):
             return None
-        for purpose in Purpose:
-            if re.fullmatch(purpose.value, plain_name):
-                return purpose
-        return None
+        purpose = _find_purpose(self.name)
+        return purpose if self.is_flag == (purpose is Purpose.AUTO_RESUME) else None
+
+
+def _find_purpose(name: str) -> Purpose | None:
+    """Return the meaning of an option or variable, or None if the name does not show it."""
+    plain_name = name.lstrip("-").replace("-", "_").lower()
+    for purpose in Purpose:
+        if re.fullmatch(purpose.value, plain_name):
+            return purpose
+    return None
+
+
+def read_variables(sources: Iterable[str]) -> dict[Purpose, str]:
+    """Return the environment variables through which a Python script gets paths.
+
+    The function recognises `os.environ["NAME"]`, `os.environ.get("NAME")` and `os.getenv("NAME")`.
+
+    Args:
+        sources: Source texts of the script, and of the modules of the project that it imports. A
+            text that is not valid Python is ignored.
+
+    Returns:
+        Mapping from a meaning to the name of the variable. If several variables have the same
+        meaning, the first is returned.
+    """
+    variables: dict[Purpose, str] = {}
+    for tree in map(parse_source, sources):
+        for node in ast.walk(tree) if tree is not None else ():
+            name = _find_variable(node)
+            purpose = _find_purpose(name)
+            if name.isupper() and purpose in _PURPOSES_OF_VARIABLES:
+                variables.setdefault(purpose, name)
+    return variables
+
+
+def _find_variable(node: ast.AST) -> str:
+    """Return the name of the environment variable that an expression reads, or ""."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="environ"), slice=key, ctx=ast.Load()):
+            return _read_text(key)
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"), args=[key, *_]
+        ):
+            return _read_text(key)
+        case ast.Call(func=ast.Attribute(attr="getenv") | ast.Name(id="getenv"), args=[key, *_]):
+            return _read_text(key)
+    return ""
 
 
 def read_options(source: str) -> list[ScriptOption]:
-    """Return the options of a Python script that have a value, in the order of the source.
+    """Return the options of a Python script, in the order of the source.
 
     The function reads the calls of argparse's `add_argument`, and of Click's `option` and
-    `argument`.
+    `argument`. Options that may have several values are left out.
 
     Args:
         source: Source text of the script. If it is not valid Python, the result is empty.
@@ -93,9 +145,11 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         dashed_names = [name for name in names if name.startswith("-")]
         name = max(dashed_names, key=len) if dashed_names else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        if "action" in keywords or "is_flag" in keywords or "nargs" in keywords:
-            # Skip an option that does not have exactly one value. A flag such as `store_true` has
-            # no value, and `nargs` may mean several values.
+        is_flag = _read_text(keywords.get("action")) == "store_true" or _is_true(
+            keywords.get("is_flag")
+        )
+        if not is_flag and not keywords.keys().isdisjoint(("action", "is_flag", "nargs")):
+            # `nargs`, and actions such as `append`, may mean several values.
             continue
         is_positional = not name.startswith("-")
         has_default = "default" in keywords
@@ -103,10 +157,11 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
             name=name,
             is_required=_is_true(keywords.get("required")) or (is_positional and not has_default),
             default_number=_read_number(keywords.get("default")),
+            is_flag=is_flag,
         )
 
 
-def _read_text(node: ast.expr) -> str:
+def _read_text(node: ast.expr | None) -> str:
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
     return str(node.value) if is_text and isinstance(node, ast.Constant) else ""
 

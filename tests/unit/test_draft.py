@@ -758,6 +758,54 @@ def test_script_that_starts_its_ranks_is_started_with_python(tmp_path: Path, sou
     assert "The script starts its ranks itself" in draft.text
 
 
+@pytest.mark.parametrize(
+    "read", ['os.environ["{}"]', 'os.environ.get("{}")', 'os.getenv("{}", "")', 'getenv("{}")']
+)
+def test_variables_that_the_script_reads_get_the_paths_of_the_run(
+    tmp_path: Path, read: str
+) -> None:
+    names = ("METRICS_FILE", "CHECKPOINT_DIR", "RESUME_FROM_CHECKPOINT")
+    reads = "".join(f"x = {read.format(name)}\n" for name in names)
+    (tmp_path / "train.py").write_text(
+        f"import os, torch\nfrom os import getenv\n{reads}"
+        'for step in range(60):\n    loss.backward()\n    log({"step": step})\n'
+    )
+
+    draft = draft_spec(tmp_path)
+
+    assert yaml.safe_load(draft.text)["env"] == {
+        "METRICS_FILE": "${attempt.dir}/metrics.jsonl",
+        "CHECKPOINT_DIR": "${run.dir}/checkpoints",
+        "RESUME_FROM_CHECKPOINT": "${attempt.resume_from}",
+    }
+    assert draft.hook is None
+    assert "muster_metrics" not in draft.text
+
+
+def test_variable_that_the_script_only_sets_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        'import os, torch\nos.environ["METRICS_FILE"] = "/dev/null"\nloss.backward()\n'
+    )
+
+    assert "METRICS_FILE" not in draft_spec(tmp_path).text
+
+
+@pytest.mark.parametrize("flag", ["--auto-resume", "--resume_latest"])
+def test_script_that_resumes_by_itself_gets_its_flag(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse, torch\np = argparse.ArgumentParser()\n"
+        f'p.add_argument("{flag}", action="store_true")\n'
+        'p.add_argument("--resume", action="store_true")\n'
+        'p.add_argument("--out")\np.parse_args()\nloss.backward()\n'
+    )
+
+    text = draft_spec(tmp_path).text
+
+    command = yaml.safe_load(text)["components"]["trainer"]["command"]
+    assert command == ["python", "train.py", "--out", "${run.dir}/checkpoints", flag]
+    assert "RESUME_FROM" not in text
+
+
 def test_launcher_is_preferred_to_the_script_that_it_starts_for_each_rank(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text(
         "import os, subprocess, sys\n"
