@@ -169,8 +169,8 @@ class LogLine:
     process: str
     #: True if the line reports no failure, but only information, a warning or a retried operation.
     is_mention: bool
-    #: Number of the traceback if this is the first line of a traceback, or the line with the
-    #: exception message. Otherwise 0. All tracebacks of a chain of exceptions have the same number.
+    #: Number of the traceback. It is 0 unless this line is the first line of a traceback, or has
+    #: the exception message. All tracebacks of a chain of exceptions have the same number.
     traceback: int = 0
     #: True if the line belongs to a traceback of an exception that was caught.
     is_caught: bool = False

@@ -823,7 +823,7 @@ def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]
 
 
 def _check_best_evaluation(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
-    """Check that a stage which compares results of evaluations has these evaluations.
+    """Check that a stage defines all evaluations whose results it compares.
 
     Args:
         stage: The stage as plain data, with the changes in `set` applied to its run spec.

@@ -118,7 +118,8 @@ def _train() -> float:
     began = time.monotonic()
     state = train(spec, return_state=True)
     took_ms = (time.monotonic() - began) * 1000
-    # Wait until the server has received the last artifacts, which would slow down the next sample.
+    # Wait until the server has received the last artifacts. Otherwise their transfer would slow
+    # down the next sample.
     await_last_artifacts()
     if not state.is_completed():
         raise RuntimeError(f"the flow `train` did not complete: {state.message}")

@@ -47,10 +47,10 @@ class Host(HostEnvironment):
 
 
 def host(name: str, home: Path, api: str) -> Host:
-    """Return a host on this machine that Muster knows under another host name.
+    """Return a simulated host: its programs run on this machine, but have their own host name.
 
     Args:
-        name: Host name for Muster.
+        name: Host name that Muster uses for the host.
         home: MUSTER_HOME of the host.
         api: URL of the Prefect server's API.
     """

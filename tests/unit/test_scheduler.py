@@ -173,7 +173,7 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
         # without a workload, no run id can be made, so the name of the flow run is used
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
-        # the name is invalid, so the run id contains the name of the flow run
+        # the spec's name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
         # only the key `gang` is invalid, so the run id contains the valid name `trial`
         ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),

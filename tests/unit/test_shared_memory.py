@@ -99,8 +99,8 @@ def test_file_is_reported_without_inotify_instances(
 def test_files_that_no_process_of_the_run_uses_are_not_reported(
     scan: SharedMemoryScan, notes: Notes, tmp_path: Path
 ) -> None:
-    # Create the file in another directory and then move the file, so that no process has the file
-    # open in the scanned directory.
+    # Create the file in another directory and then move it. A file that this process opens in the
+    # scanned directory would count as a file of the run.
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.touch()
     elsewhere.rename(tmp_path / "others")
