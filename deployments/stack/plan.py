@@ -86,8 +86,9 @@ _RAY_SETTINGS = {
 #: node, which is too much for many nodes on one machine.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 #: Longest time, in seconds, from the start of a program of the `muster up` stack until the program
-#: is ready.
-_READY_WITHIN_S = 120.0
+#: is ready. The time is long, because the machine may be very busy. A program that dies is
+#: reported at once.
+_READY_WITHIN_S = 300.0
 #: Grace period of a stopped Prefect worker, in seconds. The grace period begins after the end of
 #: the worker's runs.
 _WORKER_GRACE_S = 20.0

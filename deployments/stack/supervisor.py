@@ -29,10 +29,11 @@ from deployments.stack.ray_directory import LockedRayDirectory
 from deployments.stack.state import RAY, StackPart, StackPlace
 from tasks.processes.component import AttemptContext, ComponentPlan
 from tasks.processes.process_component import ProcessComponent
-from tasks.processes.services import ServiceReport, Services
+from tasks.processes.services import ServiceReport, Services, ServiceState
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure
 from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
 #: Signals that stop the `muster up` stack.
@@ -167,7 +168,8 @@ class Supervisor:
         previous_deaths = previous_part.deaths if previous_part is not None else 0
         if report.deaths > previous_deaths:
             print(f"{report.reason}", flush=True)
-            self._report.send("part.died", component=report.name, message=report.reason)
+            if report.state is not ServiceState.GIVEN_UP:
+                self._report.send("part.died", component=report.name, message=report.reason)
         part = StackPart(
             name=report.name,
             state=report.state.value,
@@ -208,6 +210,8 @@ class Supervisor:
             self._save(state="stopped", message=message)
             return 0
 
+        if failure is not None and failure.kind is FailureKind.NOT_READY:
+            message += ". If this machine is very busy, run `muster up` again later"
         self._save(state="failed", message=message)
         log = self._place.log(failure.component) if failure and failure.component else None
         tail = failure.log_tail if failure is not None else ""

@@ -204,24 +204,23 @@ class _Service:
             if failure is None:
                 self._note(state=ServiceState.DOWN, pid=None)
                 continue
-            self._note(
-                state=ServiceState.DOWN,
-                pid=None,
-                deaths=self.report.deaths + 1,
-                died_at=time.time(),
-                reason=failure.message,
-            )
             delay_s = self._restarts.delay_after_death(self._owner.clock(), death.ready_for_s)
             if not self.was_up.is_set() and not death.was_killed:
                 # The service has died by itself before it was ever ready. A restart would probably
                 # fail, too. So do not start the service again, and let `start` report the failure
                 # at once.
                 delay_s = None
+            self._note(
+                state=ServiceState.GIVEN_UP if delay_s is None else ServiceState.DOWN,
+                pid=None,
+                deaths=self.report.deaths + 1,
+                died_at=time.time(),
+                reason=failure.message,
+            )
             if delay_s is None:
                 if self.was_up.is_set():
                     message = f"{self.plan.name} could not be started again: {failure.message}"
                     failure = failure.with_changes(message=message)
-                self._note(state=ServiceState.GIVEN_UP)
                 self._owner.give_up(failure)
                 return
             _log.warning("%s. It will be started again in %.1f s", failure.message, delay_s)

@@ -313,6 +313,8 @@ def test_service_that_fails_at_first_is_given_up_at_once(
         harness.services.start("server")
 
     assert harness.slept == []
+    assert harness.state("server") is ServiceState.GIVEN_UP
+    assert harness.reports["server"].deaths == 1
     assert harness.services.failure is not None
     assert harness.services.failure.component == "server"
     assert harness.services.failure.log_tail == "last words"
