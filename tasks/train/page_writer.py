@@ -35,8 +35,8 @@ from tasks.train.session import RunSession
 #: the loss, and its key is `loss`.
 _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
-    pages.COMPONENTS: (2.0, pages.show_components),
-    pages.TIMELINE: (2.0, show_timeline),
+    pages.COMPONENTS: (5.0, pages.show_components),
+    pages.TIMELINE: (10.0, show_timeline),
     pages.REWARD: (10.0, None),
     pages.TIME: (10.0, pages.show_time),
     pages.EVALUATIONS: (
