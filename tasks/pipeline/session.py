@@ -74,6 +74,10 @@ _log = logging.getLogger(__name__)
 #: Seconds from a handover of the pipeline until the next flow process may start. The old flow
 #: process exits within this time.
 _DUE_AFTER_S = 5.0
+#: The pipeline waits at least this number of times as long as it took to read the runs.
+_WAIT_PER_DECISION = 10.0
+#: Upper limit in seconds for the wait between two checks of the runs.
+_LONGEST_POLL_S = 20.0
 
 #: Function that returns a fault for each stage that can never fit on its cluster.
 FindUnfitStages = Callable[[PipelineSpec], Sequence[Fault]]
@@ -116,6 +120,8 @@ class PipelineSession:
         self._reused: dict[str, StageRun] = {}
         #: Duration of the last call of `advance`, in seconds.
         self._advance_s = 0.0
+        #: Duration of reading the runs and deciding in the last call of `advance`, in seconds.
+        self._decide_s = 0.0
         #: True after this process has begun to hand the pipeline over to the next flow process.
         self.is_handing_over = False
 
@@ -197,6 +203,7 @@ class PipelineSession:
             return False
         began_s = time.monotonic()
         decision = self._decide()
+        self._decide_s = time.monotonic() - began_s
         self._report.report(decision, self._runs)
         self._matrix_page.show(self._values(decision.states))
         if decision.is_over or self.cancel_reason:
@@ -223,8 +230,12 @@ class PipelineSession:
         A call of `advance` is due after two seconds, or shortly after a run has ended. The wait
         after the end of a run is twice the duration of the last call of `advance`, so that the next
         call can handle all runs that end at nearly the same time.
+
+        A pipeline with hundreds of runs waits longer than two seconds if no run ends, because the
+        server needs much CPU time to list the runs.
         """
-        if self._requests.wait(POLL_INTERVAL_S):
+        poll_s = min(max(POLL_INTERVAL_S, _WAIT_PER_DECISION * self._decide_s), _LONGEST_POLL_S)
+        if self._requests.wait(poll_s):
             self._requests.ending.wait(min(POLL_INTERVAL_S, 2 * self._advance_s))
 
     def owns_run(self, flow_run_id: str) -> bool:

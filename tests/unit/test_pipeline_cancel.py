@@ -71,10 +71,10 @@ def cancel_stage(
     server = FakeServer(reads)
 
     @contextmanager
-    def connect_to_server(_api_url: str) -> Iterator[FakeServer]:
+    def connect(_connection: object) -> Iterator[FakeServer]:
         yield server
 
-    monkeypatch.setattr(server_requests, "connect_to_server", connect_to_server)
+    monkeypatch.setattr(server_requests.ServerConnection, "client", connect)
     run = StageRun(
         stage="only",
         number=1,

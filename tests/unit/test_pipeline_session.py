@@ -197,7 +197,7 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
     fake = FakeRuns()
 
     @contextmanager
-    def connect(_api_url: str) -> Iterator[FakeClient]:
+    def connect(_connection: object) -> Iterator[FakeClient]:
         yield FakeClient(fake)
 
     def use_cached(_client: object, flow_run: FlowRun, unit: str, **_: Any) -> None:
@@ -222,7 +222,7 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
     }
     for name, value in replaced.items():
         monkeypatch.setattr(session_module, name, value)
-    monkeypatch.setattr(server_requests, "connect_to_server", connect)
+    monkeypatch.setattr(server_requests.ServerConnection, "client", connect)
     monkeypatch.setattr(progress_report, "show_skipped_stage", show_skipped)
     monkeypatch.setattr(progress_report.flow_runs, "set_running_message", lambda *_: None)
     monkeypatch.setattr(ProgressReport, "say", lambda *_: None)
@@ -685,3 +685,28 @@ def test_pipeline_with_valid_stored_code_begins_outside_of_a_project(
 
     assert session.advance()
     assert server.active == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("decide_s", "expected_s"),
+    [
+        (0.05, 2.0),
+        (0.5, 5.0),  # a pipeline with hundreds of runs
+        (60.0, 20.0),
+    ],
+)
+def test_wait_between_two_checks_grows_with_the_time_that_a_check_takes(
+    decide_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = start(step("a"))
+    session._decide_s = decide_s
+    waits: list[float] = []
+
+    def wait(delay_s: float) -> bool:
+        waits.append(delay_s)
+        return False
+
+    monkeypatch.setattr(session._requests, "wait", wait)
+    session.wait()
+
+    assert waits == [expected_s]
