@@ -231,10 +231,16 @@ def test_frequent_changes_are_sent_together(server: Server, run: SimpleNamespace
     due_in_s = page.due_in_s()
     clock.now += due_in_s
     page.send()
+    requests_after_first_interval = len(server.requests)
+    clock.now += 10
+    page.send()
 
     assert early_requests == []
     assert 0 < due_in_s <= 2
-    assert len(server.requests) == 3
+    # Each changed artifact is sent once: the summary after its short interval, and the components,
+    # the timeline and the record after their longer intervals.
+    assert requests_after_first_interval == 1
+    assert len(server.requests) == 4
 
 
 def test_reward_curve_is_updated_after_its_interval(
