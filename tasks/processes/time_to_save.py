@@ -34,8 +34,8 @@ T = TypeVar("T")
 _CHECK_WITHIN_S = 2.0
 #: Seconds between two checks whether a component is writing a checkpoint.
 _CHECK_EVERY_S = 0.2
-#: The result that a component is writing no checkpoint is valid for this number of seconds. If the
-#: result is older, the component is checked again before it is stopped.
+#: If a check finds that a component is not writing a checkpoint, the component may be stopped
+#: without a second check during this number of seconds.
 _CHECK_AGAIN_AFTER_S = 0.1
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
@@ -43,8 +43,8 @@ _WARN_EVERY_S = 2.0
 #: Seconds between two checks whether a component's machine will end the component, for example by a
 #: shutdown.
 _PLANNED_END_EVERY_S = 15.0
-#: An announced end counts as cancelled if the attempt still runs this number of seconds after the
-#: announced time. The components then get a new warning signal before a later end.
+#: Components get a warning signal before an expected end of their attempt. If the attempt still
+#: runs this number of seconds after the expected end, its components can get the signal again.
 _CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
 #: its checkpoint.
@@ -88,8 +88,8 @@ class TimeToSave:
     #: Mapping from component name to the remaining seconds for which the end of the component may
     #: be delayed while it saves a checkpoint.
     _left_s: dict[str, float] = field(default_factory=dict)
-    #: Mapping from component name to the time of the last check in which the component saved no
-    #: checkpoint, in CLOCK_MONOTONIC seconds.
+    #: Mapping from component name to the time, in CLOCK_MONOTONIC seconds, of the last check that
+    #: found that the component was not writing a checkpoint.
     _not_saving_s: dict[str, float] = field(default_factory=dict)
 
     async def announce_end(self, end_at: float, reason: str) -> None:
@@ -176,8 +176,8 @@ class TimeToSave:
     def _is_warned(self, component: RunningComponent) -> bool:
         """Return True if a component was warned of the attempt's end, and the warning still holds.
 
-        If the attempt still runs some time after the announced end, the end counts as cancelled.
-        The warning is then forgotten, so that the component can be warned of a later end.
+        If the attempt still runs some time after the announced end, this method deletes the
+        warning, so that the component can be warned again.
         """
         warned = self._warned.get(component.name)
         if warned is not None and self.clock() > warned.end_at + _CALLED_OFF_AFTER_S:
@@ -189,8 +189,8 @@ class TimeToSave:
     async def until_saved(self, component: RunningComponent) -> None:
         """Wait until a component has saved its checkpoint, or its time to save is over.
 
-        The waits for one component together take at most `stop.save_grace_s` seconds. A component
-        that saved no checkpoint a moment ago is not checked again.
+        The waits for one component together take at most `stop.save_grace_s` seconds. Return at
+        once if a check a moment ago found that the component was not writing a checkpoint.
         """
         since = self.monotonic()
         if since - self._not_saving_s.get(component.name, -math.inf) < _CHECK_AGAIN_AFTER_S:
@@ -207,9 +207,10 @@ class TimeToSave:
 
     @asynccontextmanager
     async def delaying_kill(self, component: RunningComponent) -> AsyncIterator[None]:
-        """Delay the SIGKILL of a component while it writes a checkpoint.
+        """Delay SIGKILL after a component's stop signal while the component writes a checkpoint.
 
-        Stop the component while this context is open. The delay ends with the context.
+        The caller stops the component in the body of the `async with` statement. After the body,
+        SIGKILL is no longer delayed.
         """
         delaying = asyncio.create_task(self._delay_kill(component))
         try:
