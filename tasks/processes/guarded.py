@@ -57,8 +57,8 @@ _REPORT_WITHIN_S = 2.0
 #: Seconds to wait until the component's program is executed. The execution usually takes
 #: milliseconds, but takes seconds on a machine that is short of memory.
 _SPAWN_WITHIN_S = 30.0
-#: Seconds to wait until the description of a command is sent to a guardian process. Also the time
-#: limit for an answer of the process that forks guardian processes.
+#: Time limit in seconds for sending the description of a command to a guardian process, and for an
+#: answer of the process that forks guardian processes.
 _ORDER_WITHIN_S = 2.0
 #: Seconds that a guardian process needs after the grace period to kill the process tree and to
 #: report the processes that survived.
@@ -372,9 +372,10 @@ class GuardedProcess:
             command: The command.
             cgroup: Cgroup directory for the command. If the kernel refuses to put the command
                 there, the command starts without a cgroup.
-            memory_cgroup: Cgroup directory with the memory limit of the command. `register` must
-                put the command there. The guardian process removes the directory only if the
-                calling process has ended before the guardian.
+            memory_cgroup: Cgroup directory that limits the memory of the command. `register` must
+                put the command into this cgroup. The caller removes the directory when the process
+                tree has ended. If the calling process ends earlier, the guardian process removes
+                the directory.
             register: Coroutine function that is called with this object and awaited before the
                 command is executed. If it raises OSError, `launch` raises the error and the command
                 is not executed.
@@ -479,7 +480,9 @@ class GuardedProcess:
         return self.unended_pids
 
     async def _wait_for_end(self, within_s: float) -> None:
-        """Wait until the process tree and the guardian have ended, or processes survive SIGKILL.
+        """Wait until the process tree and the guardian have ended.
+
+        The wait ends early if some processes survive SIGKILL.
 
         Args:
             within_s: Time limit in seconds. After this time, the method returns without an error.
@@ -560,8 +563,8 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # List the processes again. If the guardian process is in another PID namespace, its
-                # message contains the pids of that namespace.
+                # List the processes again. If the guardian process is in another PID namespace, the
+                # pids in its message are valid only in that namespace.
                 self._report_stuck(tree.living_or_all(self.processes()) or message["pids"])
             case "empty":
                 self.stuck = ()
@@ -622,9 +625,8 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The recorded end times must show in which order the processes ended. A pidfd may report an
-        # end late, but the reports come in the right order. So each process in `earlier` ended
-        # before this process, and gets an earlier recorded end time.
+        # Pidfds may report ends late, but in the right order. So the processes in `earlier` ended
+        # before this process, and their recorded end times must be earlier, too.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]
@@ -647,10 +649,10 @@ class GuardedProcess:
         self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
 
     async def _keep_orphans(self) -> None:
-        """Reap the children of a command whose guardian process was killed, until none remains.
+        """Reap the children of a command whose guardian process was killed, until no child remains.
 
-        Only for commands whose children may outlive the command. After a request to stop, send
-        SIGTERM to the children. After the grace period, send SIGKILL to the remaining children.
+        This method is used only if the children may outlive the command. When `stop` is called, the
+        children get SIGTERM. Children that remain after the grace period get SIGKILL.
         """
         deadline_s = float("inf")
         clean_rounds = 0

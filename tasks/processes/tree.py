@@ -50,9 +50,9 @@ _ROUND_PAUSE_PART = 0.05
 #: For this number of seconds after the first round of SIGKILL, the rounds follow each other without
 #: a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: Seconds from the first SIGKILL to the report of the remaining processes, if all of them are
-#: processes that this user cannot signal. The report is delayed, because the processes may end by
-#: themselves when their parent has ended.
+#: If this user can signal none of the remaining processes, the processes are reported this number
+#: of seconds after the first SIGKILL. The report is not sent at once, because the processes may end
+#: by themselves when their parent has ended.
 REFUSED_AFTER_S = 1.0
 #: Processes that still exist this number of seconds after the first SIGKILL are reported as stuck.
 #: A stuck process is in uninterruptible sleep, for example on a broken disk.
@@ -100,7 +100,7 @@ def spawn(
     prepare: Callable[[], None] = lambda: None,
     may_go: Callable[[int], bool] = lambda pid: True,
 ) -> int:
-    """Start a program in a new session, and return its pid after the program was executed.
+    """Start a program in a new session, and return its pid as soon as the program runs.
 
     The kernel kills the program when the calling thread ends. The program starts without ignored
     or blocked signals, and its standard input is empty.
@@ -153,8 +153,8 @@ def spawn(
         with suppress(BrokenPipeError):
             os.write(go_write, _GO)
     os.close(go_write)
-    # A successful execution closes the child's end of the pipe. So if there is nothing to read, the
-    # program runs.
+    # If the child's `exec` call succeeds, the kernel closes the child's end of the pipe. So if
+    # there is nothing to read, the program runs.
     problem = os.fsdecode(os.read(report_read, 4096))
     os.close(report_read)
     if problem:
@@ -489,8 +489,9 @@ class KillRounds:
 
     Create the object before the first round of `kill_below_once`.
 
-    The pauses grow with the time since the first round. Without this growth, a process that cannot
-    be killed would cost a fifth of a CPU core until it ends.
+    In one round, each living process of the tree gets SIGKILL. The pauses between the rounds become
+    longer with time. With short pauses, a process that cannot be killed would cost a fifth of a CPU
+    core until the process ends.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -586,8 +587,8 @@ def signal_descendants(
         The pids that got the signal, parents first. Processes of other users are skipped.
     """
     signalled = []
-    # List all descendants before the first signal. The children of a process that ends get another
-    # parent and would be missed.
+    # List all descendants before the first signal. When a process ends, its children get another
+    # parent, so a later search would miss the children.
     for pid, parent in _below(root, is_meant=is_meant):
         with suppress(PermissionError):
             if signal_process(pid, signum, parent=parent):
