@@ -116,7 +116,7 @@ def measure_at_exit(log: Path) -> tuple[FileSystem, ...]:
 
 
 def name_full_disk(failure: Failure, file_systems: Iterable[FileSystem]) -> Failure:
-    """Return a copy of a failure that names a full file system as the cause.
+    """Copy a failure, and name a full file system as the cause in the copy.
 
     The failure is returned unchanged if no file system is full, or if the log shows another cause.
 

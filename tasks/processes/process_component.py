@@ -367,8 +367,9 @@ class ProcessComponent(RunningComponent):
         A component may start a container or a daemon, which listens outside its process tree. After
         the launch of the component, a listener counts as part of this run in two cases:
 
-        - The listener belongs to this user or root. It also runs in a container, listens for a
-          container, or has the run id in its environment.
+        - The listener belongs to this user or root, and one of these conditions holds: the listener
+          runs in a container, listens on behalf of a container, has the run id in its environment,
+          or is hidden from this user.
         - The listener belongs to another user, but runs in a PID namespace that root has created.
           Containers of root may contain programs of other users, and no other user can create such
           a namespace.

@@ -26,7 +26,8 @@ def write_stop_notes(reason: str, is_stopped: Callable[[Owner], bool]) -> list[P
     """Write a reason into the directory of each run that will be stopped.
 
     If a run already has a reason, that reason is kept. For example, `muster down` writes a reason
-    that names the user, and then stops the worker. The worker writes a reason without the user.
+    that names the user, and then stops the worker. The worker also calls this function, but its
+    reason does not name the user, and must not replace the first reason.
 
     Args:
         reason: Reason for the end of the runs, for the user.

@@ -24,10 +24,10 @@ _OPEN_FILES = 1 << 16
 class Supervisor:
     """Supervises one attempt in a separate thread.
 
-    The caller's thread may wait for the answer to a request, or be interrupted by a signal.
-    Meanwhile, the separate thread still notices the end of components and completes a teardown.
-    When the context closes, all components are ended. The calling process becomes a subreaper and
-    stays one.
+    The separate thread notices the end of components and completes a teardown even while the
+    caller's thread is blocked, or is interrupted by a signal. Use the object in a `with` statement.
+    At the end of the statement, all components are ended. The calling process becomes a subreaper
+    and stays one.
     """
 
     def __init__(

@@ -321,7 +321,7 @@ def make_run_event(
     Args:
         name: Name of the event.
         flow_run: The flow run.
-        run_id: Id of the run, which the event shows as the name of the flow run.
+        run_id: Id of the run. The event shows this id as the name of the flow run.
         payload: Payload of the event. If the payload has the key `component`, the component of this
             name becomes a related resource.
         at: Time of the event in UTC epoch seconds. If None, the current time is used.

@@ -232,7 +232,9 @@ class ForwardedRequests:
     def take_observation(self, observed: ObservedFlowRun) -> None:
         """React to a change of the flow run on the Prefect server.
 
-        Either end the run or pipeline, or replace the wrong state of the flow run on the server.
+        If the flow run was cancelled, deleted or set to another final state, end the run or
+        pipeline. While this process still runs, a final state on the server is replaced with
+        Cancelling, and a state such as Scheduled is replaced with Running.
         """
         state = observed.state
         self._missing_answers += 1
