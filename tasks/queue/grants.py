@@ -374,7 +374,9 @@ async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
 
 
 async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:
-    """Restore a final state that another state has replaced, unless the flow run has changed.
+    """Set a flow run back to its final state, which another state has replaced.
+
+    Do nothing if the state on the server has changed since `flow_run` was read.
 
     Args:
         client: Client of the Prefect server.

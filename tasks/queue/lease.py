@@ -113,8 +113,9 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file on this host. None if this object does not hold the lock. A scheduler
-    #: writes the id of its lock into the scheduling lease. If another scheduler has written the
-    #: same id, that scheduler held the lock before, and has ended without giving the lease back.
+    #: writes the id of its lock into the scheduling lease. If this object holds the lock, but the
+    #: lease of another scheduler contains the same id, the other scheduler has lost the lock. So
+    #: the other scheduler has ended without giving the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -229,20 +230,20 @@ class HeldLease:
 
 @dataclass(slots=True)
 class SchedulingLease:
-    """Takes and returns the scheduling lease, a lock on the Prefect server, for one process.
+    """Takes the scheduling lease for one process, and gives the lease back.
 
-    Several tasks of an asyncio loop may use one instance. The tasks get the lease one after the
-    other.
+    The lease is a lock on the Prefect server. Several tasks of an asyncio loop may use one
+    instance. The tasks get the lease one after the other.
     """
 
     #: Client of the Prefect server. It must be open in the event loop that uses this object.
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Longest time, in seconds, from the request for the scheduling lease to the last write of its
-    #: holder. A scheduling pass that takes longer must be repeated. All schedulers of a server must
-    #: use the same value. Otherwise a holder could still write after another scheduler has deleted
-    #: the lease.
+    #: Time limit, in seconds, for the changes that a scheduler writes to the Prefect server. The
+    #: time starts when the scheduler requests the scheduling lease. A scheduling pass that takes
+    #: longer must be repeated. All schedulers of a server must use the same value. Otherwise one
+    #: scheduler could delete the lease while another scheduler still writes.
     hold_s: float = 30.0
     #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches

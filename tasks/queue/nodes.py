@@ -148,7 +148,7 @@ class Capacity:
 
         Args:
             key: Address of the Ray cluster's dashboard. An empty string stands for the nodes
-                without Ray that work pools list.
+                without Ray in the settings of the work pools.
             settings: Mapping from pool name to the settings of the work pool.
 
         Raises:
@@ -182,7 +182,7 @@ class Capacity:
         await self._readers[address].show_demand(bundles, within_s=self.within_s)
 
     async def _read_table_node(self, node: TableNode) -> ClusterNode:
-        """Return the present state of a node that the settings of a work pool list.
+        """Return the present state of a node in the settings of a work pool.
 
         The GPUs of the node are read only if the node is this machine.
         """

@@ -18,8 +18,9 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: If another worker with the same name writes nothing to the shared Prefect variable during this
-#: number of heartbeats of this worker, the other worker counts as ended.
+#: At each heartbeat, a worker checks whether another worker with the same name has written to their
+#: shared Prefect variable. After this number of checks without a write, the other worker counts as
+#: ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = (
@@ -41,12 +42,14 @@ def name_variable(pool: str, worker: str) -> str:
 
 
 def read_other_worker(value: object) -> str:
-    """Return the host and process id of one of two live workers that have the same name.
-
-    Return an empty string if only one live worker has the name.
+    """Return the second of two live workers with the same name, as recorded in a Prefect variable.
 
     Args:
-        value: Value of the Prefect variable that all workers with the name share.
+        value: Value of the variable. One of the two workers has written this value.
+
+    Returns:
+        Host and process id of the worker that did not write the value. Empty if only one live
+        worker has the name.
     """
     other = value.get("other") if isinstance(value, dict) else ""
     return other if isinstance(other, str) else ""
@@ -75,8 +78,8 @@ class WorkerName:
     async def find_other(self, client: PrefectClient) -> str:
         """Return another live worker with the same name, if there is one.
 
-        The method writes the process id of this worker into a Prefect variable that all workers
-        with this name share. So another live worker can find this worker, too.
+        The method writes the host and process id of the calling worker into a Prefect variable that
+        all workers with the name share. So the other worker can find the calling worker, too.
 
         Returns:
             Host and process id of the other worker, or an empty string.

@@ -105,7 +105,7 @@ _FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
-    """Return the text that the sender of an order, which is a request to an agent, must sign.
+    """Return the text that the sender of an order must sign. An order is a request to an agent.
 
     Args:
         node_id: Ray's id of the node that receives the order, in hex.
@@ -153,8 +153,9 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _find_activity(wanted: Mapping[str, str]) -> str:
     """Return the reason why certain processes must not be killed, or an empty string.
 
-    Processes must not be killed in two cases: while a Ray job of their run is active, and while
-    their guardian process, the Muster process that owns them, runs on this machine.
+    Processes must not be killed while a Ray job of their run is active, or while their guardian
+    process runs on this machine. The guardian process is the Muster process that owns the processes
+    of a component.
 
     Args:
         wanted: Environment variables that the processes have: MUSTER_RUN_ID, and optionally

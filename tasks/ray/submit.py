@@ -42,7 +42,7 @@ STRAGGLERS_S = 0.3
 #: Amount of the Ray resource `worker_node` that a job's driver takes. The amount is small, so that
 #: a node with one unit of the resource has room for 1000 drivers.
 _WORKER_SHARE = 0.001
-#: Ray resource with which operators mark the nodes of a cluster that run jobs.
+#: Ray resource with which the operators of a cluster mark the nodes for jobs.
 _WORKER_RESOURCE = "worker_node"
 #: Ray label that contains the id of a node.
 _NODE_ID_LABEL = "ray.io/node-id"
@@ -476,7 +476,7 @@ class Submitter:
         """Return the exception for a cluster that did not answer in time.
 
         Args:
-            was_begun: True if a submit request was sent, so that the cluster may have the job.
+            was_begun: True if a submit request was sent. The cluster may then have the job.
             timeout_s: Time in seconds during which requests were repeated.
             problem: Error of the last request.
         """
