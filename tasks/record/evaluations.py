@@ -105,7 +105,7 @@ class EvaluationsJson(Recorded):
         replace_file(place.evaluations, json_text(self.as_json()))
 
     def find_checkpoint(self, number: int) -> CheckpointNote | None:
-        """Return the checkpoint with a number, or None if the record has no such checkpoint."""
+        """Return the checkpoint with the given number, or None if it is not in the record."""
         return next((one for one in self.checkpoints if one.number == number), None)
 
     @property
@@ -198,7 +198,7 @@ class EvaluatedCheckpoint:
         return self.evaluation.state
 
     def figure(self, by: str) -> float | None:
-        """Return a number of the evaluation's result, or None if the result has no such number.
+        """Return one number from the evaluation's result, or None if the result has no such number.
 
         Args:
             by: Name of the number, `EVALUATION.KEY`, such as `math.accuracy`. If EVALUATION is the
@@ -216,12 +216,12 @@ class EvaluatedCheckpoint:
 def read_evaluated_checkpoints(
     place: RunPlace, content: EvaluationsJson | None = None
 ) -> list[EvaluatedCheckpoint]:
-    """Return the evaluations of a run, each with the numbers in its result, in the recorded order.
+    """Return the evaluations of a training run, with their results, in the recorded order.
 
     An evaluation without a valid result has no numbers.
 
     Args:
-        place: Directory of the training's run.
+        place: Directory of the training run.
         content: The record of the evaluations. If None, the file is read.
 
     Raises:

@@ -164,8 +164,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Move the read position to the beginning if the content that was read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # Count the replacement only if the caller already has lines of the old content. At the
-            # first read, the caller has none.
+            # Count the change of the content only if the caller already has lines of the old
+            # content. At the first read, the caller has none.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

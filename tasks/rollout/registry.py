@@ -105,7 +105,10 @@ class FleetView:
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The server groups that serve requests, or only wait for the first weight commit."""
+        """The server groups that serve requests.
+
+        If no group may serve before the first weight commit, STALE groups are included, too.
+        """
         up_states = SERVING_STATES
         if self.awaits_weights:
             up_states = SERVING_STATES | {GroupState.STALE}
@@ -133,7 +136,8 @@ class FleetView:
     def training(self) -> dict[str, Any]:
         """The servers that can receive new weights, as JSON for the trainer.
 
-        Each entry of `mesh` lists the global ranks whose weights are updated through one server.
+        `mesh` has one list for each server: the ranks of the GPUs whose weights are updated through
+        this server.
         `urls` maps the rank of the server, as a string, to the URL of the server.
         """
         slots = [slot for group in self.targets for slot in self.updated(group)]
@@ -295,7 +299,7 @@ class Registry:
         return view.epoch + 1
 
     def mark_started(self, group: int, epoch: int) -> None:
-        """Record that the servers of a group have started and work.
+        """Record that the servers of a group have started successfully.
 
         If servers may serve with the weights that they load at their start, the group becomes
         ACTIVE. Otherwise, the group becomes STALE.
@@ -457,7 +461,8 @@ class Registry:
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch of the group for the caller. The epoch counts the starts of the group.
+            epoch: Epoch of the group when the caller observed the server. The epoch counts the
+                starts of the group.
         """
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None

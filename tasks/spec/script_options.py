@@ -33,8 +33,8 @@ class Purpose(Enum):
         r"|load|load_(?:from|ckpt|checkpoint)|load_from_checkpoint|ckpt_path|restore|restore_from"
         r"|init_from_checkpoint"
     )
-    #: Flag without a value. The script then resumes from the newest checkpoint in its own folder of
-    #: checkpoints, if there is one.
+    #: Flag without a value, which makes the script resume from the newest checkpoint in its own
+    #: folder of checkpoints, if there is one.
     AUTO_RESUME = r"auto_?resume|resume_(?:auto|latest|last)"
     #: Number of training steps.
     STEPS = (
@@ -60,7 +60,7 @@ class ScriptOption:
     is_required: bool
     #: Default value if it is a whole number, otherwise None.
     default_number: int | None = None
-    #: True if the option has no value, such as `--verbose`.
+    #: True if the option, such as `--verbose`, takes no value.
     is_flag: bool = False
 
     @property
@@ -87,12 +87,12 @@ def read_variables(sources: Iterable[str]) -> dict[Purpose, str]:
     The function recognises `os.environ["NAME"]`, `os.environ.get("NAME")` and `os.getenv("NAME")`.
 
     Args:
-        sources: Source texts of the script, and of the modules of the project that it imports. A
-            text that is not valid Python is ignored.
+        sources: Source texts of the script, and of the project's modules that the script imports.
+            A text that is not valid Python is ignored.
 
     Returns:
-        Mapping from a meaning to the name of the variable. If several variables have the same
-        meaning, the first is returned.
+        Mapping from the purpose of a variable, such as the folder of the checkpoints, to the name
+        of the variable. If several variables have the same purpose, the first is returned.
     """
     variables: dict[Purpose, str] = {}
     for tree in map(parse_source, sources):
@@ -140,8 +140,8 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         names = [name for argument in call.args if (name := _read_text(argument))]
         if not names:
             continue
-        # Click's `option` may also have the name of the function's parameter, without dashes. This
-        # name is not part of the command line.
+        # The arguments of Click's `option` may include a name without dashes, the name of a Python
+        # parameter. This name is not part of the command line.
         dashed_names = [name for name in names if name.startswith("-")]
         name = max(dashed_names, key=len) if dashed_names else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
