@@ -183,7 +183,7 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
 
 
 def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
-    """Put each deployment whose work pool was deleted into a work pool again.
+    """Assign a work pool to each deployment whose work pool was deleted.
 
     Deployments of the flow `train` get the pool POOL, and those of `pipeline` get PIPELINES_POOL.
 

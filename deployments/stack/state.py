@@ -35,8 +35,8 @@ RAY = "ray-head"
 #: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
-#: Longest time, in seconds, that a stop of the `muster up` stack takes after the grace periods of
-#: its runs. The time includes the grace periods of all parts and the cleanup.
+#: Time limit, in seconds, for stopping all parts of the `muster up` stack, and for the cleanup. The
+#: time that the runs of the stack need to end is added to this limit.
 STOP_WITHIN_S = 180.0
 #: Longest time, in seconds, that a command waits for a stack that `muster up` is starting. A usual
 #: start takes less than a minute.

@@ -269,7 +269,8 @@ _MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#a
 #: Largest total number of data points in all curves of one matrix. If there are more, some data
 #: points are left out, so that the picture stays small.
 _MAX_MATRIX_CORNERS = 4000
-#: Smallest number of data points of a curve after data points were left out.
+#: Each curve of a matrix may have this number of data points, even if the total number of data
+#: points then exceeds `_MAX_MATRIX_CORNERS`.
 _MIN_CORNERS = 8
 #: Largest number of curves of a matrix that are all labelled. With more curves, only the best curve
 #: has a label.

@@ -402,7 +402,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
 
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
-    """Return the number of retries of the request that sets the final state of the run."""
+    """Return how often the request that sets the final state of the run may be repeated."""
     if find_lasting_api_url() is None:
         # The run has a temporary server. Nobody restarts a temporary server, so more retries would
         # be useless.
@@ -438,9 +438,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
                 run.interrupt(reason)
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
-            # A user has set a final state by hand while this process was running. The server
-            # accepts the result of this run instead of that state. But an interrupted run must end
-            # as cancelled.
+            # A user has set a final state by hand while this process was running. The result of
+            # the run replaces that state. The result of an interrupted run must be Cancelled.
             return bool(run.interrupt_reason), note
     return False, note
 
