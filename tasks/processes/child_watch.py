@@ -98,7 +98,8 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
         return None
     except OSError:
         # The link `exe` cannot be read because the process is a zombie, which has no program. The
-        # kernel allows this user to examine the process, so its exit status is real.
+        # error is no PermissionError, so this user may examine the process. /proc/PID/stat then
+        # shows the true exit status.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None

@@ -90,16 +90,19 @@ class _Process:
     rank: int | None
     #: True if the process is the rank itself, and not a child process of the rank, such as a worker
     #: of a data loader. A process without the variable RANK counts as a rank if its parent has
-    #: several Python child processes with the same command apart from numbers.
+    #: several Python child processes whose commands are equal, or differ only in numbers such as
+    #: the 1 in `--local_rank=1`.
     is_rank_itself: bool
-    #: True if the process works for its parent. This includes ranks, processes that
-    #: `multiprocessing` has started, and forks that execute the program of the parent. It also
-    #: includes several Python child processes whose commands differ only in numbers.
+    #: True if the process works for its parent. A worker is a rank, a process that
+    #: `multiprocessing` has started, or a fork that executes the program of its parent. If a parent
+    #: has several Python child processes whose commands are equal, or differ only in numbers, these
+    #: child processes are workers, too.
     is_worker: bool
     #: Position of the process among its parent's workers with the same command, which are ordered
     #: by their start time. The first position is 0.
     number: int
-    #: Number of the parent's workers with the same command, including this process.
+    #: Number of workers with the same command that the parent of this process has. The count
+    #: includes this process.
     peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.
@@ -126,11 +129,12 @@ class DescendantWatch:
 
     process: GuardedProcess
     _began_monotonic_s: float = field(default_factory=time.monotonic)
-    #: Number of processes that the OOM killer had killed on this machine at the start of the
-    #: component.
+    #: Number of processes that the OOM killer killed on this machine before the start of the
+    #: component. None if unknown.
     _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
-    #: Mapping from the directory of a memory cgroup to its state at the latest kill. If the OOM
-    #: killer has killed no process since the start of the component: the state at the start.
+    #: Mapping from the directory of a memory cgroup to the last recorded state of the cgroup. The
+    #: state is recorded when the cgroup is found, and again after the OOM killer has killed a
+    #: process in the cgroup.
     _groups: dict[Path, MemoryGroup] = field(default_factory=dict)
     #: Mapping from the directory of a memory cgroup to the time of its latest kill, in
     #: CLOCK_MONOTONIC seconds.
@@ -141,8 +145,8 @@ class DescendantWatch:
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
     #: Mapping from the pid of each watched descendant to its pidfd and its description.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
-    #: Mapping from pid to description of all processes of the component that the searches have
-    #: found so far.
+    #: Mapping from pid to description, for all processes of the component that `watch` has found so
+    #: far.
     _known: dict[int, _Process] = field(default_factory=dict)
     #: Deaths of descendants, oldest first.
     _deaths: list[_DescendantDeath] = field(default_factory=list)
@@ -228,8 +232,8 @@ class DescendantWatch:
                 # earlier description, which was derived from the former parent.
                 return
             if known.peers > process.peers:
-                # Some workers with the same command have ended. Keep the position that the process
-                # had among all of them.
+                # Other workers of the same parent have ended. Keep the earlier values, which still
+                # count the ended workers.
                 process = replace(
                     process,
                     is_rank_itself=known.is_rank_itself,
@@ -454,8 +458,8 @@ class DescendantWatch:
     def _find_early_end(self) -> RankFailure | None:
         """Return the first rank that ended without an error before another rank failed, or None.
 
-        Such a rank ended with exit code 0, or by a signal that stops a process. The other rank was
-        alive at that moment.
+        The first rank ended with exit code 0 or by a signal such as SIGTERM, while the other rank
+        was still alive.
         """
         ranks = [death for death in self._deaths if death.process.is_rank_itself]
         for failed in ranks:

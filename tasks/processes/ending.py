@@ -160,8 +160,9 @@ def can_be_of_own_run(pid: int) -> bool:
     Any user can copy the mark that `tree.mark_own` gives the processes of a run. So the process
     must also belong to this user. There are two exceptions:
 
-    - A run of root may have processes of other users. These processes have a log of the run open
-      for writing, which they can only have inherited from the run.
+    - A run of root may have processes of other users. Such a process must have a file in
+      MUSTER_HOME open for writing, for example a log. The process can only have inherited this open
+      file from a run.
     - A run of an ordinary user may have processes of root, which `sudo` has started. The kernel
       does not allow this user to signal them, so they are only reported.
     """
@@ -209,9 +210,9 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     def note_carrier(pid: int) -> None:
         """Store the command lines of a matching process and of its unkillable descendants.
 
-        An unkillable descendant is a process that this user may not signal. Search for such a
-        process before its parent ends: afterwards, the process is no descendant of the matching
-        process any more.
+        An unkillable descendant is a process that this user may not signal. Call this function
+        before the matching process is killed: afterwards, its descendants cannot be found, because
+        they get another parent.
         """
         commands[pid] = read_command(pid)
         for child in descendants(pid):

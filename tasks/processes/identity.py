@@ -48,7 +48,8 @@ class ProcessId(BaseModel):
     pid: int
     #: Start time in clock ticks since boot; 0 if the process had ended before it was identified.
     start_ticks: int
-    #: Id of the boot and the PID namespace in which the process was started.
+    #: Text that identifies both the boot of the machine and the PID namespace in which the process
+    #: was started.
     boot_id: str
 
     @staticmethod

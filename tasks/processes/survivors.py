@@ -12,9 +12,9 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.processes.hang_report import call_with_time_limit
 
-#: Time limit in seconds for the description of a process, because the description may block. The
-#: command line of a process cannot be read while the process holds a certain lock in the kernel.
-#: The name of the user may come from a server that does not answer.
+#: Time limit in seconds for reading the facts that describe a process, because a read may block.
+#: The command line of a process cannot be read while the process holds a certain lock in the
+#: kernel. The name of the user may come from a server that does not answer.
 _DESCRIBED_WITHIN_S = 1.0
 #: Largest number of characters of a command line that a description shows.
 _SHOWN_CHARACTERS = 120
