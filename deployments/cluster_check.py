@@ -61,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prints the results.
 
     Returns:
-        0 if Ray ended all processes in the process groups of the killed actors, and no exit code
-        was lost. 2 if the cluster cannot be queried. Otherwise 1.
+        0 if Ray ended all processes in the process groups of the killed actors, and all parent
+        processes of the check saw the exit codes of their children. 2 if the cluster cannot be
+        queried. Otherwise 1.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
@@ -116,7 +117,8 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 
     Args:
         endings: Results of the check for each kind of child process on each node.
-        codes: Exit codes that were seen for a child that runs `exit 7`.
+        codes: Exit codes of child processes, as their parent processes in Ray saw them. Each child
+            ended with code 7, so any other code means that the cluster loses exit codes.
     """
     leaks = {ending.shape for ending in endings if ending.gone_after_s is None}
     lines = []
@@ -160,10 +162,11 @@ def _describe_ending(ending: ShapeEnding) -> str:
 
 
 def _describe_code(code: int) -> str:
-    """Return a text that says which exit code a parent process saw, such as `seen as 7`.
+    """Return a text about one test of exit codes, such as `seen as 7`.
 
     Args:
-        code: Exit code that a parent process saw for a child that runs `exit 7`.
+        code: Exit code of a child process, as the parent process saw it. The child ended with code
+            7. If the parent process ignores SIGCHLD, it sees another code.
     """
     return f"seen as {code}" + (
         "" if code == _EXIT_CODE else " instead of 7, because SIGCHLD is ignored"

@@ -78,13 +78,14 @@ class _Spawner:
     """Ray actor that spawns child processes. `_kill_and_watch` then kills the actor."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
-        """Start a command, wait until its `sleep` process runs, and return the pid of this actor.
-
-        `_kill_and_watch` then kills the actor by its pid.
+        """Start a command that runs `sleep`, and wait until the `sleep` process runs.
 
         Args:
             argv: The command.
             mark: Value of the environment variable that identifies the spawned processes.
+
+        Returns:
+            Pid of this Ray actor's own process. `_kill_and_watch` kills the actor by this pid.
 
         Raises:
             TimeoutError: No `sleep` process was started in time.

@@ -57,8 +57,8 @@ _MAX_LINE_BYTES = 1 << 26
 _START_LOCK = "agents.lock"
 #: Seconds between two tries to take the lock `_START_LOCK`.
 _LOCK_EVERY_S = 0.1
-#: Part of the time limit of an order to the agents, after which the wait for the lock `_START_LOCK`
-#: ends.
+#: Longest wait for the lock `_START_LOCK`, as a fraction of the time limit for the whole request to
+#: the agents.
 _LOCK_SHARE = 0.5
 #: Environment variables that the child process for requests through Ray must not inherit. With the
 #: MUSTER variables, the child process would look like a leftover process of the run and would be
@@ -256,8 +256,9 @@ class NodeClient:
     _agents: dict[str, str]
     #: Temporary file that receives stderr of the driver process.
     _errors: IO[bytes]
-    #: Mapping from node id to a pair of seconds: the difference between the node's clock and this
-    #: machine's clock, and the largest error of this difference. The most precise pair is kept.
+    #: Mapping from node id to two values in seconds: the difference between the node's clock and
+    #: this machine's clock, and the largest error of this difference. If the difference is measured
+    #: several times, the measurement with the smallest error is kept.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: Child process that sends requests through Ray, or None before this process is needed.
     _driver: asyncio.subprocess.Process | None = None
@@ -811,9 +812,10 @@ async def examine(
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
-        Two mappings. The first maps a node name to the evidence from each machine that has
-        processes of the job. The second maps the name of each node that could not be examined to
-        the reason.
+        Two mappings. The first maps the name of each node that has processes of the job to the
+        evidence from this node. If several nodes run on the same machine, the first mapping
+        contains only one of these nodes. The second maps the name of each node that could not be
+        examined to the reason.
 
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node could be examined.

@@ -62,8 +62,8 @@ class NodeReport:
     node_id: str
     #: Ray's name for the node. Several nodes may have the same name.
     name: str
-    #: Mapping from resource name to the node's total amount, used or free. Resources that Ray
-    #: creates for placement groups are not included.
+    #: Mapping from resource name to the node's total amount, which is the sum of the used and the
+    #: free amount. Resources that Ray creates for placement groups are not included.
     own: Mapping[str, float]
     #: Mapping from the name of each resource in `own` to its free amount.
     available: Mapping[str, float]
@@ -106,8 +106,8 @@ class ClusterNode:
     cpus: float | None = None
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs that the queue cannot grant. These CPUs are in use by other programs, or by
-    #: actors and bundles of Muster's runs that use no GPU.
+    #: Number of CPUs that the queue cannot grant, because the CPUs belong to other programs, or to
+    #: those actors and bundles of Muster's runs that have no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -132,9 +132,9 @@ class ClusterNode:
     #: Mapping from run id to the number of this node's GPUs that Muster's queue has granted to the
     #: run.
     held: Mapping[str, int] = field(default_factory=dict)
-    #: Mapping from the name of a program to the number of GPUs that the program holds. These GPUs
-    #: are part of `others_gpus`. The mapping also contains the run ids of Muster's runs without a
-    #: grant. For example, a run loses its grant if its flow run is deleted.
+    #: Mapping from the name of a program to the number of the node's GPUs that the program holds
+    #: without a grant. These GPUs are part of `others_gpus`. A program can be one of Muster's runs,
+    #: for example a run whose flow run was deleted. In this case, the name is the run id.
     other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -470,9 +470,9 @@ class _ControlStore:
             request_nodes(self._channel, bundles, within_s)
 
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
-        """Return reports on all nodes, and on the placed actors outside placement groups.
+        """Request reports on all nodes, and on the actors that hold GPUs, from the control store.
 
-        The reports are requested from the control store.
+        An actor is left out if it has no node yet, or if it belongs to a placement group.
         """
         usage_reply = self._usage(within_s)
         # Request the actors after the resource usage of the nodes. Otherwise the usage could
