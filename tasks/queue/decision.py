@@ -113,10 +113,11 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     flow_run_ids = {*map(str, granted)}
 
     def count_unavailable_gpus(node: ClusterNode) -> float:
-        """Return the number of a node's GPUs that no waiting run can get.
+        """Return the number of a node's GPUs that are neither free nor held by a run.
 
-        These are GPUs that other programs use, and granted GPUs that a run does not hold yet. GPUs
-        that runs hold are not included, because the function `plan` subtracts these GPUs.
+        The result is the larger of two numbers: the GPUs that other programs use, and the granted
+        GPUs minus the held GPUs. The held GPUs are left out because the function `plan` subtracts
+        them.
         """
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
@@ -747,7 +748,7 @@ class SchedulingPass:
         return table_names & pool.hosts if pool.hosts else table_names
 
     def _table_names(self, entry: QueueEntry) -> frozenset[str]:
-        """Return the names of the nodes that the settings of a run's work pool list.
+        """Return the names of the nodes in the settings of a run's work pool.
 
         Returns:
             The names. Empty if the run uses Ray, or if the run can use only the node on which its

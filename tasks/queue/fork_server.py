@@ -63,9 +63,9 @@ ENGINE = make_own_command("flows")
 TEMPLATE = "--template"
 #: Number of bytes by which a run's environment may be larger than the worker's environment.
 _SPARE_BYTES = 1 << 15
-#: Name of an environment variable of the fork server. The value has no meaning: it only makes the
-#: memory of the fork server's environment _SPARE_BYTES larger. A run's environment is later written
-#: over this memory.
+#: Name of an environment variable of the fork server. The value of the variable is a filler of
+#: _SPARE_BYTES bytes. A forked process overwrites its copy of the fork server's environment with
+#: the environment of the run. The filler reserves memory for a larger environment.
 _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader, the C library or the
 #: module `ray` reads when a program starts. A forked process does not read these variables again.
@@ -332,15 +332,16 @@ class _ProcessTexts:
         self.environment_bytes = environment_end - environment_start
 
     def show(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Overwrite the command line and the environment of this process in `/proc`.
+        """Change the command line and the environment that `/proc` shows for this process.
 
-        Text that does not fit into the memory is cut.
+        Each new text overwrites the old text in memory. A new text that is longer than the old text
+        is cut.
 
         Args:
             argv: The new command line.
-            env: The new environment variables. None to leave the environment unchanged. The old
-                variables are overwritten. So before the call, the caller must make the C library
-                store all variables in other memory.
+            env: The new environment variables. None to leave the environment unchanged. Before a
+                call with new variables, the caller must make the C library store its variables at
+                another memory address, because the call overwrites the original memory.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(
@@ -410,8 +411,8 @@ class ForkedRun:
         If this call is cancelled, the process is killed.
 
         Args:
-            outputs: Mapping from the file descriptor of a pipe from the process to the stream that
-                receives the output.
+            outputs: Mapping from the file descriptor of a pipe to the stream that receives the
+                content of the pipe. The process writes its output into these pipes.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()

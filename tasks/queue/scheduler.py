@@ -147,8 +147,8 @@ class Scheduler:
             never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
-        # Forget the last pass until this pass has succeeded. So after a failure of this pass, the
-        # next pass reads the whole queue again.
+        # Discard the stored result of the last pass. The result of this pass is stored only if the
+        # pass succeeds. So after a failure, the next pass reads the whole queue again.
         last_pass, decision_id, complete_read_at, read_at = self._last
         self._last = _NO_PASS
         rewritten = self._rewritten
@@ -369,8 +369,8 @@ class Scheduler:
     async def _rename(self, entry: QueueEntry, name: str) -> None:
         """Set the name of a flow run on the server, unless the flow run already has that name.
 
-        A label keeps the old name. So `muster show` also finds the run by a name that a user has
-        typed into the form *Custom run* of the Prefect UI.
+        A label keeps the old name, so that `muster show` still finds the run by that name. A user
+        may have typed the old name into the form *Custom run* of the Prefect UI.
 
         Call this method before setting the state of the flow run, because messages of Prefect's
         automations about the new state contain the name.
