@@ -169,8 +169,9 @@ class LogLine:
     process: str
     #: True if the line reports no failure, but only information, a warning or a retried operation.
     is_mention: bool
-    #: Number of the traceback. It is 0 unless this line is the first line of a traceback, or has
-    #: the exception message. All tracebacks of a chain of exceptions have the same number.
+    #: Serial number of a traceback in the log, if this line is the first line of the traceback or
+    #: contains the exception message. Any other line has the number 0. All tracebacks of a chain of
+    #: exceptions have the same number.
     traceback: int = 0
     #: True if the line belongs to a traceback of an exception that was caught.
     is_caught: bool = False
@@ -258,8 +259,8 @@ class _TracebackParser:
         Returns:
             A pair:
 
-            - Number of the traceback that begins with this line, or that has its exception
-              message in this line. 0 for any other line.
+            - Serial number of a traceback, if this line is the first line of the traceback or
+              contains the exception message. 0 for any other line.
             - The line. An empty string if the line is source code in a traceback.
         """
         if _TRACEBACK in message:
@@ -455,8 +456,8 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     worker often logs an error, continues, and later fails with another error. Matches of rules with
     the role CAUSE are always kept.
     """
-    #: Number of the last traceback that matches a rule, for each process and each role of the rule.
-    #: Tracebacks of caught exceptions do not count.
+    #: Mapping from a process and a role to the serial number of the last traceback that the process
+    #: printed and that matches a rule with this role. Tracebacks of caught exceptions do not count.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -579,9 +580,10 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # Read chunks from the end of the file to its beginning. If a chunk begins in the middle of
-        # a line, leave this line to the next chunk, which ends with the whole line. A line that is
-        # longer than a chunk is skipped.
+        # Read chunks from the end of the file to its beginning. The first line of a chunk may be
+        # incomplete, so skip this line here. The chunk that is read next lies before this chunk in
+        # the file, and ends with the complete line. If a line is longer than a chunk, each chunk of
+        # the line counts as a line of its own.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}

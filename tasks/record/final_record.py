@@ -44,7 +44,8 @@ class FlowLoss:
     #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. If the value is True or None, a waiting run continues to wait.
+    #: answer. If the value is True or None, and the record of this run says that the run waits, the
+    #: record is not changed.
     is_waiting: bool | None = False
     #: Name of the worker on another host that continued the run, or an empty string. The run may
     #: already have ended on that host.
@@ -118,8 +119,9 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # If a failed run has no attempt, its flow process was killed. Any other failure is recorded in
-    # an attempt.
+    # If the flow process was killed during an attempt, the attempt has a failure with the rule
+    # FLOW_LOST. If a failed run has no attempt, the flow process was killed before the first
+    # attempt, because any other failure is recorded in an attempt.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 

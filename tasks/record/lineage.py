@@ -489,7 +489,8 @@ class LineageIndex:
             run_id: Id of the run that wrote the outputs.
 
         Returns:
-            Mapping from the id of each other run to its inputs that the run `run_id` wrote.
+            Mapping from the id of each other run to a list of inputs: the outputs of the run
+            `run_id` that the other run reads.
         """
         users: dict[str, list[LineageInput]] = {}
         for other_id in self.lineages:

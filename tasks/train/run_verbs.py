@@ -235,8 +235,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         has_begun = record is not None and found_run.state not in WAITING_STATES
         try:
             has_flow_run = bool(found_run.flow_run_id and read_server_url())
-            # The message of a cancelled run says who cancelled it, and is printed below. So ask the
-            # server only about other runs.
+            # Do not ask the server about a cancelled run, because the output of `print(found_run)`
+            # says who cancelled the run.
             if has_flow_run and found_run.state != RunState.CANCELLED.value:
                 # Import this module only if needed, because it imports Prefect, which takes
                 # seconds.

@@ -13,8 +13,8 @@ def import_server_runs() -> ModuleType:
     The first call imports Prefect, which takes seconds. So call this function only if a server may
     be configured.
 
-    The module `tasks.client` calls this function when that module is imported, because a later
-    import could find another package with the name `tasks` in the user's project.
+    The module `tasks.client` calls this function during its own import. If `server_runs` were
+    imported later, Python could find another package with the name `tasks` in the user's project.
     """
     from tasks.train import server_runs
 
