@@ -28,7 +28,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An answer was sampled with other weights than the fleet's gateway has reported."""
+    """The weight version of an answer is wrong, or the trainer no longer has these weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,11 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Like `gap`, but recomputed with wrong weights, which are older than the weights that sampled
-    #: the answers. The check can detect wrong weights only if this value is much larger than `gap`.
-    #: The value is computed for each version of the sampling weights, and the smallest value is
-    #: stored here. None if no older weights are kept.
+    #: Like `gap`, but recomputed with wrong weights on purpose. These weights are the last kept
+    #: version before the version that sampled the answers. The check can detect wrong weights only
+    #: if this value is much larger than `gap`. If several versions sampled the answers, one value
+    #: is computed for each version, and the smallest value is stored here. None if no older weights
+    #: are kept.
     gap_before: float | None
 
 

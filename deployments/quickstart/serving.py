@@ -44,7 +44,7 @@ class BadRequest(Exception):
 class InferenceServer(ThreadingHTTPServer):
     """HTTP server that answers requests with a sampler, in background threads.
 
-    An object is a context manager: the server runs while the context is open.
+    An instance of this class is a context manager: the server runs while the context is open.
     """
 
     daemon_threads = True
@@ -352,7 +352,7 @@ def _parse_last_message(messages: object) -> str:
 
 
 def _parse_integer(body: Mapping[str, Any], key: str, *, default: int, most: int) -> int:
-    """Return an integer from the body of a request, from 1 to `most`, or else raise BadRequest."""
+    """Return the integer `body[key]`. Raise BadRequest unless the value is from 1 to `most`."""
     value = body.get(key, default)
     if type(value) is not int or not 1 <= value <= most:
         raise BadRequest(f"{key} must be a whole number from 1 to {most}, found {value!r}")

@@ -20,10 +20,11 @@ from tasks.spec.ui_pages import make_page_url
 #: Root of Muster's checkout, or the directory that contains Muster's packages in an installed
 #: wheel.
 ROOT = Path(__file__).resolve().parents[2]
-#: Path of `prefect.yaml`, the file that defines Muster's deployments: in a checkout, and in an
-#: installed wheel.
+#: Path of `prefect.yaml` if Muster runs from a checkout.
 _CHECKOUT_PROJECT_FILE = ROOT / "prefect.yaml"
+#: Path of `prefect.yaml` if Muster was installed from a wheel.
 _WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
+#: Path of `prefect.yaml`, the file that defines Muster's deployments.
 PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE
 #: Address on which every part of a stack listens.
 HOST = "127.0.0.1"

@@ -293,8 +293,8 @@ class Wire(asyncio.Protocol):
                 return raised_by_callback
             return Malformed(str(error))
         # The parser reports a header only when its line is complete. So count the received bytes,
-        # to limit the size of a head with an endless line. Count `data` only if all of its bytes
-        # belong to this head.
+        # to limit the size of a head with an endless line. Do not count `data` if it also contains
+        # bytes of an earlier message.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -649,8 +649,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # If `data` completes a request after which the connection is closed, `_parse` has set
-        # `_ignores_input`. Then ignore a fault in the bytes after this request.
+        # If `data` contains the end of the last request on this connection, `_parse` has set
+        # `_ignores_input`. Later bytes are ignored, so a fault in these bytes is ignored, too.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True
@@ -662,10 +662,10 @@ class ServerConnection(Wire):
             self._queue_request(self._make_rejected_request(fault))
 
     def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
-        """Return a request that stands for invalid input in the queue of requests.
+        """Return a request that takes the place of a rejected request in the queue of requests.
 
-        After the responses to the earlier requests, the client gets an error response to this
-        request, and the connection is closed.
+        After the responses to the earlier requests, the client gets an error response for the
+        rejected request, and the connection is closed.
         """
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 

@@ -36,8 +36,8 @@ _COLLECT_EVERY_S = 2.0
 #: Every 30th garbage collection also includes old objects, which takes some tenths of a second.
 _FULL_COLLECTION_EVERY = 30
 
-#: Mapping from an event loop to the lock that an SQLite write transaction holds. An asyncio lock is
-#: granted in the order of the requests.
+#: Mapping from an event loop to a lock. Each SQLite write transaction in this event loop holds the
+#: lock from its start to its end.
 _write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 #: True if the current task holds the lock in `_write_locks` of its event loop.
 _holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=False)

@@ -114,10 +114,10 @@ class RenewedPassword(httpx.Auth):
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: Password of the server at the start of this process. If the server refuses
-                this password, the request is repeated with the server's present password. A request
-                with another password is not repeated, because an operator has chosen the other
-                password.
+            password: Password of the server at the start of this process. If the server refuses a
+                request with this password, the request is repeated with the server's present
+                password. A refused request with a different password is not repeated, because an
+                operator has chosen that password.
         """
         self._old_header = make_auth_header(password)
 
