@@ -93,7 +93,7 @@ _MEASURE_WITHIN_S = 2.0
 _RESULT_WITHIN_S = 60.0
 #: Time limit in seconds for finding out why a program could not be started.
 _EXPLAIN_START_WITHIN_S = 5.0
-#: Seconds between two checks for files and folders whose reads hang, for example on NFS.
+#: Seconds between two searches for hanging reads from files and folders, for example on NFS.
 _PLACES_EVERY_S = 1.0
 #: Seconds between two checks whether reads from the file system of the logs hang.
 _CHECK_LOGS_EVERY_S = 5.0
@@ -357,17 +357,21 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
         # The process `death` failed first if it crashed, or if the log shows no other failure.
-        # Otherwise the program itself has probably ended the process, after the failure in the log.
+        # Otherwise, the failure in the log probably happened first. The component itself then ended
+        # the process `death`.
         return death if is_crash or not is_explained else None
-    # Two processes have failed: the kernel has reported the end of the process `death`, and the
-    # process `logged` has written a traceback into the log. If `death` crashed, `death` failed
-    # first. If `death` did not crash, and the log explains the failure, `logged` failed first.
+    # `death` is the first failed process according to the kernel. `logged` is a failed process
+    # whose traceback is in the log. If `death` crashed, `death` failed first. Otherwise, `logged`
+    # failed first if the log explains the failure.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
 
 def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return the failure, with the name `process N` if `torch.multiprocessing.spawn` was used."""
+    """Return the failure. If `torch.multiprocessing.spawn` was used, rename the failed process.
+
+    The new name is `process N`.
+    """
     return None if failure is None else name_processes_of_spawn(text, failure)
 
 
@@ -383,8 +387,8 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     if loader is None:
         return None
     cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
-    # `cause` is the line of the log that best explains the failure. Return the worker only if this
-    # line reports that a worker was killed.
+    # `cause.line` is the line of the log that best explains the failure. Return `loader` only if
+    # this line reports that a data loader worker was killed.
     is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
     return loader if is_explained else None
 
@@ -498,8 +502,8 @@ class Decision:
     make_verdict: Callable[[], Awaitable[Verdict]]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
-    #: True if Muster ends components that have not failed, for example at the time limit.
-    #: The components then first get their warning signal and time to save a checkpoint.
+    #: True if Muster sends a warning signal to the components before it stops them, so that they
+    #: can save a checkpoint. An example is the end of an attempt at its time limit.
     warns: bool = False
 
     @staticmethod
@@ -629,9 +633,10 @@ class SupervisedAttempt:
         #: Mapping from path to reader. Contains each file or folder that does not answer and was
         #: reported to the user.
         self._reported: dict[str, PlaceReader] = {}
-        #: Mapping from component name to the size of the log in bytes before Muster examined or
-        #: stopped the component. Contains only components that failed while they were still alive.
-        #: Later lines of the log are consequences of the examination or the stop.
+        #: Mapping from component name to the size of the component's log in bytes. Muster measures
+        #: the size before it examines or stops any component, because the examination and the stop
+        #: add lines to the log. Contains only components that hang, and the component that failed
+        #: first if its process was still running.
         self._sizes_before_stop: dict[str, int] = {}
         #: The decision how the attempt ends. If several events could end the attempt, such as
         #: failures of two components, the earliest event decides.
@@ -710,7 +715,10 @@ class SupervisedAttempt:
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, component: RunningComponent) -> None:
-        """Wait until a component is ready, its port is taken, or the attempt's end is decided."""
+        """Wait until a component is ready, loses its port, or the attempt's end is decided.
+
+        A component loses its port if a process outside the run listens on that port.
+        """
         starting = component.tasks.start(self._await_ready(component))
         waits = [
             asyncio.create_task(event.wait())
@@ -805,7 +813,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_places(self) -> None:
-        """Check repeatedly which files and folders do not answer, and report them to the user."""
+        """Check repeatedly whether reads from files and folders hang, and notify the user."""
         check_logs_at_s = 0.0
         while True:
             if time.monotonic() >= check_logs_at_s:
@@ -1553,7 +1561,7 @@ class SupervisedAttempt:
         left: dict[str, tuple[int | str, ...]],
         errors: dict[str, str],
     ) -> None:
-        """End a component. An error does not prevent the end of the other components.
+        """End a component. An error is recorded in `errors`, and not raised.
 
         Args:
             component: The component.

@@ -128,8 +128,8 @@ class RankFailure:
     #: Description of a child process of a rank: `a child process` or `a data loader worker`. Empty
     #: if the process is the rank itself.
     child: str = ""
-    #: Index of the process among all processes with the same parent and the same program. For a
-    #: child process of a rank, the index of the rank. None if unknown.
+    #: Index of the process, from 0, among all processes with the same parent and the same program.
+    #: If `child` is set, this is the index of the rank's own process instead. None if unknown.
     number: int | None = None
     #: Number of the rank. None if the launcher does not report a rank.
     rank: int | None = None
@@ -140,7 +140,7 @@ class RankFailure:
     exit_code: int | None = None
     #: Other ranks that were alive, but did not respond to this rank in time.
     alive: tuple[int, ...] = ()
-    #: True if other processes of the training failed later on this machine.
+    #: True if other processes of the training on this machine failed after this process.
     others_failed: bool = False
 
     @property
@@ -265,8 +265,9 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         return loader
     is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
     if failure.pid != loader.pid and not is_rank:
-        # The death of a worker ends its rank with an exception. The process that failed first is
-        # not the worker, and did not end with an exception. So the worker is not the cause.
+        # If the killed worker is the cause, the process that failed first is the worker itself, or
+        # the rank that started the worker. This rank then ends with an exception. Here, the process
+        # that failed first is not the worker, and did not end with an exception.
         return None
     if "`" in failure.name:
         return loader
@@ -326,8 +327,9 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     may_be_own = is_exception and not failure.others_failed and not is_of_other_rank
     if _LOST_PEER.search(line):
         return not may_be_own
-    # If the failed process itself waited too long for another process, the line shows the cause.
-    # The failed process then ended with an exception, or with SIGABRT from the watchdog of NCCL.
+    # The failed process itself may have written the line, because it waited too long for another
+    # process. The line is then no consequence. A process that waits too long ends with an
+    # exception, or NCCL's watchdog ends it with SIGABRT.
     is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT) and not is_of_other_rank
     has_waited = prefix is not None and _WAITED_IN_VAIN.search(line) is not None
     return has_waited and not is_end_of_waiting
