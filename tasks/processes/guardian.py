@@ -515,9 +515,9 @@ def enter_namespace(init: int, alive: int) -> None:
     # setns(2) does not move the calling process into the PID namespace, only its later children.
     child = os.fork()
     if child == 0:
-        # `die_with_parent` compares the pid of the parent with `getppid`, to notice a parent that
-        # has already died. Here it cannot notice this: the parent is outside the namespace, so
-        # `getppid` always returns 0. If the parent has died, the guardian process continues.
+        # `die_with_parent` cannot notice here that the parent has already died. The parent is
+        # outside the namespace, so `getppid` returns 0 before and after the parent's death. In this
+        # rare case, Muster accepts that the guardian process survives its parent.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)

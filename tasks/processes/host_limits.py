@@ -24,8 +24,8 @@ from tasks.record.outcome import Failure
 PROCESS_RULE = "process-limit"
 #: Value of `Failure.rule` if a limit of open files has caused the failure.
 FILE_RULE = "file-limit"
-#: Share of a limit that must be in use, so that the limit counts as reached. The share is below 1,
-#: because the use is measured after the component's end, without the ended processes.
+#: A limit counts as reached if at least this share of it is in use. The share is below 1, because
+#: some processes that used the limit may have ended before the measurement.
 _REACHED_SHARE = 0.95
 #: Matches messages of programs that could not start a process or thread.
 _NO_PROCESS = re.compile(
@@ -187,7 +187,7 @@ def is_process_shortage(error: BaseException) -> bool:
 
 
 def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = ()) -> Failure:
-    """Return a copy of a failure that names a reached limit as the cause.
+    """Return a copy of a failure. The copy names a reached limit as the cause.
 
     The limit may apply to processes, threads or open files. If the log of the component shows
     another cause, the failure is returned unchanged. The call may take some tenths of a second.
@@ -297,7 +297,7 @@ def _list_pids_cgroups() -> Iterator[Path]:
 
 
 def _name_largest(counts: dict[int, int]) -> str:
-    """Return a text that names the process that uses most of a limit, or an empty string.
+    """Return a text about the process with the most threads. Empty if `counts` is empty.
 
     Args:
         counts: Mapping from the pid of each process to its number of threads.

@@ -56,7 +56,7 @@ def make_own_env() -> dict[str, str]:
 def select_own_path(
     path: Iterable[str], *, foreign: Iterable[str], own: Iterable[str]
 ) -> list[str]:
-    """Return the import path without the user's own folders, such as those in PYTHONPATH.
+    """Return the import path without the user's folders, such as those in PYTHONPATH.
 
     Args:
         path: The import path, as `sys.path`.
@@ -90,10 +90,10 @@ def find_foreign_folders() -> list[str]:
 
 
 def find_own_folders() -> list[str]:
-    """Return the folders of this Python installation on the import path of this process.
+    """Return the folders from which this Python installation imports installed packages.
 
-    These folders are its site-packages, and the folders that the `.pth` files there add, such as
-    Muster's checkout after an editable installation.
+    These folders are the site-packages folders, and the folders that `.pth` files in site-packages
+    add. An example of an added folder is Muster's checkout after an editable installation.
     """
     packages = site.getsitepackages()
     return [*packages, *(folder for place in packages for folder in _list_pth_folders(place))]

@@ -231,8 +231,8 @@ class Listener:
     def is_roots_container(self) -> bool:
         """True if the process is in another PID namespace, which root has created.
 
-        A user without root's rights can create a PID namespace only together with a user namespace.
-        So if the process is in the user namespace of the calling process, root has created the PID
+        Without root's rights, a PID namespace can be created only inside a new user namespace. So
+        the process and the calling process share a user namespace only if root has created the PID
         namespace.
         """
         own = Path("/proc/self/ns")

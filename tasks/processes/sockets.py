@@ -57,7 +57,8 @@ _QUESTION = "=BBBxI2s2s16s16sIQ"
 #: Source: linux/inet_diag.h, INET_DIAG_NOCOOKIE.
 _NO_COOKIE = (1 << 64) - 1
 #: Layout of a sock_diag answer: address family, state, timer, retransmits, local and remote port,
-#: local and remote address, interface with cookie, expiry and both queues (skipped), user, inode.
+#: local and remote address, 12 skipped bytes (interface and cookie), expiry, lengths of the two
+#: queues, user, inode.
 #: Source: linux/inet_diag.h, struct inet_diag_msg.
 _ANSWER = "=4B2s2s16s16s12x3III"
 _ERROR = "=i"
@@ -140,7 +141,7 @@ class SocketTable:
                 returned. If None, the sockets of all addresses are returned.
 
         Returns:
-            `user[inode]`: uid of the user of the socket with this inode.
+            Mapping from the inode of each socket to the uid of the socket's user.
 
         Raises:
             OSError: The kernel's table of TCP sockets cannot be read.
