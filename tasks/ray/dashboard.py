@@ -247,7 +247,8 @@ class LiveNode:
     name: str
     #: True if this is the head node of the cluster.
     is_head: bool
-    #: Mapping from the name of a Ray resource to its total amount on the node, used or free.
+    #: Mapping from the name of a Ray resource to its total amount on the node, including the amount
+    #: in use.
     resources_total: Mapping[str, float]
     #: Ray labels of the node: mapping from label name to value.
     labels: Mapping[str, str] = field(default_factory=dict)

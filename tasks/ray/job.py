@@ -579,8 +579,8 @@ class RayJob(RunningComponent):
         if not self._state.driver_node_id:
             # The driver never started, so there is no log.
             return ""
-        # Copy the lines that an earlier copy of the log lacks. Leftover processes of the job may
-        # have written to the log until they were killed.
+        # Add the missing lines to the local copy of the log. Leftover processes of the job may have
+        # written to the log until they were killed.
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:

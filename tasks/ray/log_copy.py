@@ -28,10 +28,10 @@ _PAUSE_PER_COPY = 20.0
 _COPY_TRIES = 5
 #: Number of last lines of the log that are requested while the log grows.
 _LAST_LINES = 1000
-#: Number of the most recently copied bytes that Muster searches for in the log. The new bytes of
-#: the log follow the copied bytes.
+#: To find the new part of the log, Muster searches the log for the last bytes of the local copy.
+#: This is the number of these bytes.
 _SEARCHED_BYTES = 1 << 12
-#: Number of the most recently copied bytes that are kept in memory.
+#: Largest number of bytes from the end of the local copy that are kept in memory.
 _KEPT_BYTES = 1 << 18
 
 
@@ -132,15 +132,15 @@ class LogCopy:
         start = last_lines.find(searched) if searched else -1
         while start != -1:
             end = start + len(searched)
-            # The bytes in `searched` may occur at several places in the log. So compare all bytes
-            # in `_copied_end`, whose end is `searched`.
+            # The log may contain `searched` several times. So also compare the longer
+            # `_copied_end` with the bytes of the log up to `end`.
             if self._copied_end.endswith(last_lines[max(0, end - len(self._copied_end)) : end]):
                 ends.append(end)
             start = last_lines.find(searched, start + 1)
         return last_lines[ends[0] :] if len(ends) == 1 else None
 
     async def _copy_from_whole_log(self, log: io.FileIO, node_id: str) -> None:
-        """Request the whole log, and append the bytes that were not copied yet to the local file.
+        """Request the whole log, and complete the local file with the missing bytes.
 
         Args:
             log: The local file.

@@ -114,7 +114,8 @@ class SubmissionFile:
 
         Args:
             path: Path of the submission file.
-            mask: Function that removes secrets from a text before it is written to the file.
+            mask: Function that removes secrets from a text. The returned object calls the function
+                for Ray's message about the job, before it writes the message to the file.
 
         Returns:
             The submission file, or None if the file does not exist.
@@ -185,7 +186,7 @@ class SubmissionFile:
             )
 
     async def written(self) -> None:
-        """Wait until all earlier changes of the file are on disk or could not be written."""
+        """Wait until each earlier change of the file is on disk, or its write has failed."""
         if self.disk is not None:
             await asyncio.wrap_future(self.disk.do(lambda: None))
 
