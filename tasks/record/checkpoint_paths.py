@@ -300,8 +300,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
         # List the files again, because they may have changed since the checkpoint was selected.
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
-    # A killed process may have left a renamed checkpoint, whose name would prevent the `rename`
-    # below. So delete such renamed checkpoints first.
+    # A process that was killed while it deleted a checkpoint may have left the renamed checkpoint.
+    # Delete such leftovers first, because the `rename` below may fail if its new name exists.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)

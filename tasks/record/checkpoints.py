@@ -96,7 +96,7 @@ class ResumePlan:
         return self.path if self.is_passed else None
 
     def describe(self) -> str:
-        """Return a phrase about the start of the next attempt, such as `from PATH`."""
+        """Return a phrase about the starting point of the next attempt, such as `from PATH`."""
         if self.passed is not None:
             return f"from {self.passed}"
         if self.path is not None:
@@ -216,8 +216,8 @@ def describe_unrecognised(spec: RunSpec, place: RunPlace, attempts: Sequence[Att
         attempts: All attempts of the run.
 
     Returns:
-        The sentences, or an empty string if Muster found a checkpoint of the run, or if no other
-        file or folder may be a checkpoint.
+        The sentences. The result is an empty string if Muster found a checkpoint of the run, or if
+        no unrecognised file or folder could be a checkpoint.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read.
@@ -968,8 +968,8 @@ def _unfit_checkpoints(
     """
     given_up = find_given_up(spec, attempts)
     best_later_steps: dict[int, float] = {}
-    #: Alarms that ended an attempt. Each entry has the first training step of the alarm, and the
-    #: attempt.
+    #: Alarms that ended an attempt. Each entry contains the training step at which the alarm's
+    #: condition became true, and the attempt.
     alarms: list[tuple[float, AttemptRecord]] = []
     best_step = float("-inf")
     for attempt in reversed(attempts):

@@ -32,8 +32,9 @@ class _OpenLog:
         #: Device number and inode number, which identify the file even after the file is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
         self._tail = Tail()
-        #: Copy of the log that log rotation made before it truncated the file. Unread lines of the
-        #: old content are read from this copy. None if there is no copy to read.
+        #: Copy of the old content of the log. Log rotation made this copy, and then truncated the
+        #: log. Unread lines of the old content are read from this copy. None if there is no copy to
+        #: read.
         self._copy: FileIO | None = None
         #: Bytes that were read but not returned yet, because the end of their line is still
         #: missing.
@@ -48,7 +49,8 @@ class _OpenLog:
     def _read_content(self) -> bytes | None:
         """Return the next bytes of the file, or None at its end.
 
-        Parts of the file that Muster has deleted read as zero bytes. These bytes are left out.
+        If Muster has deleted a part of the file, this part contains only zero bytes. These bytes
+        are left out.
         If log rotation has copied and truncated the file, the unread part of the old content is
         read from the copy.
         """
@@ -63,8 +65,8 @@ class _OpenLog:
                 return content
             self._copy.close()
             self._copy = None
-        # Log rotation has truncated the file. Either the old content was read completely, or there
-        # is no copy of it. So read the new content of the file from its beginning.
+        # Log rotation has truncated the file. All of the old content was read, or the rest of the
+        # old content is lost because no copy exists. So read the file from its beginning.
         self._tail.restart()
         return self._advance(self._tail.read(self.file.fileno()) or b"")
 
