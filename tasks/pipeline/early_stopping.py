@@ -166,8 +166,8 @@ def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float])
     )
     if rule.rule == "median":
         # Add the value of the run itself (`best`) to the compared values. Otherwise, the median can
-        # be the mean of two other values, and a rounding error of this mean can stop a run whose
-        # value equals the median.
+        # be the mean of two values of other runs. This mean has a rounding error, which can stop a
+        # run whose value equals the median.
         study.add_trials(
             optuna.trial.create_trial(value=figure, intermediate_values={step: figure})
             for figure in (*others, best)

@@ -107,7 +107,7 @@ class MatrixPage:
         """Return the content of a parameter sweep's artifact: a headline, a picture and a table.
 
         Args:
-            stage: The stage with the parameter sweep, in its key `matrix`.
+            stage: The stage whose key `matrix` defines the parameter sweep.
             values: The runs of the pipeline's stages, and the values that they have produced.
             runs: Mapping from the name `STAGE.N` of a combination of parameters to the last run.
                 Combinations without runs are missing.
@@ -166,7 +166,7 @@ class MatrixPage:
         number in the result. Runs without a value are missing.
 
         Args:
-            stage: The stage with the parameter sweep, in its key `matrix`.
+            stage: The stage whose key `matrix` defines the parameter sweep.
             values: The runs of the pipeline's stages, and the values that they have produced.
             runs: Mapping from the name `STAGE.N` of a combination of parameters to the last run.
                 Combinations without runs are missing.

@@ -29,7 +29,7 @@ class EngineListenerCheck(Protocol):
     """Checks that only processes of an engine listen at the URL of the engine's server."""
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of the listening sockets that `verified` last found at the URL."""
+        """Return the inodes of the sockets that the last call of `verified` found at the URL."""
 
     async def verified(self, url: str) -> frozenset[str]:
         """Check the sockets that listen at the URL now, and return their inodes.
@@ -82,7 +82,7 @@ class LocalListeners:
             del self._servers[url]
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of the listening sockets that `verified` last found at the URL."""
+        """Return the inodes of the sockets that the last call of `verified` found at the URL."""
         server = self._servers.get(url)
         return frozenset() if server is None else server.known
 

@@ -110,7 +110,7 @@ class TopologyPlan:
     engines: tuple[Engine, ...]
     #: Requests that the backend understands, such as health checks.
     questions: Questions
-    #: `local` if the servers run on this machine, or `ray`.
+    #: `local` if the servers run on this machine, `ray` if the servers run on a Ray cluster.
     placement: str
 
     def __post_init__(self) -> None:

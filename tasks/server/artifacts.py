@@ -213,9 +213,9 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
 
 
 def upload_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload stored code and its file tree, an archive of the project's files, from this machine.
+    """Upload both parts of stored code from this machine: the description and the file tree.
 
-    A repeated call has no effect.
+    The file tree is an archive of the project's files. A repeated call has no effect.
 
     Args:
         client: Client of the Prefect server.

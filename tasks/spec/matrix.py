@@ -127,7 +127,7 @@ class StopEarly(Best):
 
 
 def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults that result from a combination of keys of a stage with a matrix.
+    """Yield the faults in a stage's key `matrix`, and in the keys that need `matrix`.
 
     Args:
         written: The stage as the user wrote it. Its values are not validated yet.

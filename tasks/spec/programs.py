@@ -61,9 +61,9 @@ _ACCELERATE_OPTION = re.compile(
     r"|gpu-ids|main-process-(?:ip|port)|dynamo-backend|gradient-accumulation-steps"
     r"|deepspeed-config-file|zero-stage"
 )
-#: Mapping from commands that start the ranks of a Python script to patterns. A pattern matches
-#: those options of the command that have a value. `python -m torch.distributed.run` is the same as
-#: torchrun.
+#: Launchers, which are commands that start the ranks of a Python script. Each launcher is mapped to
+#: a pattern that matches the launcher's options with a value. `python -m torch.distributed.run` is
+#: the same as torchrun.
 _LAUNCHERS = {
     ("torchrun",): _TORCHRUN_OPTION,
     ("torch.distributed.run",): _TORCHRUN_OPTION,
@@ -110,8 +110,8 @@ class Interpreter:
     #: Virtual environment or conda environment of the interpreter. None for Muster's own
     #: interpreter.
     environment: Path | None = None
-    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. Messages show the reason
-    #: after the path of the interpreter.
+    #: Text about the origin of the interpreter, such as `of VIRTUAL_ENV`. Messages show this text
+    #: in brackets after the path of the interpreter.
     reason: str
 
     def __str__(self) -> str:
@@ -397,7 +397,7 @@ def _find_program_faults(place: str, program: str | None, path: str) -> Iterator
 def _find_command_faults(
     place: str, command: Sequence[str | None], cwd: Path, path: str
 ) -> Iterator[Fault]:
-    """Yield a fault for each program, script and config file in a command that does not exist.
+    """Yield a fault for each missing program, script or config file of a command.
 
     Args:
         place: Dotted path of the command in the spec.

@@ -65,7 +65,7 @@ def find_training_python(spec: RunSpec, root: Path | None = None) -> Path:
 
     The path follows from the command of the training, because a launcher such as `torchrun` may
     belong to another Python environment than the first `python` in the PATH of the component. If
-    the command is no Python program, this `python` is returned.
+    the command is no Python program, the first `python` in the PATH is returned.
 
     Args:
         spec: The run spec, with resolved placeholders.
@@ -93,8 +93,8 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
 
     Args:
         spec: The run spec.
-        root: Root folder of the project. If None, the files are in the working directory, and the
-            Python environment is that of `component_interpreter`.
+        root: Root folder of the project. If None, the files are in the working directory, and
+            `component_interpreter` selects the Python environment.
     """
     path = component_search_path(spec.env, root)
     faults = (

@@ -48,8 +48,8 @@ _PAGE = 100
 #: Largest number of levels in the tree that `muster lineage` prints. The first level is the run
 #: itself. The second level contains the runs that wrote the inputs of this run, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that `muster lineage` lists below an output, because these runs used the
-#: output. The same limit applies to the outputs that are listed below each of these runs.
+#: Largest number of runs that `muster lineage` lists as users of one output. The same limit applies
+#: to the outputs that are listed below each of these runs.
 _MAX_USERS = 20
 
 

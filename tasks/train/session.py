@@ -82,11 +82,11 @@ _STORE_WITHIN_S = 60.0
 #: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
 #: pause may be long, because the run occupies no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest time in seconds that a run waits before it gets its GPUs, if the store of its checkpoints
-#: does not answer.
+#: Longest wait in seconds for a store of checkpoints that does not answer. The run waits before it
+#: gets its GPUs.
 _STORE_TIMEOUT_S = 6 * 3600.0
-#: Longest time in seconds that a run waits before it gets its GPUs, if the store of its checkpoints
-#: refuses access. The run waits because an operator may be renewing the store's credentials.
+#: Longest wait in seconds for a store of checkpoints that refuses access. The run waits, because an
+#: operator may be renewing the store's credentials.
 _REFUSAL_TIMEOUT_S = 600.0
 
 
@@ -393,7 +393,7 @@ class RunSession:
         """Call a function in another thread to read checkpoints, and return its result.
 
         The file system of the checkpoints may not respond. If the run must end, the time limit is
-        shorter.
+        `_ANSWERS_AT_END_WITHIN_S` instead of `within_s`.
 
         Args:
             read: The function.
@@ -560,7 +560,8 @@ class RunSession:
             secrets=self._secrets,
         )
         self._attempt_spec = attempt_spec
-        # An attempt that an earlier process started on another host has no `spec.yaml` here.
+        # Write `spec.yaml` for a new attempt. Also write `spec.yaml` if an earlier process started
+        # the attempt on another host, because this host then has no such file.
         if adopted is None or not place.spec.exists():
             attempt_spec.write()
         self.attempt = place

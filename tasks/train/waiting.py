@@ -194,8 +194,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
 
 def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
     """Report the nodes that caused a failure, so that the scheduler avoids these nodes."""
-    # Import these modules only in this function. The import takes 0.1 s, and most runs report no
-    # nodes.
+    # Import these modules only in this function. The import takes 0.1 s, and most runs never call
+    # this function.
     from tasks.queue.admission import note_failure
     from tasks.queue.settings import MissingFromServer
 
