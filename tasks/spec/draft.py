@@ -113,8 +113,8 @@ class Draft:
     other_scripts: tuple[Path, ...]
     #: Names of required arguments of the script that have no value in the run spec.
     missing_arguments: tuple[str, ...]
-    #: Path of the Python module with which the script writes metrics, relative to the directory.
-    #: None if the framework writes metrics itself.
+    #: Path of the Python module with which the script writes metrics, relative to the directory of
+    #: the training. None if the script needs no such module.
     hook: Path | None
 
 
@@ -195,15 +195,15 @@ class _CandidateFile:
     file: Path
     #: Beginning of the file.
     content: str
-    #: Text at the beginning of each module of the project that the file imports, directly or
-    #: through other modules.
+    #: Source texts of the project's modules that the file imports, directly or through other
+    #: modules. Only the beginning of a long module is included.
     imported: tuple[str, ...]
     #: True if another script starts this script once for each rank of the training.
     is_started_by_launcher: bool = False
     #: True if the file is a Python file that only imports modules and defines names.
     only_defines: bool
-    #: True if the file only defines names, and so does nothing as a script. False for a file that
-    #: only imports modules, because an imported module may start the training.
+    #: Same as `only_defines`, but False for a file that consists of imports, because an imported
+    #: module may start the training.
     is_module: bool
 
     @property
@@ -264,7 +264,7 @@ def _read_candidate_files(directory: Path, files: Iterable[Path]) -> list[_Candi
         is_complete = len(content) < _READ_BYTES
         is_helper = file.suffix == ".py" and is_complete and only_defines(content)
         modules = finder.find_modules(path) if file.suffix == ".py" else ()
-        # Muster's own module for metrics names several frameworks, and uses none of them.
+        # Leave out Muster's own module for metrics: it names several frameworks without using them.
         imported = tuple(read(module) for module in modules if module.name != HOOK_NAME)
         scripts.append(
             _CandidateFile(
@@ -302,10 +302,10 @@ def _choose_script(
 ) -> tuple[_CandidateFile, Mapping[str, Any]] | None:
     """Return the script that most probably starts the training, and the framework of the script.
 
-    A module that only defines names is chosen only if there is no other script, and so is a script
-    that a launcher starts. The other scripts are compared by their frameworks. Among scripts with
-    the same framework, scripts that only call an imported training come last. Remaining ties are
-    decided by the positions in `scripts`.
+    Two kinds of files are chosen only if there is no other file: modules that only define names,
+    and scripts that a launcher starts. The other scripts are compared by their frameworks. Among
+    scripts with the same framework, scripts that only call an imported training come last.
+    Remaining ties are decided by the positions in `scripts`.
 
     Args:
         scripts: Files that may start the training, the most likely first.
@@ -341,8 +341,8 @@ def _choose_script(
         suffix = script.file.suffix
         own = find_framework(suffix, script.content)
         index = own
-        # The last framework matches any script. A more specific framework that the script itself
-        # uses counts more than the frameworks of the imported modules.
+        # Search the imported modules for a framework only if the script itself uses no framework,
+        # or only the last one in the list, which matches any script.
         if own >= len(frameworks) - 1:
             # A comment in a helper module may name a framework that the training does not use.
             codes = (remove_prose(text) for text in script.imported)
@@ -414,7 +414,8 @@ class _SpecWriter:
         self._machine_gpus = gpus
         self._options = read_options(script.content) if script.file.suffix == ".py" else []
         self._used_options = self._choose_options()
-        #: Environment variables with which the script gets paths, by their meaning.
+        #: Mapping from the purpose of a path, such as the folder of the checkpoints, to the name of
+        #: the environment variable from which the script reads the path.
         self._variables: Mapping[Purpose, str] = {}
         if script.file.suffix == ".py":
             self._variables = read_variables((script.content, *script.imported))

@@ -31,7 +31,8 @@ _RUN_CALL = re.compile(r"\b(?:main|run|train|fit|learn|launch)\(")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 #: Matches a shell command that sets the rank of a process.
 _RANK_IN_SHELL = re.compile(r"(?:^|\s)(?:LOCAL_)?RANK=")
-#: Matches a text that starts torchrun: a shell command, or one argument of a command.
+#: Matches a shell command that runs torchrun. Also matches a single argument of a command, such as
+#: `torchrun` or the module `torch.distributed.run`.
 _TORCHRUN = re.compile(r"(?:\S*/)?torchrun(?:\s.*)?|torch\.distributed\.(?:run|launch)", re.DOTALL)
 
 
@@ -305,5 +306,9 @@ def _list_words(nodes: Iterable[ast.AST], program_starts: Sequence[ast.Call]) ->
 
 
 def _starts_ranks_by_command(text: str) -> bool:
-    """Return True if a command, or a word of a command, starts torchrun or sets a rank."""
+    """Return True if a shell command runs torchrun, or sets the rank of a process.
+
+    Args:
+        text: The shell command, or one argument of a command, such as `torchrun`.
+    """
     return _TORCHRUN.fullmatch(text) is not None or _RANK_IN_SHELL.search(text) is not None
