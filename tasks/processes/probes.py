@@ -234,7 +234,7 @@ class LogProbe(ComponentProbe):
         return "" if self._has_matched else "no line of the log matches yet"
 
     def _search_part(self) -> bool:
-        """Search the next part of the log for a line that matches. Runs in the reader's thread.
+        """Search the next part of the log for the pattern. Runs in the reader's thread.
 
         Returns:
             True if no line has matched yet and the log has further parts.

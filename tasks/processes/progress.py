@@ -359,7 +359,7 @@ def _describe_file(path: Path, key: str) -> MissingStep:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    """Return a text with the first of some names, and the number of names that are left out."""
+    """List at most `_LISTED_AT_MOST` names in a text, and say how many names are left out."""
     left_out = len(names) - _LISTED_AT_MOST
     if left_out <= 0:
         return join_words(names)
@@ -563,7 +563,10 @@ class Silence:
 
     @property
     def has_grown_since_progress(self) -> bool:
-        """True if a checkpoint has grown after the last progress."""
+        """True if a checkpoint has grown since the last new step.
+
+        If `is_by_step` is False, a new line in a log counts like a new step.
+        """
         return self._growth_s is not None and self._growth_s > self._progress_s
 
     @property
@@ -679,8 +682,8 @@ class ProgressWatch:
     _first_line: float | None = None
     #: True if a warning was published that the training step cannot be read.
     has_warned: bool = False
-    #: Time at which the last step of the training was reached, in UTC epoch seconds. None if it was
-    #: not reached yet.
+    #: Time at which the training reached its final step, in UTC epoch seconds. None before that
+    #: time.
     reached_at: float | None = None
     #: Time at which the last known step was read, in seconds on the clock of the asyncio loop.
     _stepped_s: float = 0.0
@@ -690,8 +693,8 @@ class ProgressWatch:
     #: asyncio loop.
     _slow_at_s: float = math.inf
     #: Size of each log in bytes at each of the last `STEPS_OF_SURVIVAL` steps, oldest step first.
-    #: The errors that a log contained at the oldest of these steps did not stop the training. See
-    #: `size_of_survived_log`.
+    #: If an error was logged before the oldest of these steps, the training has continued after the
+    #: error. See `size_of_survived_log`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -793,8 +796,8 @@ class ProgressWatch:
     async def _is_at_work(self) -> bool:
         """Return True if the trainer may still be training after the last step was reported.
 
-        The result is True if a server reports the step and a log has new lines. Such a server may
-        count a batch before the trainer has trained on that batch.
+        A server may report the last step before the trainer has trained on the last batch. So if a
+        server reports the step, new lines in a log mean that the trainer may still be training.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         return is_server and await self._has_output()
@@ -878,10 +881,13 @@ class ProgressWatch:
         return self.step
 
     def note_line(self, step: float) -> None:
-        """Record the step in the first line that this attempt adds to the metrics file.
+        """Store the step of the first line that this attempt adds to the metrics file.
 
         Called for each line, but only the first call has an effect. `_read` does not see the first
         line if it reads several lines at once, because it gets only the step of the last line.
+
+        Args:
+            step: Training step that the line contains.
         """
         if self._first_line is None:
             self._first_line = step

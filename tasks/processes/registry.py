@@ -75,8 +75,8 @@ _WRITTEN_WITHIN_S = 5.0
 #: Time limit in seconds for each of two steps: freeing the disk space that is reserved for
 #: `run.json`, and writing the short form of the run's final record.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
-#: If the last files of a run are not written within `_WRITTEN_WITHIN_S`, the reserved disk space is
-#: freed. Afterwards, this is the number of seconds to wait for the files.
+#: Seconds to wait for the last files of a run after the reserved disk space was freed. The space is
+#: freed if the files are not written within `_WRITTEN_WITHIN_S`.
 _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 #: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0

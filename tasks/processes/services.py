@@ -382,7 +382,11 @@ class _Service:
         self.was_up.set()
 
     def _note(self, **changes: object) -> None:
-        """Change the report on the service, and publish it with `on_change`."""
+        """Update `report`, and pass the new report to `on_change`.
+
+        Args:
+            changes: New values of fields of the report.
+        """
         guardians = tuple(service_process.process.guardian for service_process in self.processes)
         self.report = replace(self.report, guardians=guardians, **changes)  # type: ignore[arg-type]
         self._owner.on_change(self.report)

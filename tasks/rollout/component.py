@@ -561,7 +561,10 @@ class FleetTail:
             self._emit(event.name, FLEET, at=event.at, **fields)
 
     def _follow(self) -> None:
-        """Forward new events of the fleet's process repeatedly, the last time after `close`."""
+        """Forward new events of the fleet's process every `_READ_EVERY_S` seconds.
+
+        After the call of `close`, forward the remaining events, and return.
+        """
         is_last = False
         while not is_last:
             # Wait before the read, not after the read. Then the last read comes after the call of

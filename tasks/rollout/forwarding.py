@@ -128,7 +128,7 @@ def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool
 
 
 def asks_for_models(method: str, target: str) -> bool:
-    """Return True if a request reads the list of served models, or a single model of it.
+    """Return True if a request asks for the list of served models, or for a single model.
 
     Args:
         method: HTTP method in upper case.
@@ -288,8 +288,8 @@ class Forwarder:
             set
         )
         token = settings.health.token
-        # If the health check in the spec is a POST request that generates a token, clients may also
-        # send requests to the path of the health check.
+        # The health check `token` makes a server generate a token. If this check is a POST request,
+        # clients can generate tokens at its path. So forward POST requests to this path, too.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
         #: Further paths whose requests are forwarded. `ANY_PATH` stands for every path. A POST
         #: request to one of these paths counts as a request that generates tokens.
@@ -336,9 +336,9 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # Remove these tasks from the set, because `_try_entrypoint` treats a missing task as
-            # cancelled by this method. A task that is cancelled because its client has left stays
-            # in the set.
+            # Remove the tasks from the set. `_try_entrypoint` then knows that this method has
+            # cancelled them. If a client disconnects, the task of its request is cancelled, too,
+            # but stays in the set.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
