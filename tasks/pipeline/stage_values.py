@@ -71,7 +71,11 @@ class StageValues:
         return "" if holds else f"the condition of the stage is false: {text}"
 
     def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield the earlier stage and the key of each value that a stage uses."""
+        """Yield the values that a stage gets from earlier stages, as pairs of stage name and key.
+
+        Args:
+            name: Name of the stage that uses the values.
+        """
         used: list[tuple[str, str]] = []
 
         def collect(other: str, key: str) -> str:
@@ -87,10 +91,13 @@ class StageValues:
         yield from used
 
     def completed_points(self, name: str) -> dict[str, StageRun]:
-        """Return the completed runs of a parameter sweep, as a mapping from the name `STAGE.N`.
+        """Return the completed runs of a parameter sweep.
 
         Args:
             name: Name of the stage.
+
+        Returns:
+            Mapping from `STAGE.N` to run N of the stage.
         """
         runs = {unit: completed_run(unit, self.runs) for unit in self.spec.stage(name).units}
         return {unit: run for unit, run in runs.items() if run is not None}

@@ -70,8 +70,8 @@ class InvalidSpec(MusterError):
 class RunEnded(MusterError):
     """The run is already ending, so Muster did not carry out a request.
 
-    The caller should continue to stop the components of the run. This error does not say why the
-    run ends: see the `Verdict` of the attempt.
+    The caller should not repeat the request. This error does not say why the run ends: see the
+    `Verdict` of the attempt.
     """
 
 

@@ -474,8 +474,9 @@ def _list_stage_inputs(
 ) -> list[str]:
     """Return the paths and URIs of the data that a stage gets from an earlier stage.
 
-    These are the absolute paths and URIs in the value of a placeholder. If the result of a step
-    contains no path, the URI of the result is returned.
+    These are the absolute paths and URIs in the value of a placeholder. If the placeholder stands
+    for the result of the earlier stage, and the result contains no path, the URI of the result is
+    returned.
 
     Args:
         name: Name of the earlier stage.
@@ -785,8 +786,8 @@ def _check_stage(
     Args:
         stage: The stage as plain data. It is changed.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True if the placeholder can get a value, and to False if not.
+        known_names: Placeholder names of earlier stages, such as `stage.sft.run_id`, as the keys of
+            a mapping. The entry is True if the placeholder can get a value.
         faults: List to which the faults of the changed run spec are added.
     """
     written = stage["spec"]
@@ -861,11 +862,13 @@ def _check_step(
 ) -> None:
     """Check the placeholders of a step, and the run spec that is created for the step.
 
+    A step is a stage that runs a function or a command.
+
     Args:
         stage: The step as plain data.
-        path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: Mapping from the placeholder names of earlier stages, such as
-            `stage.sft.run_id`, to True if the placeholder can get a value, and to False if not.
+        path: Dotted path of the step in the pipeline spec, for the faults.
+        known_names: Placeholder names of earlier stages, such as `stage.sft.run_id`, as the keys of
+            a mapping. The entry is True if the placeholder can get a value.
         faults: List to which the faults are added.
     """
     args_uses = [*_find_arg_uses(stage.get("args"), "args")]

@@ -55,8 +55,9 @@ _SECRET_ENDS = (
     "AUTHTOKEN",
     "ACCESSTOKEN",
 )
-#: A variable is probably secret if the last word in its name is one of these words: SSH_KEY,
-#: DB_PASS. A number can follow: API_KEY_2. At other positions, these words are harmless: KEY_COUNT.
+#: A variable is probably secret if the last word in its name is one of these words, as in SSH_KEY
+#: and DB_PASS. A number can follow, as in API_KEY_2. At other positions, these words are harmless,
+#: as in KEY_COUNT.
 _SECRET_LAST = frozenset({"KEY", "KEYS", "PASS"})
 #: A variable is probably secret if its name contains one of these words directly before KEY:
 #: AWS_ACCESS_KEY_ID.
@@ -336,8 +337,9 @@ def _list_spellings(value: str) -> set[str]:
         as_json,
         json.dumps(value, ensure_ascii=False)[1:-1],
         json.dumps(as_json)[1:-1],
-        # The value as Python prints it: with `repr`, with `ascii`, and with escaped quotes for a
-        # text that contains both kinds of quotes.
+        # The value as Python prints it: with `repr`, with `ascii`, and with `repr` as part of a
+        # longer text. If the longer text contains both kinds of quotes, `repr` escapes each single
+        # quote.
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],

@@ -136,7 +136,7 @@ class Model(BaseModel):
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        """Yield the faults that result from a combination of keys in this mapping.
+        """Yield the faults that result from combinations of keys in `written`.
 
         Args:
             written: The mapping as the user wrote it. Its values are not validated yet.
@@ -244,7 +244,7 @@ def validate_collecting_faults(
 
 
 class WrittenFloat(float):
-    """Number from a YAML file that stores its original spelling: 12.10 does not become "12.1"."""
+    """Number with its original spelling in the YAML file: 12.10 does not become "12.1"."""
 
     #: The number with its spelling in the YAML file.
     text: str
@@ -294,8 +294,8 @@ def is_number(value: object) -> TypeGuard[float]:
 def get_value(content: Any, key: str, default: object = None) -> Any:
     """Return the value at a dotted key of decoded JSON, such as `train.step`.
 
-    If a mapping has a key with the same text, including the dots, the value of this key is
-    returned. In a list, a part of the dotted key is an index.
+    A mapping may have a key that itself contains dots, as in `{"train.step": 7}`. The value of this
+    key is preferred to a value in nested mappings. In a list, a part of the dotted key is an index.
 
     Returns:
         The value, or `default` if there is no value at the key.
@@ -553,11 +553,11 @@ def _to_fault(error: ErrorDetails) -> Fault:
 
 
 def _suggest_number(value: object, *, is_whole: bool) -> str:
-    """Return advice about a wrong value: a number in a form that YAML can read.
+    """Return advice on how to correct a number in the spec, such as `write 1000 without quotes`.
 
     Args:
-        value: The value in the spec. It may be a text, such as `1.0e3`, `1_000` or `0x10`, or a
-            number with a fraction where a whole number is required.
+        value: The wrong value. It may be a text, such as `1.0e3`, `1_000` or `0x10`, or a number
+            with a fraction where a whole number is required.
         is_whole: True if the number must be a whole number.
     """
     example = "10" if is_whole else "1.5"
@@ -579,8 +579,9 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     return f"write {digits} without quotes"
 
 
-#: Largest exponent of a number, such as 3 in `1e3`, for which a message shows all digits: 1000. For
-#: a larger exponent, the message shows an example number instead.
+#: Largest exponent of a number that a message shows with all digits. For example, `1e3` has the
+#: exponent 3, and the message shows 1000. For a number with a larger exponent, the message shows an
+#: example number instead.
 _MAX_DECIMAL_DIGITS = 15
 _NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")

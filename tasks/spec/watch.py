@@ -304,16 +304,16 @@ class Alarms:
     """Evaluates alarm rules on the metrics of an attempt. Each rule raises at most one alarm."""
 
     def __init__(self, rules: Mapping[str, WatchRule]) -> None:
-        #: Mapping from names to rules that have raised no alarm yet, with recent values of their
-        #: metrics.
+        #: Rules that have raised no alarm yet. A key of this mapping is the name of a rule. The
+        #: entry contains the rule and recent values of the rule's metric.
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
         #: Metrics of the rules with the condition `finite`, each as a tuple of possible names.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
         #: Metrics whose last value is NaN or infinite, and metrics whose null values have raised an
-        #: alarm. Each key lists the possible names of one metric. Each value contains the name in
-        #: the metrics file, the last value (`nan`, `inf`, `-inf` or `null`), and the first step of
-        #: the period without a finite value.
+        #: alarm. A key of this mapping lists the possible names of one metric. The entry contains
+        #: the metric's name in the metrics file, its last value (`nan`, `inf`, `-inf` or `null`),
+        #: and the first step of the period without a finite value.
         self._not_finite: dict[tuple[str, ...], tuple[str, str, float]] = {}
 
     def describe_not_finite(self) -> str:
