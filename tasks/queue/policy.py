@@ -236,7 +236,8 @@ class _Reservation:
     at: float
     #: Forecast of the resources that will be free just before the reserved start.
     nodes: NodesAhead
-    #: Forecast of the number of GPUs in use for each tag just after the reserved start.
+    #: Forecast of the number of GPUs in use for each tag just after the start of `head`. The number
+    #: includes the GPUs of `head`.
     quota: Quota
     #: Ids of the active runs that must end before the reserved start, to free enough GPUs.
     waits_for: tuple[str, ...]
@@ -448,8 +449,8 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # A node is sufficient if it has enough free GPUs and CPUs for the waiting run. The message
-        # of the waiting run names the runs whose end makes a node sufficient.
+        # A node is sufficient if it has enough free GPUs and CPUs for the waiting run. `waits_for`
+        # contains only runs that hold GPUs on a node that becomes sufficient.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         is_assumed = any(gang.is_end_assumed and gang.id in waits_for for gang in self._running)

@@ -24,13 +24,13 @@ MAX_POSITION_WITH_FIRST_RUN = 10
 #: Beginning of the text about free GPUs in a message. The text changes often, so `steady_part`
 #: removes it.
 FREE_NOW = "; free now: "
-#: Text before the error of a Ray cluster that does not answer. The error changes often, so
-#: `steady_part` removes this text and the error.
+#: Words before the error in the message for a run whose Ray cluster does not answer. The error
+#: changes often, so `steady_part` removes these words and the error.
 _SILENT = ", which does not answer"
 
 #: Largest number of run or node names in a text.
 _MAX_NAMES = 4
-#: Largest number of characters of an error in a text.
+#: Largest number of characters of an error in a message. A longer error is shortened.
 _MAX_ERROR_CHARACTERS = 300
 _MINUTE_S = 60.0
 
@@ -218,7 +218,7 @@ def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message
     Args:
         demand: GPUs and CPUs that the run needs.
         pool: Name of the work pool.
-        queue: Name of the queue of the pool that is paused. Empty if the whole pool is paused.
+        queue: Name of the paused queue of the pool. Empty if the whole pool is paused.
     """
     paused = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
     return Message(demand=demand, reason=f"waits because {paused} is paused")

@@ -341,7 +341,9 @@ class QueueArtifacts:
 
 
 def artifact_keys(pool: str) -> tuple[str, str]:
-    """Return the keys of the two artifacts of a work pool: of the waiting runs and of the nodes.
+    """Return the keys of the two artifacts of a work pool.
+
+    The first artifact shows the waiting runs, and the second artifact shows the nodes.
 
     The keys of the pool `gang` are `gang-queue` and `gang-nodes`. The keys of another pool begin
     with the name of the pool.

@@ -118,7 +118,7 @@ def classify_name(name: str) -> NameKind:
         is_replaced_name = words <= _CHECKPOINT_WORDS and words & (_CURRENT_WORDS | _STEP_WORDS)
         return NameKind.UNNUMBERED if is_replaced_name else NameKind.OTHER
     if words <= _CHECKPOINT_WORDS:
-        # A file whose name is only a number, such as `20`, may be no checkpoint.
+        # A file whose name is only a number, such as `20`, is not always a checkpoint.
         return NameKind.CHECKPOINT if words else NameKind.NUMBERED
     return NameKind.NAMED_CHECKPOINT if has_step_word else NameKind.NUMBERED
 

@@ -190,8 +190,9 @@ class AttemptRecord(Recorded):
     #: if unknown.
     saved_checkpoint: bool | None = None
     #: Number of consecutive attempts without a lasting result, including this attempt. None if this
-    #: attempt had a lasting result: a new checkpoint, or a higher training step than all earlier
-    #: attempts if it is unknown whether a checkpoint was saved.
+    #: attempt had a lasting result. A new checkpoint is a lasting result. If it is unknown whether
+    #: the attempt saved a checkpoint, a higher training step than in all earlier attempts counts
+    #: instead.
     fruitless_attempts: int | None = None
     #: Keys and values of this attempt that differ from `RunJson.provenance`, for example another
     #: host or another commit.
@@ -399,8 +400,8 @@ class RunJson(Recorded):
         Args:
             now: End time of the last attempt, in UTC epoch seconds.
             adopts: True if the Ray jobs of the run continue after the loss of the flow process. An
-                active attempt then stays active, because a new attempt would run at the same time
-                as these jobs.
+                active attempt then does not get the state FAILED, because its Ray jobs may still be
+                running.
         """
         if adopts and self.state in (*_OPEN, RunState.STOPPING):
             return self
@@ -565,7 +566,7 @@ class RunRecord:
 
         The text "begun again" is added to the retry decision of the previous attempt in two cases:
 
-        - The decision says that no attempt follows. So a user has started the run again.
+        - The decision says that no attempt follows, but a user has started the run again.
         - There is no decision, because the flow process was killed.
 
         Args:

@@ -228,8 +228,10 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 def _needs_next_process(state: State[object]) -> bool:
     """Return True if Muster must schedule the next process of a lost flow run.
 
-    Muster must do so if no worker will start the flow run by itself. The state of the flow run is
-    then Running or Crashed, or Pending for longer than a worker needs to start a flow run.
+    The result is True in these states, because no worker will start the flow run:
+
+    - Running and Crashed: workers start only scheduled flow runs.
+    - Pending for longer than `_START_TIMEOUT`: a worker would have started the flow run by now.
     """
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
@@ -327,8 +329,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
     """Write the final states of a lost run whose processes have all ended, and return a report.
 
     The run's record and its flow run on the Prefect server get their final states, and the registry
-    entry of the run is removed. In these cases the entry stays, so that a later `muster reconcile`
-    tries again:
+    entry of the run is removed. But the registry entry stays for a later `muster reconcile` in each
+    of the following cases:
 
     - A Ray job of the run may still run.
     - The state on the Prefect server has changed during the cleanup.
