@@ -83,7 +83,10 @@ class Training:
         self._pool = ThreadPoolExecutor(options.prompts, thread_name_prefix="rollout")
 
     def run(self) -> None:
-        """Train until the last step is finished, and write its metrics and its checkpoint.
+        """Train until the last step is finished.
+
+        Write the metrics of each step. Write checkpoints at regular intervals and after the last
+        step.
 
         Raises:
             FleetError: The fleet is gone, or no engine of the fleet has the weights.

@@ -31,8 +31,8 @@ _RAY_OWN_NAME = "r"
 #: Longest path that Linux accepts for a UNIX socket, in bytes. Source: unix(7).
 _LONGEST_SOCKET_PATH = 107
 #: Example of the longest socket path that Ray creates, relative to the directory for Ray. The
-#: length of this example limits the length of that directory's path. The suffix `.99` stands for
-#: the number of a Ray node.
+#: absolute path of this socket must have at most `_LONGEST_SOCKET_PATH` bytes. The suffix `.99`
+#: stands for the number of a Ray node.
 _LONGEST_SOCKET = (
     f"{_RAY_OWN_NAME}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.99"
 )

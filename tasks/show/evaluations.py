@@ -103,13 +103,13 @@ def _choose_figure(evaluated: Sequence[EvaluatedCheckpoint], keep_best: KeepBest
 
 
 def _list_points(evaluated: Sequence[EvaluatedCheckpoint], name: str) -> list[tuple[float, float]]:
-    """Return the values of a number in the evaluations, as pairs of training step and value.
+    """Return one result of each evaluated checkpoint, as pairs of training step and result.
 
     The pairs are sorted by step.
 
     Args:
-        evaluated: The evaluations.
-        name: Name of the number, such as `math.accuracy`.
+        evaluated: The evaluated checkpoints. Checkpoints without this result are left out.
+        name: Name of the result, such as `math.accuracy`.
     """
     return sorted(dict(_yield_points(evaluated, name)).items())
 

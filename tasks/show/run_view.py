@@ -96,8 +96,8 @@ class ServerSeen:
 
 #: The speed of a training is computed from the steps in its last `_WINDOW_S` seconds.
 _WINDOW_S = 120.0
-#: Smallest number of training steps from which the speed is computed, even if some of them were
-#: completed more than `_WINDOW_S` seconds ago.
+#: Number of most recent training steps that always count for the speed, even if some of them were
+#: completed more than `_WINDOW_S` seconds before the last step.
 _MIN_KEPT_STEPS = 6
 
 
