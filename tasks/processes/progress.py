@@ -563,7 +563,7 @@ class Silence:
 
     @property
     def has_grown_since_progress(self) -> bool:
-        """True if a checkpoint has grown since the last new step.
+        """True if a checkpoint has grown since the last new step or the last call of `restart`.
 
         If `is_by_step` is False, a new line in a log counts like a new step.
         """
