@@ -213,8 +213,9 @@ class _Admission:
     async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
         """Change the state of the flow run from Running back to PendingResources.
 
-        If a user changes the state by hand, another thread of this process sets Running again. In
-        the state Running, the waiting run is not in the queue and would get no GPUs.
+        The flow run can become Running while it waits: if a user changes its state by hand, another
+        thread of this process sets Running. But a flow run in the state Running is not in the queue
+        and would get no GPUs.
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:
@@ -312,8 +313,8 @@ _MAX_FAULTY = 2
 async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
     """Record the nodes that may have caused the failure of a run's attempt.
 
-    The next attempts of the run avoid these nodes. Muster drains a node for 24 hours, so that no
-    new runs start there, after two runs have failed on the node within 24 hours. A failure with
+    The next attempts of the run avoid these nodes. If two runs fail on the same node within 24
+    hours, Muster drains the node for 24 hours, so that no new runs start there. A failure with
     several possible nodes never causes a drain.
 
     Args:

@@ -28,8 +28,9 @@ class CrashReporter(StateProposer):
     """Proposes states to the Prefect server, with messages about killed flow processes.
 
     Prefect's message only says `Process exited with status code: -9`. The message of this class
-    also says what Muster does next, and how the user continues the run. The message must be written
-    at once, because the server does not replace the message of a Crashed flow run.
+    also says what Muster does next, and how the user continues the run. The message must be
+    complete when Crashed is proposed, because the server does not replace the message of a flow run
+    that is already Crashed.
     """
 
     def __init__(self, *, client: PrefectClient, entrypoint: str | None) -> None:

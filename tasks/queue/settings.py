@@ -142,8 +142,8 @@ class PoolSettings(BaseModel):
     def explain_missing_cluster(self) -> str:
         """Return the message for a run whose spec omits the address of its Ray cluster.
 
-        Use the message only if the pool lists no cluster or several clusters. A single listed
-        cluster would be used by the run.
+        Use the message only if the pool lists no cluster or several clusters. If the pool lists
+        exactly one cluster, the run uses that cluster, and no address is missing.
         """
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (

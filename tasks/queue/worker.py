@@ -92,8 +92,9 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of events that do not cause a scheduling pass. If such an event is about a flow run, the
-#: next pass reads that flow run again.
+#: Names of events that this worker receives, but that do not cause a scheduling pass. The next pass
+#: reads the flow runs of these events again. After an event of a worker, the next pass reads the
+#: whole queue again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -210,7 +211,7 @@ class Waker:
             self._timer = loop.call_at(wake_at, self._woken.set)
 
     async def _call_when_woken(self) -> None:
-        """Call `wake` after each event and after each delay, until this task is cancelled."""
+        """Call `wake` each time the asyncio event `_woken` is set, until this task is cancelled."""
         while True:
             await self._woken.wait()
             await asyncio.sleep(_SETTLE_S)
@@ -428,8 +429,8 @@ class GangWorker(ProcessWorker):
     #: True if this worker is the leader. The leader decides which runs start, for all workers of
     #: the server.
     _is_leader = True
-    #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. If
-    #: the leader offers a run to the workers, the pass starts earlier.
+    #: Earliest time of the next regular scheduling pass of this worker, by the clock of the event
+    #: loop. After an offer of the leader, a pass starts without waiting for this time.
     _next_pass_at = -math.inf
     #: True if the leader has offered a run to the workers since the last scheduling pass.
     _was_offered = False
@@ -495,9 +496,9 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, this method is cancelled. Because of the shield, the
-                # task that watches the process is not cancelled. Only the task of
-                # `_end_with_worker` is cancelled, and then ends the process.
+                # When the worker stops, this method is cancelled. The shield protects the task
+                # that waits for the end of the process. The task of `_end_with_worker` runs
+                # outside the shield, so that this task is cancelled and then ends the process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -615,8 +616,8 @@ class GangWorker(ProcessWorker):
         """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # After a request for the flow runs of the work queues, the server shows the queues as
-            # ready. That is the only purpose of this request: it returns no flow run.
+            # Request the flow runs of the work queues, only so that the server shows the queues as
+            # ready. Because of the time `_NEVER`, the request returns no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
@@ -641,8 +642,8 @@ class GangWorker(ProcessWorker):
         #: Lock that is held during a scheduling pass, so that the regular poll and an event do not
         #: start two passes at the same time.
         self._pass_lock = asyncio.Lock()
-        #: Runs with GPU grants from this worker that the worker must start. The worker submits
-        #: these runs one after the other, in the order of the queue.
+        #: Runs that have a grant and that this worker must start. The worker submits these runs one
+        #: after the other, in the order of the queue.
         self._granted: deque[QueueEntry] = deque()
         #: Id of the flow run that was submitted last. None if `_wait_for_submission` has already
         #: waited for this flow run.
@@ -680,7 +681,7 @@ class GangWorker(ProcessWorker):
     def _should_wake(self, event: str) -> bool:
         """Return True if an event with the given name must start a scheduling pass.
 
-        If the event offers a run, the method also sets `_was_offered`.
+        If the leader offers a run to the workers with this event, the method sets `_was_offered`.
         """
         if event == _OFFERED:
             self._was_offered = True
@@ -754,8 +755,8 @@ class GangWorker(ProcessWorker):
     def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
         """Offer admitted runs to the other workers, except the runs that this worker can start.
 
-        If no worker starts an offered run within 10 seconds, the run is offered again, and the
-        message of the run says which worker must start it.
+        If no worker starts an offered run within 10 seconds, the run is offered again. The message
+        of the run then says that the run waits for a worker.
 
         Args:
             scheduling_pass: The last scheduling pass.
