@@ -12,7 +12,7 @@ from tasks.upkeep.prune import Retention, prune_host, publish
 
 @flow(name="prune", persist_result=False)
 def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
-    """Delete old files of ended runs on this host. Several flow runs may run at the same time.
+    """Delete old files of ended runs on this host. Several flow runs of `prune` may overlap.
 
     Args:
         keep: Time to keep the files of ended runs. Default: the value in the host's environment

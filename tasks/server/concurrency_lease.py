@@ -39,9 +39,8 @@ from prefect.exceptions import PrefectException
 _log = logging.getLogger(__name__)
 
 #: Time, in seconds, after which a concurrency lease expires if it is not renewed. This is the
-#: longest time that the server accepts, so that the lease survives an outage of the network. The
-#: lease of an ended run does not block other runs for this time, because the server releases the
-#: lease at the end of the run.
+#: longest time that the server accepts, so that the lease survives an outage of the network. At the
+#: end of a run, the server releases the lease at once, so that the next run can start.
 #: Source: prefect/server/api/concurrency_limits_v2.py, renew_concurrency_lease.
 _LEASE_S = 24 * 60 * 60.0
 #: Time, in seconds, between two renewals of a concurrency lease.

@@ -205,7 +205,7 @@ def set_cron(
 
 
 def make_overlap_settings(overlap: Overlap) -> dict[str, Any]:
-    """Return the concurrency settings of a deployment for a treatment of overlapping runs."""
+    """Return the settings that make a deployment allow, queue or skip overlapping runs."""
     if overlap == "allow":
         return {"concurrency_limit": None, "concurrency_options": None}
     strategy = ConcurrencyLimitStrategy.ENQUEUE

@@ -68,10 +68,11 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: change only to a state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. In this state, the run skips its grace
-#: periods. Muster uses a state instead of a label, so that every user who may cancel a flow run may
-#: also skip its grace periods.
+#: periods. Muster uses a state instead of a label, because a user who may cancel a flow run may set
+#: its state, but perhaps not its labels.
 CANCELLING_NOW = "CancellingNow"
-#: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
+#: Names of flows. If a flow run of one of these flows loses its process, Muster ends or reschedules
+#: the flow run.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
 #: Names of the maintenance flows, which run on each host. Their finished flow runs can be deleted.
 UPKEEP_FLOWS = ("reconcile", "prune")
@@ -83,7 +84,8 @@ HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 #: 10 s.
 SILENT_AFTER_S = 120.0
 
-#: Label with the name that a flow run had before it was named after its run id.
+#: Key of the label with the original name of a flow run. Muster replaces the original name with the
+#: run id.
 TYPED_NAME_LABEL = "muster.typed-name"
 #: Keys of the labels with the name and type of a flow run's worker. Source:
 #: prefect/workers/base.py, _give_worker_labels_to_flow_run.
@@ -131,7 +133,8 @@ class ServerRefuses(ServerAway):
     """The settings of this process do not allow requests to a Prefect server.
 
     The password is wrong or missing, or the address of the proxy is not valid. The error message
-    names the setting that an operator must correct. Until then, callers repeat their requests.
+    names the setting that an operator must correct. Callers repeat their requests until the setting
+    is correct.
     """
 
 
@@ -368,7 +371,7 @@ def find_worker(run: FlowRun) -> str | None:
 
 
 def parse_worker_host(name: str) -> str:
-    """Return the host in the name of a worker, which is `HOST` or `NAME@HOST`."""
+    """Return the host from a worker name of the form `HOST` or `NAME@HOST`."""
     return name.rpartition("@")[2]
 
 
@@ -421,7 +424,8 @@ def read_server_time(client: SyncPrefectClient) -> datetime | None:
 class Host:
     """Facts about a host that are needed to find its lost flow runs.
 
-    The host is this machine, or another, permanently lost host if `is_lost` is True.
+    The host is this machine. But if `is_lost` is True, the host is another machine, which is
+    permanently lost.
     """
 
     #: Name of the host, which is also the name of its worker.
@@ -618,9 +622,10 @@ def cancel(
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        # Force the change, because the server's rules allow only Cancelled after Cancelling. If the
-        # flow run has become Cancelled meanwhile, this call sets it back to Cancelling, and `muster
-        # reconcile` later sets Cancelled again.
+        # Force the change to CANCELLING_NOW, because by the server's rules a flow run in the state
+        # Cancelling can only become Cancelled. If the flow run has become Cancelled meanwhile, this
+        # call replaces Cancelled with CANCELLING_NOW, and `muster reconcile` later sets Cancelled
+        # again.
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 

@@ -8,7 +8,7 @@ from tasks.spec.prefect_address import may_have_server
 
 
 def may_have_prefect_server() -> bool:
-    """Return True if a Prefect server may be configured, and False if this is impossible.
+    """Return False if it is certain that no Prefect server is configured, otherwise True.
 
     If Prefect is already imported, the result is always True, because this process may have changed
     the settings of Prefect.
