@@ -113,7 +113,8 @@ class Fleet:
             queue_timeout_s=settings.queue_timeout_s,
         )
         self.settings = settings
-        #: Future that resolves with a reason when the run must fail. `stop` must still be called.
+        #: Future that resolves with a reason when the run must fail. The fleet then keeps running
+        #: until `stop` is called.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: URL of the gateway, for `snapshot`. Empty before the gateway has started.
         self.url = ""
@@ -538,12 +539,14 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """End the wait in `start` if enough server groups work. Fail the run if too many groups
-        have been given up.
+        """React to the new state of a server group.
+
+        End the wait in `start` if enough groups work. Fail the run if too many groups have been
+        given up.
 
         Args:
-            before: The group before the change.
-            after: The group after the change.
+            before: The server group before its state changed.
+            after: The server group after its state changed.
         """
         if self._phase is FleetPhase.STOPPING or before.state is after.state:
             return

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.1
 #: Longest time in seconds between two health checks of a starting server.
 _LAST_POLL_S = 1.0
-#: Seconds to wait for the end of a cancelled start of a server group.
+#: Seconds to wait until a cancelled task that starts a server group has ended.
 _CANCEL_WITHIN_S = 1.0
 #: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
@@ -66,9 +66,8 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the restarts that have used up one of the allowed recoveries. Each server group
-    #: numbers its restarts from 0. If several groups make a restart with the same number, these
-    #: restarts use up only one recovery.
+    #: Counted rounds of restarts. Round 0 is the first restart of each server group, round 1 is the
+    #: second restart of each group, and so on. Each round uses up one of the allowed recoveries.
     paid: set[int] = field(default_factory=set)
 
 
@@ -110,8 +109,8 @@ class Incidents:
     def pay(self, incident: Incident, attempt: int) -> bool:
         """Return True if a server group may be restarted, and count the restart.
 
-        In an incident, the first restarts of all groups together use up one recovery of the
-        budget. The same applies to the second restarts, and so on.
+        The first restarts of all groups in an incident count together as one recovery. The second
+        restarts count together as another recovery, and so on.
 
         Args:
             incident: The incident that the failure of the group belongs to.
@@ -463,7 +462,8 @@ class Recovery:
         finally:
             del self._starting[group]
             start_task.cancel()
-            # Wait for the end of the cancelled start before the same servers are stopped.
+            # Wait until the cancelled task has ended. Otherwise, the task could start servers while
+            # the caller stops the servers of the group.
             await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:
