@@ -188,8 +188,8 @@ class LocalStore:
 class FsspecStore:
     """An object store that is read with the package fsspec.
 
-    The files below one folder are listed once, at the first use. Later changes are not visible.
-    Files outside of this folder are treated as missing.
+    The files below the folder `root` are listed once, at the first use. Later changes are not
+    visible. Files outside of `root` are treated as missing.
     """
 
     def __init__(
@@ -289,8 +289,8 @@ class FsspecStore:
         A removal list is a small file that names files to delete.
 
         - Mapping from the key of each visible file to the size and times of the file.
-        - Mapping from the key of each removal list to the files in the list. For each file, the
-          list contains the key, and a text with the size, time and version.
+        - Mapping from the key of each removal list to its content. The content maps the key of each
+          listed file to a text with the size, time and version of the listed file.
         """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
@@ -455,8 +455,8 @@ class _RangeReader(io.RawIOBase):
         self._read_range = read_range
         self._size = size
         self._position = 0
-        #: Block of bytes from the last request. `_block_start` is the position of the block in the
-        #: file.
+        #: The bytes that were read last from the object store. `_block_start` is the position of
+        #: the first of these bytes in the file.
         self._block = b""
         self._block_start = 0
         self._next_block_bytes = _FIRST_BLOCK_BYTES

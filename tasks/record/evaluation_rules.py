@@ -148,8 +148,8 @@ def list_reasons_to_keep(
     Args:
         evaluations: Mapping from the name of each evaluation to its part of the run spec.
         keep_best: The key `keep_best` of the run spec, or None.
-        content: The file of the run that records its evaluations.
-        evaluated: The evaluations from this file, each with the numbers in its result.
+        content: Record of the run's evaluations, from the run's file `evaluations.json`.
+        evaluated: The evaluations in this record, each with the numbers in the evaluation's result.
     """
     for one in evaluated:
         if one.evaluation.state.is_active and one.is_current:

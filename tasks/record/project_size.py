@@ -19,8 +19,8 @@ from tasks.record.repository import GitView, find_repository, git_view
 
 #: Number of folders whose files are passed to git in one call. git then finds the ignored files.
 _FOLDERS_AT_ONCE = 200
-#: A folder with fewer files and folders than this number is small. `count_until` does not count the
-#: files of a small folder, because git can list these files quickly.
+#: A folder that contains fewer files and folders than this number is small. For a small folder,
+#: `count_until` returns None, because git can list the files quickly.
 _SMALL_PROJECT = 5_000
 
 
@@ -48,8 +48,9 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
         excluded: Names of files and folders that are not counted.
 
     Returns:
-        The counted files. None if the folder is small, or if the total size of all files does not
-        exceed the limit.
+        The counted files. None if the total size of all files does not exceed the limit. Also None
+        if the folder contains fewer than `_SMALL_PROJECT` files and folders, even if the files are
+        large.
 
     Raises:
         GitFailed: A git command failed.

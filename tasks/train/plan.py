@@ -76,10 +76,10 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. The attempt wrote all lines that
-    #: were added later. If a new attempt has the value None, the supervisor makes the fingerprint
-    #: later. If an attempt of an earlier process has the value None, the attempt wrote all lines of
-    #: the file.
+    #: Fingerprint of the metrics file at the start of the attempt. All lines that were added after
+    #: the start belong to the attempt. For a new attempt, None means that the supervisor will make
+    #: the fingerprint. For an attempt that an earlier process of the run started, None means that
+    #: all lines of the file belong to the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False

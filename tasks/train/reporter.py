@@ -62,8 +62,8 @@ def _do_nothing() -> None:
 
     This function is used in two places:
 
-    - In the queue of reports: the function wakes the thread of the reporter. The thread then
-      checks which artifacts must be sent.
+    - As an item in the queue of reports: each new item wakes the thread of the reporter. The thread
+      then checks which artifacts must be sent.
     - As the body of a task run that shows a recovery of inference servers. Another process carries
       out the recovery.
     """
@@ -133,9 +133,10 @@ class Reporter:
         self._reports.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_TIMEOUT_S):
             self._is_closed.set()
-        # Another exit function removes the run from the registry of active runs. Python calls that
-        # function after this one, so the run stays registered until the last artifacts are sent. If
-        # this process is killed before then, `muster reconcile` finds the run in the registry.
+        # At exit, Python calls `await_last_artifacts` before the function that removes the run from
+        # the registry of active runs. So the run stays registered until the last artifacts are
+        # sent. If this process is killed before that, `muster reconcile` finds the run in the
+        # registry.
         atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)
         self._reports.put(self._send_last_page)
@@ -159,7 +160,9 @@ class Reporter:
         self._is_closed.set()
 
     def _flush(self, timeout_s: float) -> bool:
-        """Send all queued reports, and drop the activity of the run if it was not sent yet.
+        """Send all queued reports, and drop the pending activity of the run.
+
+        An activity, such as `starting trainer`, is pending until it is sent.
 
         Args:
             timeout_s: Longest wait in seconds.
@@ -178,7 +181,8 @@ class Reporter:
     def _is_server_lost(self) -> bool:
         """True if the server is temporary and does not answer.
 
-        A temporary server ends with the run, so nobody would read further reports.
+        Waiting for this server is useless: the server ends with the run, so nobody could read the
+        reports.
         """
         return self._is_server_away and find_lasting_api_url() is None
 

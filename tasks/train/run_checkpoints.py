@@ -180,7 +180,7 @@ def with_start(spec: RunSpec, name: str) -> RunSpec:
 def choose_start(name: str) -> StartFrom:
     """Return the checkpoint from which a new run will start, and pin the checkpoint.
 
-    A pinned checkpoint is never deleted because of the spec key `keep`.
+    When Muster deletes old checkpoints because of the spec key `keep`, it skips pinned checkpoints.
 
     Args:
         name: `RUN` for the newest complete checkpoint of a run, or `RUN@STEP`.
@@ -208,8 +208,8 @@ def choose_step(run: Run, step: int | None, *, pins: bool = False) -> StartFrom:
     Args:
         run: The run that wrote the checkpoint.
         step: Step of the checkpoint, or None for the newest complete checkpoint.
-        pins: True to pin the checkpoint, so that it is never deleted because of the spec key
-            `keep`.
+        pins: True to pin the checkpoint. When Muster deletes old checkpoints because of the spec
+            key `keep`, it skips pinned checkpoints.
 
     Raises:
         BadArgument: The run has no such checkpoint.
@@ -266,9 +266,9 @@ def _explain_missing(
 def read_run_spec(place: RunPlace, attempts: Sequence[AttemptRecord]) -> RunSpec | None:
     """Return the spec of a run from the files of the run, with secrets masked.
 
-    Placeholders in this spec are not replaced. But an earlier version of Muster wrote only the
-    specs of the attempts. For a run of that version, the spec of the last attempt is returned, in
-    which placeholders are replaced.
+    Normally, the placeholders in this spec are not replaced. An earlier version of Muster wrote no
+    spec of the run, only the specs of the attempts. For a run of that version, the function returns
+    the spec of the last attempt, with replaced placeholders.
 
     Returns:
         The spec, or None if this machine has none of these files.
